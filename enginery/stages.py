@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.artifact.artifact import REPORTS, Artifact, refuse_foreign
+from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError
@@ -73,7 +73,7 @@ def export_step(
 
     started = time.monotonic()
     if out:
-        refuse_foreign(Path(out))
+        check_overwritable(Path(out))
     source = resolve_source(
         model,
         revision=config.revision,
@@ -192,7 +192,7 @@ def _make(
     """A stage that makes a new artifact from one: in the store, and at `out` if asked."""
     started = time.monotonic()
     if out:
-        refuse_foreign(Path(out))
+        check_overwritable(Path(out))
     name = source.manifest.source.name
     artifact, worked = Store().obtain(
         ARTIFACTS, fingerprint, name, build, force=force, progress=progress

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.gpu_check.settings import Settings, settings_for
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import EngineryError
 from enginery.core.json_file import json_bytes
 
@@ -70,7 +70,7 @@ class Work:
 
     def save(self) -> None:
         """Leaves what is found so far."""
-        write_beside(self.result, json_bytes(self.found))
+        write_atomically(self.result, json_bytes(self.found))
 
     def check(self, name: str, *, passed: bool, found: str) -> None:
         """Records a verdict."""
@@ -114,7 +114,7 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Ends this process within a second of the one that started it: a GPU is not to be held on."""
     parent = os.getppid()
 
@@ -128,7 +128,7 @@ def end_with_parent() -> None:
 
 def main(request: Path) -> None:
     """Does one part."""
-    end_with_parent()
+    exit_with_parent()
     given = json.loads(request.read_text(encoding="utf-8"))
     paths = {name: Path(given.pop(name)) for name in ("result", "models")}
     work = Work(**given, **paths)

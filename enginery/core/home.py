@@ -1,4 +1,11 @@
-"""Where enginery keeps what it makes: `$ENGINERY_HOME`, or the platform's cache directory."""
+"""The directory of the store and its locks: `$ENGINERY_HOME`, or the platform's cache directory.
+
+>>> with file_lock("minilm", home=tmp_path):
+...     (tmp_path / "locks" / "minilm.lock").is_file()  # no other process holds this lock
+True
+
+The kernel releases a lock when its process ends; the lock file stays and means nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +19,18 @@ from enginery.core.errors import EngineryError
 
 
 def enginery_home() -> Path:
-    """The directory; it may not exist yet."""
+    """Return the directory, which may not exist yet."""
     named = os.environ.get("ENGINERY_HOME", "")
     return Path(named).expanduser() if named else user_cache_path("enginery")
 
 
-def named_lock(name: str, *, home: Path | None = None, timeout_seconds: float = -1) -> FileLock:
-    """A lock on a name, not yet taken.
+def file_lock(name: str, *, home: Path | None = None, timeout_seconds: float = -1) -> FileLock:
+    """Return a lock between processes, not acquired yet.
 
     Args:
-        name: fit for a file name.
-        home: the store; None for `$ENGINERY_HOME`.
-        timeout_seconds: how long to wait before `filelock.Timeout`; -1 for ever.
+        name: name of the lock; must be a valid file name.
+        home: directory of the store; None for `enginery_home()`.
+        timeout_seconds: time to wait before `filelock.Timeout` is raised; -1 to wait forever.
 
     Raises:
         EngineryError: the store cannot be written.

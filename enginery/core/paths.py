@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from enginery.core.errors import CONTROL, ArtifactError
+from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
 
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
@@ -25,8 +25,9 @@ def is_relative_path(name: str) -> bool:
     It has no empty part, no `.`, no `..`, no backslash, no drive, and no control character, which
     could send escape sequences to a terminal.
     """
-    parts_are_plain = all(part not in ("", ".", "..") for part in name.split("/"))
-    return parts_are_plain and not _NOT_PORTABLE.search(name) and not CONTROL.search(name)
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return False
+    return not _NOT_PORTABLE.search(name) and not CONTROL_CHARACTERS.search(name)
 
 
 def require_relative_path(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from enginery.core.errors import CONTROL, ShapeError, nearest
+from enginery.core.errors import CONTROL_CHARACTERS, ShapeError, nearest
 
 _SIZE = re.compile(r"0*[0-9]{1,10}")
 _EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
@@ -31,7 +31,7 @@ _TERM_SIZE = re.compile(r"[0-9]{1,10}")  # of ASCII: str.isdigit takes "²", whi
 
 
 def _require_name(name: str) -> str:
-    if len(name) > _MAX_NAME or CONTROL.search(name):
+    if len(name) > _MAX_NAME or CONTROL_CHARACTERS.search(name):
         raise ValueError(
             f"{name[:40]!r} is no name: expected up to {_MAX_NAME} characters, no control character"
         )

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.engine_record import EngineRecord
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tensorrt.options import RTX, flavor_named
 
@@ -84,7 +84,7 @@ def write_wrapper(directory: Path, record: EngineRecord) -> Path:
     onnx.helper.set_model_props(model, metadata)
     onnx.checker.check_model(model)
     wrapper = directory / record.wrapper
-    write_beside(wrapper, model.SerializeToString())
+    write_atomically(wrapper, model.SerializeToString())
     return wrapper
 
 
@@ -134,7 +134,7 @@ def _require_plain_name(plan: str) -> None:
 
 def _plan_header(plan: Path) -> bytes:
     try:
-        require_regular(plan)
+        require_regular_file(plan)
         with plan.open("rb") as stream:
             header = stream.read(ENGINE_HEADER_BYTES)
     except OSError as error:

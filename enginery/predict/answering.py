@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.asking import (
@@ -61,7 +61,7 @@ class Answered:
     """The share of the input, 0 to 1, that was read by then."""
 
 
-class Answerer(Closing):
+class Answerer(Closeable):
     """A model that answers windows of rows. A context manager; closing frees its session."""
 
     def __init__(

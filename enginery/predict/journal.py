@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
-from enginery.core.home import enginery_home, named_lock
+from enginery.core.home import enginery_home, file_lock
 from enginery.core.json_file import json_bytes
 from enginery.core.progress import SILENT, Progress
 from enginery.predict.answering import Answered
@@ -353,7 +353,7 @@ def _place(output: Path) -> str:
 
 
 def _lock(output: Path) -> FileLock:
-    return named_lock(f"predict-{_place(output)}", timeout_seconds=0)
+    return file_lock(f"predict-{_place(output)}", timeout_seconds=0)
 
 
 def _sync(directory: Path) -> None:

@@ -37,7 +37,7 @@ from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.images import ImageReader
 from enginery.core.datasets.parquet import ParquetReader
-from enginery.core.datasets.reader import find_format, open_dataset
+from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import EngineryError, InputError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
@@ -117,7 +117,7 @@ def run(
     _make_folder(output)
     with only_run(output), on_disk(source, output, config, stdin) as path:
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
-        find_format(path, options)
+        detect_format(path, options)
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.predict.asking import read_options, require_task
 from enginery.predict.config import PredictConfig
 from enginery.predict.encoding_watch import EncodingWatch
@@ -36,7 +36,7 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 _PROBE_TOKENS = 8
 
 
-class RunPool(Closing):
+class RunPool(Closeable):
     """Threads that run batches; closing waits for the batches that run."""
 
     def __init__(self, workers: int) -> None:

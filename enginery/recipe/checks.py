@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.bench import config as bench
-from enginery.core.artifact.staging import refuse_foreign
+from enginery.core.artifact.staging import check_overwritable
 from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
 from enginery.core.datasets.samples import require_texts
 from enginery.core.errors import (
@@ -81,7 +81,7 @@ def check_recipe(recipe: Recipe) -> None:
     with _located(recipe, key="out"), _about("out"):
         if recipe.out:
             _require_place(Path(recipe.out), directory=True)
-            refuse_foreign(Path(recipe.out))
+            check_overwritable(Path(recipe.out))
     for step in recipe.steps:
         with _located(recipe, step=step):
             if hasattr(step.options, "provider_option"):
@@ -210,7 +210,7 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
 
 
 def _check_predict(options: PredictStage, known: _Known) -> None:
-    from enginery.core.datasets.reader import find_format
+    from enginery.core.datasets.reader import detect_format
     from enginery.predict.stage import STDIN, input_options, require_format
     from enginery.predict.writing import output_format
 
@@ -231,7 +231,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
         if options.input == STDIN:
             require_format(options)
         elif options.input not in known.outputs:
-            kind = find_format(Path(options.input), input_options(options))
+            kind = detect_format(Path(options.input), input_options(options))
     if options.engine == "ray" and find_spec("ray") is None:
         raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:
@@ -270,8 +270,8 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
 
 def _check_publish(options: PublishStage, _known: _Known) -> None:
     from enginery.publish.destination import open_destination, scheme_of
+    from enginery.publish.targets.folder import check_overwritable as refuse_no_registry
     from enginery.publish.targets.folder import path_of
-    from enginery.publish.targets.folder import refuse_foreign as refuse_no_registry
 
     with _about("url"):
         open_destination(options.url, options)

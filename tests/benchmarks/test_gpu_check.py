@@ -233,7 +233,7 @@ def test_parts_know_what_was_made_and_each_model_has_its_share_of_the_time(child
 
 def test_a_part_ends_with_the_process_that_started_it():
     part = (
-        "from benchmarks.gpu_check.work import end_with_parent as e; e(); print('on', flush=True)"
+        "from benchmarks.gpu_check.work import exit_with_parent as e; e(); print('on', flush=True)"
     )
     started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {part!r} + {WAIT!r}])"
     with subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE) as parent:

@@ -17,7 +17,7 @@ from enginery.core.artifact.manifest import (
     StageRecord,
     Verdict,
 )
-from enginery.core.json_file import SEAL, sealed_bytes
+from enginery.core.json_file import CHECKSUM_KEY, append_checksum
 from enginery.core.shapes import TensorSpec
 
 FINGERPRINT = Fingerprint("export", {"model": "org/name", "opset": "20"})
@@ -97,8 +97,8 @@ def edit_manifest(directory: Path, **changes) -> None:
     """Changes values of a manifest.json and seals it again, as somebody would who means to."""
     file = directory / "manifest.json"
     found = json.loads(file.read_text())
-    del found[SEAL]
-    file.write_bytes(sealed_bytes(json.dumps({**found, **changes}, indent=2)))
+    del found[CHECKSUM_KEY]
+    file.write_bytes(append_checksum(json.dumps({**found, **changes}, indent=2)))
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:

@@ -44,7 +44,7 @@ def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path, kind):
 
 def test_a_pipe_that_takes_a_files_place_is_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "config.json")
-    monkeypatch.setattr(json_file, "require_regular", lambda path: None)
+    monkeypatch.setattr(json_file, "require_regular_file", lambda path: None)
     with pytest.raises(SourceError, match="is not valid JSON"):
         read_json(tmp_path / "config.json")
 

@@ -728,7 +728,7 @@ def test_model_comes_back_where_no_rename_goes_on(mood, models, monkeypatch):
 
     export_triton(mood, models, name="m")
     before = tree(models)
-    monkeypatch.setattr("enginery.deploy.triton.repository.put_in_place", stuck)
+    monkeypatch.setattr("enginery.deploy.triton.repository.replace_directory", stuck)
     with pytest.raises(ArtifactError, match="Input/output error"):
         export_triton(mood, models, name="m", version=2)
     assert tree(models) == before

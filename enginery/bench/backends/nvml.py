@@ -16,7 +16,7 @@ import ctypes
 import sys
 from typing import Any
 
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import ProviderError
 from enginery.runtime.providers import gpus
 
@@ -37,7 +37,7 @@ class _Process(ctypes.Structure):
     )
 
 
-class Nvml(Closing):
+class Nvml(Closeable):
     """A GPU that CUDA sees, as NVML knows it. A context manager."""
 
     def __init__(self, library: Any, bus_id: bytes) -> None:

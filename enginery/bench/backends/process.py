@@ -13,12 +13,12 @@ from typing import Any
 from enginery.bench.backends.plan import Plan
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Subject
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import ProviderError
-from enginery.core.subprocess import Answer, ChildWorker
+from enginery.core.subprocess import WorkerProcess, WorkerResult
 
 
-class Contender(Closing):
+class Contender(Closeable):
     """A contender that has loaded its model. A context manager; closing ends its process."""
 
     def __init__(self, plan: Plan, subject: Subject, config: BenchConfig, log: Path) -> None:
@@ -34,10 +34,10 @@ class Contender(Closing):
             EngineryError: it cannot run, with its own reason.
         """
         self.plan = plan
-        self.worker = ChildWorker(
+        self.worker = WorkerProcess(
             "enginery.bench.backends.worker",
             log=log,
-            what=plan.name,
+            description=plan.name,
             error=ProviderError,
             environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         )
@@ -57,13 +57,13 @@ class Contender(Closing):
             self.close()
             raise
 
-    def ask(self, does: str, **values: Any) -> Answer:
+    def ask(self, does: str, **values: Any) -> WorkerResult:
         """Send one command and return its answer.
 
         Raises:
             EngineryError: as the contender raised it, or ProviderError where it died.
         """
-        return self.worker.ask(does, **values)
+        return self.worker.request(does, **values)
 
     def close(self) -> None:
         """End the process; closing twice is fine."""

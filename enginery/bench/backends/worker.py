@@ -36,9 +36,9 @@ from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import Manifest  # noqa: E402
 from enginery.core.errors import ProviderError  # noqa: E402
 from enginery.core.subprocess import (  # noqa: E402
-    Answer,
-    answer_requests,
+    WorkerResult,
     peak_rss_bytes,
+    serve_requests,
 )
 
 
@@ -50,9 +50,9 @@ class Contestant:
         self._run: Run | None = None
         self._feeds: dict[str, Any] = {}
         self._device_id = 0
-        self._device_memory: Answer = {}
+        self._device_memory: WorkerResult = {}
 
-    def answer(self, command: Mapping[str, Any]) -> Answer:
+    def answer(self, command: Mapping[str, Any]) -> WorkerResult:
         """Does what a command says; raises EngineryError where it cannot be done."""
         does = {
             "load": self.load,
@@ -64,7 +64,7 @@ class Contestant:
         }
         return does[command["do"]](command)
 
-    def load(self, command: Mapping[str, Any]) -> Answer:
+    def load(self, command: Mapping[str, Any]) -> WorkerResult:
         """Opens the model; the seconds are those of opening, with the imports that it needs."""
         manifest = Manifest.model_validate(command["manifest"])
         artifact = Artifact(Path(command["artifact"]), manifest)
@@ -89,7 +89,7 @@ class Contestant:
             "rss_bytes": peak_rss_bytes(),
         }
 
-    def prepare(self, command: Mapping[str, Any]) -> Answer:
+    def prepare(self, command: Mapping[str, Any]) -> WorkerResult:
         """Takes inputs from a file, and warms up on them where `seconds` are given."""
         with np.load(command["feeds"], allow_pickle=False) as stored:
             self._feeds = {name: stored[name] for name in stored.files}
@@ -102,7 +102,7 @@ class Contestant:
         note = opened.note_on(self._feeds) if isinstance(opened, OurRunner) else ""
         return {**vars(found), "notes": [note] if note else []}
 
-    def turn(self, command: Mapping[str, Any]) -> Answer:
+    def turn(self, command: Mapping[str, Any]) -> WorkerResult:
         """The times of some runs; `cold` ones are timed from the first on."""
         run = self._prepared()
         if command.get("cold"):
@@ -114,7 +114,7 @@ class Contestant:
         self._look_at_memory()
         return {"times_ms": times}
 
-    def copies(self, command: Mapping[str, Any]) -> Answer:
+    def copies(self, command: Mapping[str, Any]) -> WorkerResult:
         """The copies to and from the device, apart."""
         opened = self._ready()
         if not isinstance(opened, BareSession):
@@ -125,7 +125,7 @@ class Contestant:
         )
         return {**vars(found), "share": found.share}
 
-    def energy(self, command: Mapping[str, Any]) -> Answer:
+    def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Joules of one run, over some seconds of them: the counter moves every 20 to 100 ms."""
         run = self._prepared()
         with Nvml.open(self._device_id) as nvml:
@@ -135,13 +135,13 @@ class Contestant:
                 runs += 1
             return {"joules": (nvml.energy_joules() - before) / runs}
 
-    def memory(self, command: Mapping[str, Any]) -> Answer:  # noqa: ARG002
+    def memory(self, command: Mapping[str, Any]) -> WorkerResult:  # noqa: ARG002
         """The most memory so far, and what the session says of itself.
 
         That opens further sessions, whose memory is none of the contender's.
         """
         self._look_at_memory()
-        found: Answer = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
+        found: WorkerResult = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
         if self._opened is not None:
             found["facts"] = self._opened.facts()
         return found
@@ -179,4 +179,4 @@ class Contestant:
 
 
 if __name__ == "__main__":
-    answer_requests(Contestant().answer)
+    serve_requests(Contestant().answer)

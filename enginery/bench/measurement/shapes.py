@@ -26,7 +26,7 @@ from enginery.bench.target import Subject
 from enginery.core.artifact.reports import BenchCase, CopyTimes, Measurement
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
-from enginery.core.subprocess import Answer
+from enginery.core.subprocess import WorkerResult
 
 _GPU_SECONDS = 1.0
 Contenders = Mapping[str, Contender]
@@ -66,7 +66,7 @@ def measure_case(
         EngineryError: our runner, or a contender that was named, fails at the shape.
     """
     first = next(iter(subjects.values()))
-    prepared: dict[str, Answer] = {}
+    prepared: dict[str, WorkerResult] = {}
     problems: dict[str, str] = {}
     files = _feed_files(case, subjects, config, scratch)
     for name, contender in contenders.items():

@@ -34,23 +34,23 @@ from enginery.core.artifact.staging import (
     CARD,
     LISTING,
     MANIFEST,
-    refuse_foreign,
+    check_overwritable,
     staging,
-    write_beside,
+    write_atomically,
 )
 from enginery.core.errors import ArtifactError, RejectedArtifactError
-from enginery.core.home import named_lock
-from enginery.core.json_file import document_bytes, parse_json, unsealed_bytes
+from enginery.core.home import file_lock
+from enginery.core.json_file import parse_json, read_document, verify_checksum
 from enginery.core.paths import resolve_inside
 
 __all__ = [
     "MANIFEST",
     "REPORTS",
     "Artifact",
+    "check_overwritable",
     "commit_artifact",
     "copy_file",
     "link_or_copy",
-    "refuse_foreign",
     "staging",
 ]
 
@@ -172,7 +172,7 @@ class Artifact:
                 paths[name].unlink(missing_ok=True)
             for name, content in written.items():
                 paths[name].parent.mkdir(parents=True, exist_ok=True)
-                write_beside(paths[name], content)
+                write_atomically(paths[name], content)
                 kept[name] = FileRecord(
                     sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
                 )
@@ -227,7 +227,7 @@ class Artifact:
         It is no file of the artifact's own, which would have to be whole without it.
         """
         place = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
-        return named_lock(f"annotate-{place[:16]}")
+        return file_lock(f"annotate-{place[:16]}")
 
     def external_data(self) -> set[str]:
         """Return the names of the files that hold weights outside their graphs."""
@@ -253,13 +253,13 @@ def commit_artifact(directory: Path, manifest: Manifest) -> None:
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    write_beside(path / MANIFEST, manifest.to_bytes())
+    write_atomically(path / MANIFEST, manifest.to_bytes())
 
 
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
-        content = document_bytes(file)
+        content = read_document(file)
     except (FileNotFoundError, NotADirectoryError):
         found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
         raise ArtifactError(
@@ -335,7 +335,7 @@ def _check_published(root: Path) -> None:
     if not listing.is_file():
         return
     try:
-        files = parse_json(unsealed_bytes(document_bytes(listing)))["files"]
+        files = parse_json(verify_checksum(read_document(listing)))["files"]
         card = FileRecord.model_validate(files[CARD])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{listing} is damaged: {error}.", do=_REMEDY) from error

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from enginery.core.artifact.engine_record import ENGINE_FILE, EngineRecord, LayerRecord
 from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.paths import resolve_inside
 
 _REMEDY = "It cannot be trusted: make its artifact again; whole engines come from the store."
@@ -99,7 +99,7 @@ class Engine:
         """
         file = self.path / self.record.layer_list
         try:
-            return _LAYERS.validate_json(document_bytes(file))
+            return _LAYERS.validate_json(read_document(file))
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.", do=_REMEDY) from error
         except ValidationError as error:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.paths import resolve_inside
 from enginery.core.shapes import TensorSpec
 
@@ -124,7 +124,7 @@ class EngineRecord(_Record):
         """
         file = directory / ENGINE_FILE
         try:
-            text = document_bytes(file).decode()
+            text = read_document(file).decode()
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactError(f"{directory} is not an engine: it has no {ENGINE_FILE}.") from None
         except (OSError, UnicodeDecodeError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 from enginery.core.paths import resolve_inside
 
 
@@ -27,7 +27,7 @@ def load_graph(path: Path) -> Any:
     except ImportError as error:
         raise MissingPackageError("onnx", extra="export", purpose=f"Reading {path}") from error
     try:
-        require_regular(path)
+        require_regular_file(path)
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # protobuf's own error types differ between its versions
         raise SourceError(f"{path} is not an ONNX model: {error}") from error

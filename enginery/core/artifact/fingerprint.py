@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.home import enginery_home
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 
 # Kernels stamp files with a clock that ticks every 1 to 10 ms: an edit right after another one can
 # leave all times as they were. A file this old can only be edited into a later tick.
@@ -92,7 +92,7 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
     With `trust_stat`, a hash computed earlier is taken again while the file's path, size, inode,
     mtime and ctime are all unchanged; ctime cannot be set by hand, so an edit is always seen.
     """
-    require_regular(path)
+    require_regular_file(path)
     name, stat = str(path.resolve()), _settled_stat(path)
     if trust_stat and (known := _remembered(name, stat)):
         return known

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.json_file import SEAL, sealed_bytes, unsealed_bytes
+from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
 from enginery.core.paths import require_relative_path
 from enginery.core.shapes import TensorSpec
 
@@ -159,25 +159,25 @@ class Manifest(_Record):
         """Read the content of a manifest.json.
 
         Raises:
-            ValueError: its hash of itself is missing or does not match (`UnsealedError`), or a
+            ValueError: its hash of itself is missing or does not match (`ChecksumError`), or a
                 value is not what is expected (pydantic's `ValidationError`).
         """
-        return cls.model_validate_json(unsealed_bytes(content))
+        return cls.model_validate_json(verify_checksum(content))
 
     def to_bytes(self) -> bytes:
         """Return the content of a manifest.json, its hash of itself included."""
-        return sealed_bytes(self.model_dump_json(indent=2))
+        return append_checksum(self.model_dump_json(indent=2))
 
 
 def schema_json() -> str:
     """The JSON schema of manifest.json, as `docs/manifest.schema.json` holds it."""
     schema = Manifest.model_json_schema()
-    schema["properties"][SEAL] = {
+    schema["properties"][CHECKSUM_KEY] = {
         "description": "sha256 of the file's text before this member, closed with a brace.",
         "pattern": "^[0-9a-f]{64}$",
         "type": "string",
     }
-    schema["required"].append(SEAL)
+    schema["required"].append(CHECKSUM_KEY)
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import REPORTS, Count
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes, json_bytes, parse_json
+from enginery.core.json_file import json_bytes, parse_json, read_document
 from enginery.core.paths import resolve_inside
 
 
@@ -73,7 +73,7 @@ class Report:
                 the member, what was found and what is expected.
         """
         try:
-            return cls.from_json(document_bytes(file))
+            return cls.from_json(read_document(file))
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(

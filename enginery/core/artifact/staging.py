@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes, load_json
+from enginery.core.json_file import load_json, read_document
 
 MANIFEST = "manifest.json"
 CARD = "README.md"
@@ -48,7 +48,7 @@ def staging(out: Path) -> Iterator[Path]:
         ArtifactError: `out` exists and is not an artifact, which is never overwritten; or its
             parent cannot be written.
     """
-    refuse_foreign(out)
+    check_overwritable(out)
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def staging(out: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def refuse_foreign(out: Path) -> None:
+def check_overwritable(out: Path) -> None:
     """Raises ArtifactError if `out` holds anything that is not an artifact, or not of it."""
     if not out.exists():
         return
@@ -109,7 +109,7 @@ def remove_leftovers(parent: Path, target: str = "") -> None:
                 os.close(handle)
 
 
-def put_in_place(directory: Path, out: Path, *, old: Path) -> None:
+def replace_directory(directory: Path, out: Path, *, old: Path) -> None:
     """Renames a directory to `out`; one that is there keeps its content, under another name.
 
     Where the system can exchange two names, `out` is never missing, and `directory` has the old
@@ -136,7 +136,7 @@ def put_in_place(directory: Path, out: Path, *, old: Path) -> None:
         raise
 
 
-def write_beside(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Replaces one file at once: readers see the old content or the new, never a part."""
     fresh = _beside(path)
     try:
@@ -203,7 +203,7 @@ def _card(artifact: Path) -> tuple[str, ...]:
     """The card, where it is the one that publishing wrote; a text of one's own is none."""
     try:
         listed = load_json(artifact / LISTING, error=ArtifactError)["files"]
-        found = hashlib.sha256(document_bytes(artifact / CARD)).hexdigest()
+        found = hashlib.sha256(read_document(artifact / CARD)).hexdigest()
         return (CARD,) if listed[CARD]["sha256"] == found else ()
     except (ArtifactError, OSError, KeyError, TypeError):
         return ()
@@ -219,7 +219,7 @@ def _sync(directory: Path) -> None:
 
 def _swap(directory: Path, out: Path) -> None:
     old = _beside(out)
-    put_in_place(directory, out, old=old)
+    replace_directory(directory, out, old=old)
     for left in (directory, old):  # one of the two has the old content now
         shutil.rmtree(left, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """Python values as Arrow arrays of a known type.
 
-    >>> array_of(["warm", None], pa.string()).to_pylist()
+    >>> to_arrow(["warm", None], pa.string()).to_pylist()
     ['warm', None]
 
 `pyarrow.array` would import pandas, where that is installed, to see whether a list is a Series: a
@@ -20,7 +20,7 @@ _NUMBERS = {"int64": np.int64, "float": np.float32, "double": np.float64}
 """Arrow's names of the numbers that rows have."""
 
 
-def array_of(values: Sequence[Any], kind: Any) -> Any:
+def to_arrow(values: Sequence[Any], kind: Any) -> Any:
     """A `pyarrow.Array`.
 
     Args:
@@ -52,12 +52,12 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         return pa.Array.from_buffers(kind, len(values), [valid], children=[child])
     if pa.types.is_list(kind):
         lists = [() if value is None else value for value in values]
-        child = array_of([item for items in lists for item in items], kind.value_type)
+        child = to_arrow([item for items in lists for item in items], kind.value_type)
         buffers = [valid, _buffer(_offsets([len(items) for items in lists]))]
         return pa.Array.from_buffers(kind, len(values), buffers, children=[child])
     if pa.types.is_struct(kind):
         children = [
-            array_of([None if value is None else value[field.name] for value in values], field.type)
+            to_arrow([None if value is None else value[field.name] for value in values], field.type)
             for field in kind
         ]
         return pa.Array.from_buffers(kind, len(values), [valid], children=children)
@@ -70,7 +70,7 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
     return _numbers(numbers, kind, valid)
 
 
-def numbers_in(array: Any) -> NDArray[Any]:
+def numeric_view(array: Any) -> NDArray[Any]:
     """The numbers of a `pyarrow.Array` of one of the types above, or int32, as a view.
 
     Those of nulls mean nothing. `to_numpy` would import pandas, too.
@@ -83,7 +83,7 @@ def numbers_in(array: Any) -> NDArray[Any]:
     return np.frombuffer(data, dtype, count, array.offset * dtype.itemsize)
 
 
-def lengths_in(array: Any) -> NDArray[Any]:
+def value_lengths(array: Any) -> NDArray[Any]:
     """The sizes in bytes of a `pyarrow.Array` of strings or binaries; a null's mean nothing."""
     import pyarrow as pa
 

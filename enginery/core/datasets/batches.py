@@ -85,7 +85,7 @@ class DatasetReader(Protocol):
         """Return the share of the data that was read, 0 to 1."""
 
 
-def cut_batches(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[Item]]:
+def batch_rows(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[Item]]:
     """Yield lists of up to `most` rows, given each row with its size in bytes."""
     batch: list[Item] = []
     size = 0
@@ -106,7 +106,7 @@ def open_text(path: Path, encoding: str, *, newline: str | None = "") -> Any:
     return path.open(encoding=named, errors="surrogateescape", newline=newline)
 
 
-def lines_of(stream: IO[str], path: Path) -> Iterator[str]:
+def read_lines(stream: IO[str], path: Path) -> Iterator[str]:
     """Yield the lines of a text stream, with their ends.
 
     Raises:
@@ -126,7 +126,7 @@ def lines_of(stream: IO[str], path: Path) -> Iterator[str]:
         raise InputError(f"data '{path}': line {number + 1}: {error}.") from error
 
 
-def is_clean(text: str) -> bool:
+def is_valid_text(text: str) -> bool:
     """Return whether every byte of a text was a character of its encoding.
 
     Bad bytes are read as lone surrogates (PEP 383), which no text has.
@@ -142,7 +142,7 @@ def is_clean(text: str) -> bool:
 
 def escaped(text: str) -> str:
     r"""Return a text with what is no character written out, `caf\xe9`, so that nothing is lost."""
-    if is_clean(text):
+    if is_valid_text(text):
         return text
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import (
     CELL_BYTES,
     ReadOptions,
     RowBatch,
-    cut_batches,
+    batch_rows,
     escaped,
-    is_clean,
-    lines_of,
+    is_valid_text,
     open_text,
+    read_lines,
     require_columns,
     require_distinct,
     require_few_columns,
@@ -64,7 +64,7 @@ class CsvReader:
             header = next(self._rows(stream), None)
         if header is None:
             raise InputError(f"data '{path}' is empty; expected a line with the columns' names.")
-        if not all(is_clean(name) for name in header):
+        if not all(is_valid_text(name) for name in header):
             raise InputError(
                 f"data '{path}': its first line is not {options.encoding}.",
                 do="Write it as UTF-8, or name its encoding: predict takes --encoding cp1252.",
@@ -86,7 +86,7 @@ class CsvReader:
                 next(rows, None)
             first = skip
             sized = ((sum(map(len, row)), row) for row in rows)
-            for batch in cut_batches(sized, self._options.rows):
+            for batch in batch_rows(sized, self._options.rows):
                 self._at = stream.buffer.tell()
                 yield self._batch(first, batch)
                 first += len(batch)
@@ -107,7 +107,7 @@ class CsvReader:
 
         def lines() -> Iterator[str]:
             nonlocal line
-            for text in lines_of(stream, self._path):
+            for text in read_lines(stream, self._path):
                 line = text
                 yield text
 
@@ -140,13 +140,13 @@ class CsvReader:
                 extra = self._delimiter.join(row[width - 1 :])
                 row[:] = [*row[: width - 1], *([extra] if len(row) >= width else [])]
                 row.extend("" for _ in range(width - len(row)))
-            if not is_clean("".join(row)):
+            if not is_valid_text("".join(row)):
                 errors[index] = f"the row is not {self._options.encoding}"
                 row[:] = [escaped(cell) for cell in row]
         values = [tuple(row[place] for place in self._places) for row in rows]
         if self._options.keep == "nothing":
             return RowBatch(first, None, values, errors)
-        columns = [array_of(column, pa.string()) for column in zip(*rows, strict=True)]
+        columns = [to_arrow(column, pa.string()) for column in zip(*rows, strict=True)]
         kept = pa.RecordBatch.from_arrays(columns, schema=self.schema)
         return RowBatch(first, kept, values, errors)
 
@@ -185,23 +185,23 @@ class LineReader:
 
         # A file's lines, not those of splitlines(): a text may hold U+2028 and the like.
         with open_text(self._path, self._options.encoding, newline=None) as stream:
-            lines = lines_of(stream, self._path)
+            lines = read_lines(stream, self._path)
             for _ in range(skip):
                 next(lines, None)
             first = skip
             sized = ((len(line), line) for line in lines)
-            for batch in cut_batches(sized, self._options.rows):
+            for batch in batch_rows(sized, self._options.rows):
                 self._at = stream.buffer.tell()
                 texts = [line.removesuffix("\n") for line in batch]
                 errors = {
                     index: f"the line is not {self._options.encoding}"
                     for index, text in enumerate(texts)
-                    if not is_clean(text)
+                    if not is_valid_text(text)
                 }
                 texts = [escaped(text) for text in texts]
                 kept = None
                 if self._options.keep != "nothing":
-                    column = array_of(texts, pa.string())
+                    column = to_arrow(texts, pa.string())
                     kept = pa.RecordBatch.from_arrays([column], schema=self.schema)
                 yield RowBatch(first, kept, [(text,) for text in texts], errors)
                 first += len(batch)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import Item, ReadOptions, RowBatch, escaped
 from enginery.core.errors import InputError
 
@@ -70,7 +70,7 @@ class ImageReader:
         for first in range(skip, len(self._paths), self._most):
             paths = self._paths[first : first + self._most]
             names = [escaped(path.relative_to(self._root).as_posix()) for path in paths]
-            kept = pa.RecordBatch.from_arrays([array_of(names, pa.string())], schema=self.schema)
+            kept = pa.RecordBatch.from_arrays([to_arrow(names, pa.string())], schema=self.schema)
             self._read = first + len(paths)
             yield RowBatch(first, kept, [(str(path.relative_to(self._root)),) for path in paths])
 

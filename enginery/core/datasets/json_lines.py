@@ -15,16 +15,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import (
     RAW_LINE,
     ReadOptions,
     RowBatch,
-    cut_batches,
+    batch_rows,
     escaped,
-    is_clean,
-    lines_of,
+    is_valid_text,
     open_text,
+    read_lines,
     require_columns,
     require_few_columns,
 )
@@ -80,7 +80,7 @@ class JsonLinesReader:
         """Yield the rows after the first `skip`; see `DatasetReader`."""
         sized = ((len(line), (line, row)) for line, row in self._rows(skip))
         first = skip
-        for batch in cut_batches(sized, self._options.rows):
+        for batch in batch_rows(sized, self._options.rows):
             yield self._batch(first, batch)
             first += len(batch)
 
@@ -90,7 +90,7 @@ class JsonLinesReader:
 
     def _rows(self, skip: int = 0) -> Iterator[_Row]:
         with open_text(self._path, self._options.encoding, newline=None) as stream:
-            for number, line in enumerate(lines_of(stream, self._path), start=1):
+            for number, line in enumerate(read_lines(stream, self._path), start=1):
                 if not line.strip():
                     continue
                 if skip > 0:
@@ -114,7 +114,7 @@ class JsonLinesReader:
         errors = {
             index: f"the line is not {self._options.encoding}"
             for index, (line, _) in enumerate(rows)
-            if not is_clean(line)
+            if not is_valid_text(line)
         }
         values = [tuple(row.get(column) for column in self._columns) for _, row in rows]
         return RowBatch(first, self._kept(rows, errors), values, errors)
@@ -130,10 +130,10 @@ class JsonLinesReader:
                 json.dumps(row) if index in errors else line
                 for index, (line, row) in enumerate(rows)
             ]
-            arrays = [array_of(lines, pa.string())]
+            arrays = [to_arrow(lines, pa.string())]
         else:
             arrays = [
-                array_of([self._cell(name, row.get(name)) for _, row in rows], field.type)
+                to_arrow([self._cell(name, row.get(name)) for _, row in rows], field.type)
                 for name, field in zip(self.names, self.schema, strict=True)
             ]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.datasets.arrow_arrays import lengths_in, numbers_in
+from enginery.core.datasets.arrow_arrays import numeric_view, value_lengths
 from enginery.core.datasets.batches import (
     BATCH_BYTES,
     CELL_BYTES,
@@ -169,11 +169,11 @@ def _row_bytes(column: Any) -> Any:
         return 0.0
     kind = column.type
     if pa.types.is_dictionary(kind) and _has_length(kind.value_type) and len(column.dictionary):
-        lengths = lengths_in(column.dictionary)
-        places = numbers_in(column.indices)
+        lengths = value_lengths(column.dictionary)
+        places = numeric_view(column.indices)
         return lengths[np.clip(places, 0, len(lengths) - 1)]  # a null's place may be anything
     if _has_length(kind):
-        return lengths_in(column)
+        return value_lengths(column)
     return column.nbytes / len(column)
 
 

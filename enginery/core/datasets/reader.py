@@ -48,7 +48,7 @@ def open_dataset(
     Raises:
         InputError: it cannot be read, is empty, or lacks a column; the message names the nearest.
     """
-    kind = find_format(path, options)
+    kind = detect_format(path, options)
     try:
         if kind == "images":
             return ImageReader(path, options)
@@ -74,7 +74,7 @@ def column_names(path: Path, options: ReadOptions = _DEFAULT) -> list[str]:
     return open_dataset(path, (), options).names
 
 
-def find_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
+def detect_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
     """Return the format of a file, by the option or by its suffix.
 
     Raises:

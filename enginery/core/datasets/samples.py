@@ -23,7 +23,7 @@ import numpy as np
 
 from enginery.core.datasets.batches import DatasetReader, Item, Values
 from enginery.core.datasets.images import spread
-from enginery.core.datasets.reader import find_format, open_dataset
+from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import InputError, nearest
 
 ARRAY_SUFFIXES = (".npz", ".npy")
@@ -107,7 +107,7 @@ def require_texts(path: Path, column: str, *, label_column: str = "") -> None:
 
 def _open_texts(path: Path, column: str, label_column: str) -> tuple[DatasetReader, str]:
     """Open a file with texts; return its reader, and what holds them in words."""
-    kind = find_format(path)
+    kind = detect_format(path)
     if kind == "images":
         raise InputError(f"data '{path}' is a folder or an image, expected a file with texts.")
     if kind == "text" and label_column:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 
 MAX_FIELDS = 5_000_000
 """Fields of protobuf that are read of one file; a decoder of 10,000 nodes has 200,000."""
@@ -160,7 +160,7 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
             exporter writes; an error of the class `error`.
     """
     try:
-        require_regular(path)
+        require_regular_file(path)
         with path.open("rb") as file:
             if not file.seek(0, 2):
                 raise _DamagedError("it is empty")

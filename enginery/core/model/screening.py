@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from enginery.core.errors import SourceError, UntrustedModelError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 
 # What loaders read settings from, in any folder of a model. Other JSON files hold vocabularies,
 # names of tensors, or the notes of whoever trained the model. `config.4.0.0.json` is a config.json
@@ -112,7 +112,7 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
 
 def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> None:
     try:
-        document = json.loads(document_bytes(path).decode())
+        document = json.loads(read_document(path).decode())
     except RecursionError:
         raise SourceError(f"{path} is nested too deeply to be a configuration.") from None
     except FileNotFoundError:  # a link to nowhere

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import ENGINES
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
@@ -88,7 +88,7 @@ def run(
                 do="Name another directory, or remove it yourself.",
             )
         out.mkdir(parents=True, exist_ok=True)
-        write_beside(target, manifest_text(manifest, config).encode())
+        write_atomically(target, manifest_text(manifest, config).encode())
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{target} cannot be written: {error}.") from error
     notes = _notes(name, config)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.json_file import document_bytes, parse_json
+from enginery.core.json_file import parse_json, read_document
 
 LISTING = "enginery.json"
 """In each folder: the export that it is of, its backend, and the digests of its files."""
@@ -49,7 +49,7 @@ def read_earlier(directory: Path, export: str) -> Earlier:
         return Earlier()
     remedy = "Move it elsewhere, or name another with --name."
     try:
-        listing = parse_json(document_bytes(directory / LISTING))
+        listing = parse_json(read_document(directory / LISTING))
         files, made_for = dict(listing["files"]), listing["export"]
         backend = str(listing.get("backend", ""))
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

@@ -30,9 +30,9 @@ from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
+from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory
 from enginery.core.errors import ArtifactError
-from enginery.core.home import named_lock
+from enginery.core.home import file_lock
 from enginery.core.json_file import json_bytes
 from enginery.deploy.triton.earlier import LISTING, notes_on, read_earlier, require_newest
 from enginery.deploy.triton.models import ANSWERS, GRAPH, TOKENIZER, TritonModel
@@ -92,7 +92,7 @@ def _locked(out: Path) -> Iterator[bool]:
     alone, and so has Windows, where one store a user is taken for granted.
     """
     store_lock = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
-    with named_lock(f"triton-{store_lock}"):
+    with file_lock(f"triton-{store_lock}"):
         if sys.platform == "win32":
             yield True
             return
@@ -149,7 +149,7 @@ def _place(
             }
             _write(model, fresh / "new" / model.name, listing, kept[model.name], version)
         for model in models:
-            put_in_place(
+            replace_directory(
                 fresh / "new" / model.name, out / model.name, old=fresh / _OLD / model.name
             )
         for part in gone:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.profiles import padded_sizes, sizes_of
 from enginery.runtime.tasks import require_task
@@ -163,7 +163,7 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
     Raises:
         ArtifactError: a file of the tokenizer is missing, or the task is not one of texts.
     """
-    manifest = Manifest.from_bytes(document_bytes(directory / MANIFEST))
+    manifest = Manifest.from_bytes(read_document(directory / MANIFEST))
     # Its graphs are not here, so that it is no artifact to open; its files are checked on export.
     artifact = Artifact(directory, manifest)
     graph = artifact.graph(options["graph"])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader
 from enginery.core.errors import EngineryError, MissingPackageError
 from enginery.predict.answering import Answered
@@ -39,7 +39,7 @@ from enginery.predict.ray.worker import (
 )
 
 
-class RayAnswerer(Closing):
+class RayAnswerer(Closeable):
     """A cluster's actors in place of an `Answerer`. Closing ends a Ray that was started for it."""
 
     def __init__(self, artifact: Artifact, config: PredictConfig, *, base: Path) -> None:

@@ -31,7 +31,7 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from enginery.core.artifact.artifact import MANIFEST
-from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place, write_beside
+from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory, write_atomically
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -81,7 +81,7 @@ class FolderRegistry:
         root = self.path
         folder = root / package.name
         with _registry_errors(root):
-            refuse_foreign(root)
+            check_overwritable(root)
             with _locked(folder, progress):
                 bring_back(folder)
                 version, is_new = _find_or_write(package, folder, config, progress)
@@ -289,7 +289,7 @@ def _models(path: Path) -> list[str]:
     return sorted(p.name for p in found if p.is_dir() and versions_of(p))
 
 
-def refuse_foreign(root: Path) -> None:
+def check_overwritable(root: Path) -> None:
     """Raise if a folder is a version, a model's folder or an artifact, and so no registry."""
     if root.exists() and not root.is_dir():
         raise RegistryError(f"{root} is a file, expected the folder of a registry.")
@@ -344,7 +344,7 @@ def point(folder: Path, name: str, version: str) -> None:
     try:
         fresh.symlink_to(version, target_is_directory=True)
     except OSError:  # Windows without the right to, or a share without links
-        write_beside(place, f"{version}\n".encode())
+        write_atomically(place, f"{version}\n".encode())
         return
     fresh.replace(place)
 
@@ -378,7 +378,7 @@ def write_index(root: Path) -> None:
     content = json_bytes(document)
     place = root / INDEX
     if not place.is_file() or place.read_bytes() != content:
-        write_beside(place, content)
+        write_atomically(place, content)
 
 
 def _model(folder: Path) -> dict[str, Any]:
@@ -448,7 +448,7 @@ def write_version(
     os.utime(part / LISTING, ns=(stamp_ns, stamp_ns))
     _sync(part)
     old = folder / f"{_OLD}{version}"
-    put_in_place(part, folder / version, old=old)
+    replace_directory(part, folder / version, old=old)
     for left in (part, old):  # one of the two has what was damaged
         shutil.rmtree(left, ignore_errors=True)
     progress.say(f"publish: wrote {folder / version}")

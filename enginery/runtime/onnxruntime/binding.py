@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.runtime.engines.profiles import sizes_of
@@ -62,7 +62,7 @@ class _Bucket:
     graph: str = _NO_CAPTURE
 
 
-class DeviceBinding(Closing):
+class DeviceBinding(Closeable):
     """Runs a session on bound inputs and outputs, one run at a time: threads wait in line."""
 
     def __init__(

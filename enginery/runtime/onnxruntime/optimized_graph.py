@@ -19,7 +19,7 @@ from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, run
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.staging import staging
 from enginery.core.errors import EngineryError
-from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, LoadedGraph, write_record
+from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, OptimizedGraph, write_record
 from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
@@ -76,7 +76,7 @@ def _fingerprint(artifact: Artifact, record: GraphRecord) -> Fingerprint | None:
 
 def _make(
     artifact: Artifact, record: GraphRecord, fingerprint: Fingerprint, out: Path
-) -> LoadedGraph:
+) -> OptimizedGraph:
     import onnxruntime as ort
 
     check_allocations(artifact.path / record.file, record=record)
@@ -97,7 +97,7 @@ def _make(
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise EngineryError(f"{record.file} cannot be optimized: {error}") from error
         write_record(directory, fingerprint, artifact.manifest.source.id)
-    return LoadedGraph.open(out)
+    return OptimizedGraph.open(out)
 
 
 def _processor() -> str:

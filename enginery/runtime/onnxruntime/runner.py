@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
@@ -49,7 +49,7 @@ _SHRINK = "memory.enable_memory_arena_shrinkage"
 _TOKENS = 16
 
 
-class OrtRunner(Closing):
+class OrtRunner(Closeable):
     """ONNX Runtime over one graph. A context manager; closing frees its sessions.
 
     There is one session, or under TensorRT one for each engine; a request runs in the one whose

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.engine_record import LayerRecord
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import OptionError, ProviderError, ShapeError
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
 from enginery.core.subprocess import peak_rss_bytes
@@ -100,7 +100,7 @@ def build_here(
                 do="Another logger came first in this process; build in a child process.",
             )
         if plan_path is not None:
-            write_beside(plan_path, plan)
+            write_atomically(plan_path, plan)
         return BuiltPlan(
             held=b"" if plan_path else bytes(plan),
             plan_path=str(plan_path or ""),

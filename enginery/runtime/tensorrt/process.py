@@ -25,7 +25,7 @@ from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.core.subprocess import ask_child
+from enginery.core.subprocess import run_in_subprocess
 from enginery.runtime.tensorrt.build import build_here
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields
@@ -191,13 +191,13 @@ def log_path(path: Path) -> Path:
 
 def _ask_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, Any]) -> Any:
     """What the child found, as JSON has it."""
-    return ask_child(
+    return run_in_subprocess(
         "enginery.runtime.tensorrt.worker",
         {"action": action, "path": str(path), "flavor": flavor.name, **request},
         log=log_path(path),
-        what=f"{path}: {flavor.title}",
+        description=f"{path}: {flavor.title}",
         error=ProviderError,
-        kinds=(OptionError, ShapeError, SourceError),
+        reraise=(OptionError, ShapeError, SourceError),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.options import BuildOptions
@@ -49,7 +49,7 @@ class TimingCache:
                         return
                 content = bytes(learnt.serialize())
                 if content != present:
-                    write_beside(self.path, content)
+                    write_atomically(self.path, content)
         except OSError as error:
             # The engine is built; it must not be lost over this.
             self.warnings.append(f"the timing cache {self.path} was not written: {error.strerror}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.shapes import Profile
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import worker_main
 from enginery.runtime.tensorrt.build import build_here
 from enginery.runtime.tensorrt.options import BuildOptions, flavor_named
 from enginery.runtime.tensorrt.parse import cover_here, parse_here
@@ -48,4 +48,4 @@ def _write(level: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    answer_parent(answer, what="{path}: TensorRT")
+    worker_main(answer, description="{path}: TensorRT")

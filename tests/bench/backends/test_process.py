@@ -100,7 +100,7 @@ def test_what_libraries_print_does_not_spoil_the_answers(tmp_path):
         "import sys, os; from enginery.bench import contestant;"
         "contestant.Contestant.memory = lambda s, c: (print('noise'), os.system('echo more'),"
         " {'peak_rss_bytes': 1})[2];"
-        "contestant.answer_requests(contestant.Contestant().answer)"
+        "contestant.serve_requests(contestant.Contestant().answer)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],

@@ -9,8 +9,8 @@ import sys
 import pytest
 from filelock import FileLock
 
-from enginery.core.artifact.artifact import Artifact, commit_artifact, refuse_foreign, staging
-from enginery.core.artifact.staging import remove_leftovers, write_beside
+from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
+from enginery.core.artifact.staging import remove_leftovers, write_atomically
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
@@ -201,7 +201,7 @@ def test_an_empty_directory_and_an_artifact_of_any_version_are_overwritten(tmp_p
     out.mkdir()
     artifact = make(out)
     edit_manifest(artifact.path, schema_version=99)
-    refuse_foreign(out)
+    check_overwritable(out)
     assert make(out, graph=b"newer").model.read_bytes() == b"newer"
     assert hidden(tmp_path) == []
 
@@ -467,12 +467,12 @@ def test_a_store_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pat
 
 def test_write_beside_never_shows_a_part(tmp_path, monkeypatch):
     file = tmp_path / "report.json"
-    write_beside(file, b"old")
+    write_atomically(file, b"old")
     seen = []
     monkeypatch.setattr(
         "enginery.core.artifact.staging.os.fsync", lambda _: seen.append(file.read_bytes())
     )
-    write_beside(file, b"new")
+    write_atomically(file, b"new")
     assert seen == [b"old"]
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
@@ -621,7 +621,7 @@ def test_a_nested_manifest_is_nobodys_to_overwrite(tmp_path):
     out.mkdir()
     (out / "manifest.json").write_text("[" * 200_000)
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
-        refuse_foreign(out)
+        check_overwritable(out)
 
 
 def test_a_nested_listing_vouches_for_no_card(tmp_path):
@@ -630,14 +630,14 @@ def test_a_nested_listing_vouches_for_no_card(tmp_path):
     (out / "reports" / "publication.json").write_text("[" * 200_000)
     (out / "README.md").write_text("mine")
     with pytest.raises(ArtifactError, match=r"files that are not its own .*README\.md"):
-        refuse_foreign(out)
+        check_overwritable(out)
 
 
 def test_a_manifest_that_lists_no_files_is_no_artifacts(tmp_path):
     out = make(tmp_path / "artifact").path
     edit_manifest(out, files=None)
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
-        refuse_foreign(out)
+        check_overwritable(out)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "1_Pooling/config.json"])

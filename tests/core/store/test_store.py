@@ -88,7 +88,7 @@ def test_force_builds_again():
     store, said = Store(), Said()
     obtain(store)
     assert obtain(store, force=True, progress=said)[1]
-    assert said.messages == ["export: building anew, as asked (--force)"]
+    assert said.messages == ["export: rebuilding (--force)"]
 
 
 def test_a_miss_says_which_field_changed():
@@ -97,7 +97,7 @@ def test_a_miss_says_which_field_changed():
     obtain(store, FINGERPRINT, progress=said)
     assert said.messages == [
         "export: building, not in the store yet",
-        "export: building anew: opset: 17 → 20",
+        "export: rebuilding: opset: 17 → 20",
     ]
 
 
@@ -108,7 +108,7 @@ def test_a_miss_is_explained_by_the_nearest_of_several_and_never_by_another_mode
     for fingerprint in (OTHER, far, foreign):
         obtain(store, fingerprint)
     obtain(store, progress=said)
-    assert said.messages == ["export: building anew: opset: 17 → 20"]
+    assert said.messages == ["export: rebuilding: opset: 17 → 20"]
 
 
 def test_a_later_stage_is_explained_by_its_own_source_or_one_change():
@@ -123,8 +123,8 @@ def test_a_later_stage_is_explained_by_its_own_source_or_one_change():
         obtain(store, Fingerprint("build", {**fields, **changes}), progress=said)
     assert said.messages == [
         "build: building, not in the store yet",
-        "build: building anew: profiles: batch=1 → batch=2; flavor: x → y",
-        f"build: building anew: artifact: {'a' * 12} → {'b' * 12}",
+        "build: rebuilding: profiles: batch=1 → batch=2; flavor: x → y",
+        f"build: rebuilding: artifact: {'a' * 12} → {'b' * 12}",
         "build: building, not in the store yet",
     ]
 
@@ -157,7 +157,7 @@ def test_a_damaged_artifact_is_built_again(damage):
     assert store.find(ARTIFACTS, FINGERPRINT, "minilm") is None
     artifact, built = obtain(store, progress=said)
     assert built
-    assert said.messages == [f"export: building anew: {path.name} is damaged"]
+    assert said.messages == [f"export: rebuilding: {path.name} is damaged"]
     assert Artifact.open(artifact.path, verify=True)
 
 
@@ -353,8 +353,8 @@ def test_a_missed_engine_is_explained_by_one_of_its_graph_or_one_other_field():
     foreign = Fingerprint("tensorrt-rtx", {"graph": "c" * 64, "profiles": "rows=4"})
     obtain_engine(store, foreign, progress=said)
     assert said.messages == [
-        "tensorrt-rtx: building anew: profiles: batch=1 → batch=8",
-        f"tensorrt-rtx: building anew: graph: {'a' * 12} → {'b' * 12}",
+        "tensorrt-rtx: rebuilding: profiles: batch=1 → batch=8",
+        f"tensorrt-rtx: rebuilding: graph: {'a' * 12} → {'b' * 12}",
         "tensorrt-rtx: building, not in the store yet",
     ]
 

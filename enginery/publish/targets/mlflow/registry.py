@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.home import named_lock
+from enginery.core.home import file_lock
 from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
@@ -104,7 +104,7 @@ class MlflowRegistry:
         # Two processes of this machine do not make two versions of one content.
         server = hashlib.sha256(self.server.encode()).hexdigest()
         with (
-            named_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
+            file_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
             self._mlflow_errors(),
         ):
             client = self._client()

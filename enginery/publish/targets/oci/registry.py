@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.home import enginery_home, named_lock
+from enginery.core.home import enginery_home, file_lock
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -121,7 +121,7 @@ class OciRegistry:
         notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # A registry has no "if it is still so": writers of this machine take turns at least.
-        with named_lock(f"oci-{place[:32]}"):
+        with file_lock(f"oci-{place[:32]}"):
             there = tagged(client, tag, self.url)
             self._refuse_moving(client, tag, config, there, package)
             is_same = there is not None and package.is_same(there.content, there.without_rights)
@@ -162,7 +162,7 @@ class OciRegistry:
             for layer in layers:
                 hexdigits = layer.digest.removeprefix("sha256:")
                 path = pulls / f"{hexdigits}.tar"
-                with named_lock(f"pull-{hexdigits[:32]}"):
+                with file_lock(f"pull-{hexdigits[:32]}"):
                     client.download(layer.digest, path, layer.size_bytes)
                     try:
                         check_layer(path, layer, self.url)
