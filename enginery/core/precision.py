@@ -3,7 +3,7 @@
 >>> tolerance = Tolerance.for_precision("fp16")
 >>> tolerance.limit(noise_floor=2e-3, largest=4.0)
 0.04725
->>> tolerance.cosine_limit(noise_cosine=1 - 1e-6)
+>>> round(tolerance.cosine_limit(noise_cosine=1 - 1e-6), 6)
 0.999936
 """
 

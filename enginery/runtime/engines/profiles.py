@@ -23,7 +23,7 @@ from enginery.core.shapes import (
     TensorSpec,
     canonical_dim,
     dim_terms,
-    preference,
+    preference_order,
     resolve_dim,
 )
 
@@ -64,7 +64,7 @@ def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[
     A size below a profile's minimum is raised to that. A request that no padding helps, beyond
     every maximum, keeps its sizes.
     """
-    taking = [p for p in (profiles[i] for i in preference(profiles)) if _within(p, sizes)]
+    taking = [p for p in (profiles[i] for i in preference_order(profiles)) if _within(p, sizes)]
     raised = [
         {
             name: max(size, p.dims[name].min) if name in p.dims else size
