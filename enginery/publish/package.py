@@ -172,7 +172,7 @@ class Package:
 
 def _validation_problem(artifact: Artifact) -> str:
     """Why the artifact's outputs cannot be relied on; empty where they can."""
-    if failed := artifact.failed():
+    if failed := artifact.failed_verdict():
         return f"its validation failed: {failed.summary.rstrip('.')}"
     verdict = artifact.manifest.verdict("validate")
     if verdict is None:

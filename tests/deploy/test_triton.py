@@ -788,7 +788,7 @@ KILLED = """
 import os, sys
 from enginery.core.artifact import staging
 artifact, models, exchanges = sys.argv[1:]
-replace, exchanged = os.replace, staging._exchanged
+replace, exchanged = os.replace, staging._exchange
 def killed_after(run):
     def once(one, other):
         found = run(one, other)
@@ -797,7 +797,7 @@ def killed_after(run):
         return found
     return once
 os.replace = killed_after(replace)
-staging._exchanged = killed_after(exchanged) if exchanges else lambda *_: False
+staging._exchange = killed_after(exchanged) if exchanges else lambda *_: False
 from enginery.api import export_triton
 export_triton(artifact, models, name="m", provider="cpu")
 """

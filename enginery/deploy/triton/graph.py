@@ -59,7 +59,7 @@ def graph_parts(
         ShapeError: a profile does not fit the graph.
     """
     settings = ModelConfig.read(artifact.path)
-    notes = [f"{engine.name} is {engine.record.binding}" for engine in engines]
+    notes = [f"{engine.name} is {engine.record.hardware_target}" for engine in engines]
     if engines and config.profile:
         raise OptionError(
             f"option 'profile' is given, and {engines[0].name} has profiles of its own.",

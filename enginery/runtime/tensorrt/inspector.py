@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from enginery.core.artifact.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import LayerKind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.log import (
@@ -38,7 +38,7 @@ _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")
 _SAME = {"fp32": "float", "fp16": "half"}
 
 # What a layer computes, in the words of the network that it was made from.
-_PARAMETERS: dict[str, Kind] = {
+_PARAMETERS: dict[str, LayerKind] = {
     "Convolution": "convolution",
     "Deconvolution": "convolution",
     "MatrixMultiply": "gemm",

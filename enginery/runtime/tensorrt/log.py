@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from enginery.core.artifact.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import LayerKind, LayerRecord
 
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: (?P<inputs>\[.*?\])"
@@ -40,12 +40,12 @@ _PRECISIONS = {
 }
 
 # TensorRT computes a convolution as a correlation: the same sum without turning the kernel round.
-_KINDS: dict[str, Kind] = {"gemm": "gemm", "correlation": "convolution"}
+_KINDS: dict[str, LayerKind] = {"gemm": "gemm", "correlation": "convolution"}
 
 # TensorRT's compiler names a fused layer after its operations, four letters each:
 # __myl_FcAddDivErfAddMulMul is a GEMM with bias and GELU.
 _FUSED = re.compile(r"^__myl_(?P<operations>[A-Za-z]+)")
-_OPERATIONS: dict[str, Kind] = {"Fc": "gemm", "Gemm": "gemm", "Corr": "convolution"}
+_OPERATIONS: dict[str, LayerKind] = {"Fc": "gemm", "Gemm": "gemm", "Corr": "convolution"}
 
 _QUANTIZED = ("int8", "fp8", "int4", "fp4")
 _FLOATS = ("fp32", "fp16", "bf16")
@@ -88,7 +88,7 @@ def read_layer(line: str) -> LayerRecord | None:
     )
 
 
-def layer_kind(name: str, kind_name: str) -> Kind:
+def layer_kind(name: str, kind_name: str) -> LayerKind:
     """What a layer is, by its name and TensorRT's word for its kind."""
     if "mha" in name.lower():
         return "attention"
@@ -105,7 +105,7 @@ def _operations(name: str) -> list[str]:
 
 def product_precision(
     name: str,
-    kind: Kind,
+    kind: LayerKind,
     inputs: Sequence[str],
     constants: Sequence[str],
     outputs: Sequence[str],

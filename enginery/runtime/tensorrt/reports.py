@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginery.core.artifact.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import LayerKind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
 
@@ -123,7 +123,7 @@ class BuiltPlan:
         """The plan itself, read from its file if it is there."""
         return Path(self.plan_path).read_bytes() if self.plan_path else self.held
 
-    def count(self, kind: Kind, precision: str = "") -> int:
+    def count(self, kind: LayerKind, precision: str = "") -> int:
         """How many layers are of a kind (and a precision): `count("gemm", "int8")`."""
         return sum(
             layer.kind == kind and precision in ("", layer.precision) for layer in self.layers

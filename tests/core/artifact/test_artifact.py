@@ -120,14 +120,14 @@ def test_a_graph_without_a_hash_is_refused(tmp_path):
     files = _files(artifact)
     del files["model.onnx"]
     edit_manifest(artifact.path, files=files)
-    with pytest.raises(ArtifactError, match=r"model.onnx has no hash among the files"):
+    with pytest.raises(ArtifactError, match=r"records no sha256 of model\.onnx"):
         Artifact.open(artifact.path)
 
 
 def test_an_artifact_without_graphs_is_refused(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, graphs=[])
-    with pytest.raises(ArtifactError, match="names no graph"):
+    with pytest.raises(ArtifactError, match="lists no graph"):
         Artifact.open(artifact.path)
 
 
@@ -361,7 +361,7 @@ def test_a_copy_shares_no_small_file_with_its_source(tmp_path):
     copy = artifact.copy_to(tmp_path / "b")
     copy.annotate(verdict(passed=False), b"{}")
     (copy.path / "config.json").write_text("[]")
-    assert Artifact.open(artifact.path).failed() is None
+    assert Artifact.open(artifact.path).failed_verdict() is None
 
 
 def test_a_copy_works_where_links_do_not(tmp_path, monkeypatch):
@@ -381,12 +381,12 @@ def test_a_copy_leaves_out_what_a_killed_annotate_left(tmp_path):
 
 def test_a_verdict_is_replaced_by_a_newer_one_of_its_stage(tmp_path):
     artifact = make(tmp_path / "a").annotate(verdict(passed=False), b"first")
-    assert artifact.failed().summary == "passed: False"
+    assert artifact.failed_verdict().summary == "passed: False"
     artifact.annotate(verdict(stage="bench"), b"other")
     newest = artifact.annotate(verdict(), b"second")
     opened = Artifact.open(artifact.path)
     assert opened == newest
-    assert opened.failed() is None
+    assert opened.failed_verdict() is None
     assert [v.stage for v in opened.manifest.verdicts] == ["bench", "validate"]
     assert (artifact.path / "reports" / "validate.json").read_bytes() == b"second"
 
@@ -573,8 +573,8 @@ def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, 
         with pytest.raises(KeyboardInterrupt):
             artifact.annotate(verdict(), b'{"passed": true}')
     opened = Artifact.open(artifact.path, verify=True)
-    assert opened.failed() == artifact.failed()
-    assert opened.annotate(verdict(), b"{}").failed() is None
+    assert opened.failed_verdict() == artifact.failed_verdict()
+    assert opened.annotate(verdict(), b"{}").failed_verdict() is None
 
 
 def test_opening_while_another_process_writes_reports_finds_no_damage(tmp_path):
@@ -646,11 +646,11 @@ def test_settings_that_the_manifest_does_not_list_are_refused(tmp_path, name):
     path = artifact.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
-    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+    with pytest.raises(ArtifactError, match=rf"{name} is not listed in manifest\.json"):
         Artifact.open(artifact.path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+    with pytest.raises(ArtifactError, match=rf"{name} is not listed in manifest\.json"):
         Artifact.open(artifact.path)
     path.unlink()
     (artifact.path / "notes.md").write_text("mine")

@@ -251,7 +251,7 @@ def test_an_engine_that_the_manifest_does_not_list_is_not_trusted(bert, tmp_path
     artifact = with_engines(bert, tmp_path / "artifact")
     record = engine_record(artifact)
     write_engine(artifact.path / "engines" / record.directory_name, record)
-    with pytest.raises(ArtifactError, match=r"engine\.json is not among the files of manifest"):
+    with pytest.raises(ArtifactError, match=r"engine\.json is not listed in manifest"):
         Artifact.open(artifact.path)
 
 

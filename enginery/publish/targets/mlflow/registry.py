@@ -119,7 +119,7 @@ class MlflowRegistry:
                 mend_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
-        notes = tuple(f"{r.directory_name} is {r.binding}" for r in package.engines)
+        notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
         return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
 
     @property

@@ -118,7 +118,7 @@ class OciRegistry:
         client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
             image = image_of(package)
-        notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
+        notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # A registry has no "if it is still so": writers of this machine take turns at least.
         with file_lock(f"oci-{place[:32]}"):
