@@ -104,7 +104,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
     """Return the maximum size per dim, from the position embeddings; empty for no limit."""
-    return FeedLimits.from_config(ModelConfig.read(artifact.path)).ends
+    return FeedLimits.from_config(ModelConfig.read(artifact.path)).max_sizes
 
 
 def _profiles(

@@ -155,7 +155,7 @@ def _profiles(
     texts = list(given) or _built_profiles(artifact, record, flavor)
     profiles = read_profiles(texts, record.inputs)
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    check_profiles(profiles, record.inputs, limits.ends)
+    check_profiles(profiles, record.inputs, limits.max_sizes)
     if flavor is CLASSIC and len(profiles) > 1:
         raise ShapeError(
             f"found {len(profiles)} profiles, but TensorRT's provider in ONNX Runtime 1.31 uses "

@@ -199,7 +199,7 @@ class Answerer(Closeable):
         threads = self.workers if self.takes_images else _TEXT_WINDOWS
         windows = reader.read(skip)
         for answered in in_order(partial(self, columns=columns), windows, threads=threads):
-            yield replace(answered, done=reader.done())
+            yield replace(answered, done=reader.fraction_read())
 
     def close(self) -> None:
         """Free the session."""

@@ -128,7 +128,7 @@ def _read_model(recipe: Recipe) -> _Known:
         return _Known(task, is_onnx=True, limits={})
     check_directory(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
-    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
+    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
 
 
 # What each stage has of its own

@@ -254,7 +254,7 @@ class _Child:
 
     def _require_harmless(self) -> None:
         """Raise UntrustedModelError for a blocked operation even if the model caught the error."""
-        if self._confinement is not None and self._confinement.stopped:
+        if self._confinement is not None and self._confinement.blocked:
             raise self._confinement.error()
 
 

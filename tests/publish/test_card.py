@@ -232,7 +232,7 @@ def test_hub_card_is_asked_for_at_the_commit(monkeypatch, tmp_path):
         return str(tmp_path / "README.md")
 
     record = SourceRecord(kind="hub", id="org/name@v1", revision="abc", sha256="0", files={})
-    assert "cannot be had from the Hub" in read_source_card(record).notes[0]
+    assert "cannot be downloaded from the Hub" in read_source_card(record).notes[0]
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     found = read_source_card(record)
     assert asked == [("org/name", "README.md", "abc")]

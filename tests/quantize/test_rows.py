@@ -123,9 +123,9 @@ def test_a_missing_column_names_the_nearest_and_all(datasets, bert):
 
 
 def test_a_column_without_texts_says_what_it_holds(bert):
-    with pytest.raises(InputError, match=r"column 'id' holds no text \(found int\)"):
+    with pytest.raises(InputError, match=r"column 'id' has no text \(found int\)"):
         read(bert, rows_of(TEXT), column="id")
-    with pytest.raises(InputError, match="found nothing but empty values"):
+    with pytest.raises(InputError, match="found only empty values"):
         read(bert, rows_of(["", None]))
 
 

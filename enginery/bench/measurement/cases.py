@@ -87,7 +87,7 @@ def tokens_of(sizes: Mapping[str, int], subject: Subject) -> int | None:
 
 def require_within_positions(subject: Subject, case: Case) -> None:
     """Raises ShapeError where a sequence goes beyond the model's position embeddings."""
-    limit = subject.limits.hard_limit
+    limit = subject.limits.position_limit
     if limit is None:
         return
     for dim in (dim for spec in subject.record.inputs for dim in spec.dims):
@@ -117,7 +117,7 @@ def _axes(
     fixed = fixed_dims(first.record.inputs)
     for name, text in (("batch", config.batch), ("sequence", config.sequence)):
         if name in names:
-            limits = [s.limits.hard_limit or s.limits.max_positions for s in subjects]
+            limits = [s.limits.position_limit or s.limits.max_positions for s in subjects]
             sizes = _auto(min(limits)) if text == AUTO else read_sizes(text, name)
             axes[name] = sizes
         elif text not in (AUTO, BenchConfig.batch) and read_sizes(text, name) != (fixed.get(name),):

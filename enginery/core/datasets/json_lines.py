@@ -1,11 +1,13 @@
-"""JSONL, row by row.
+"""Read JSONL, row by row.
 
-    >>> JsonLinesReader(Path("reviews.jsonl"), ("text",), ReadOptions()).schema
-    text: string
-    stars: int64
+>>> file = tmp_path / "reviews.jsonl"
+>>> _ = file.write_text('{"text": "Great value.", "stars": 5}')
+>>> JsonLinesReader(file, ("text",), ReadOptions()).schema
+text: string
+stars: int64
 
-Python's `json` and not pyarrow's: lines are kept byte for byte, a broken one is named by its
-number, and a column may hold values of several kinds.
+This uses Python's json instead of pyarrow: lines are kept byte for byte, an invalid line is
+reported with its number, and a column may have values of several types.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from enginery.core.datasets.batches import (
     ReadOptions,
     RowBatch,
     batch_rows,
-    escaped,
+    escape_invalid,
     is_valid_text,
     open_text,
     read_lines,
@@ -33,23 +35,22 @@ from enginery.core.errors import InputError
 _Row = tuple[str, dict[str, Any]]
 _INT64 = 1 << 63
 _EXACT = 1 << 53
-"""Integers up to this are floats without loss."""
+"""Integers up to this magnitude are exact as floats."""
 
 
 class JsonLinesReader:
-    """One JSON object a line.
+    """A file with one JSON object per line.
 
-    A row need not have every key, so all columns are known when the last row is read. The file is
-    therefore read once before anything else: the columns, their types and lines that are no JSON
-    object are known then. A column whose values are not all of one plain type, and one that holds
-    lists or objects, is kept as JSON text.
+    Rows may lack keys, so all columns are only known at the end of the file. The file is therefore
+    read once first, to find the columns, their types, and invalid lines. A column with values of
+    several types, or with lists or objects, is kept as JSON text.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
         """Read the file once.
 
         Raises:
-            InputError: a line is no JSON object, or no row has such a column.
+            InputError: a line is not a JSON object, or no row has one of the columns.
         """
         import pyarrow as pa
 
@@ -62,9 +63,9 @@ class JsonLinesReader:
                 kinds.setdefault(name, set()).add(_kind(value))
             require_few_columns(len(kinds), path)
         self.names = list(kinds)
-        """The keys of all rows, in the order in which they first appear."""
+        """Keys of all rows, in order of appearance."""
         if not kinds:
-            raise InputError(f"data '{path}' is empty; expected one JSON object a line.")
+            raise InputError(f"data '{path}' is empty; expected one JSON object per line.")
         require_columns(columns, self.names, path)
         types = {name: _type(found) for name, found in kinds.items()}
         self._as_json = {
@@ -72,7 +73,7 @@ class JsonLinesReader:
             for name, found in kinds.items()
             if types[name] == "string" and found - {"null"} != {"str"}
         }
-        fields = [(escaped(name), getattr(pa, kind)()) for name, kind in types.items()]
+        fields = [(escape_invalid(name), getattr(pa, kind)()) for name, kind in types.items()]
         raw = options.keep == "lines"
         self.schema = pa.schema([(RAW_LINE, pa.string())] if raw else fields)
 
@@ -84,7 +85,7 @@ class JsonLinesReader:
             yield self._batch(first, batch)
             first += len(batch)
 
-    def done(self) -> float:
+    def fraction_read(self) -> float:
         """Return the share of the file's bytes that was read."""
         return min(self._at / self._bytes, 1.0)
 
@@ -125,7 +126,7 @@ class JsonLinesReader:
         if self._options.keep == "nothing":
             return None
         if self._options.keep == "lines":
-            # A bad byte becomes JSON's own escape: `\\udce9`.
+            # An invalid byte becomes a JSON escape: `\\udce9`.
             lines = [
                 json.dumps(row) if index in errors else line
                 for index, (line, row) in enumerate(rows)
@@ -142,8 +143,8 @@ class JsonLinesReader:
         if value is None:
             return None
         if name in self._as_json:
-            return escaped(json.dumps(value, ensure_ascii=False))
-        return escaped(value) if isinstance(value, str) else value
+            return escape_invalid(json.dumps(value, ensure_ascii=False))
+        return escape_invalid(value) if isinstance(value, str) else value
 
 
 def _kind(value: Any) -> str:
@@ -158,7 +159,7 @@ def _kind(value: Any) -> str:
 
 
 def _type(found: set[str]) -> str:
-    """Return the pyarrow type, by name, that holds all these kinds without loss."""
+    """Return the name of the pyarrow type that can hold all these kinds without loss."""
     kinds = found - {"null"}
     if kinds == {"bool"}:
         return "bool_"

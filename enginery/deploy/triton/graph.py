@@ -71,7 +71,7 @@ def graph_parts(
         profiles = profiles[:1]
     for text in config.profile:
         profile = Profile.parse(text)
-        profile.check(record.inputs, FeedLimits.from_config(settings).ends)
+        profile.check(record.inputs, FeedLimits.from_config(settings).max_sizes)
         profiles.append(profile)
     batch, most = batch_dim(record), 0
     if has_batch_dim(record):

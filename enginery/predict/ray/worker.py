@@ -60,7 +60,10 @@ class WindowSource:
         try:
             for window in reader.read(self._skip):
                 yield _table(
-                    {"rows": replace(window, kept=_bytes_of(window.kept)), "done": reader.done()}
+                    {
+                        "rows": replace(window, kept=_bytes_of(window.kept)),
+                        "done": reader.fraction_read(),
+                    }
                 )
         except EngineryError as error:
             yield _table(_problem(error))

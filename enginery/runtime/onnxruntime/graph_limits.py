@@ -27,7 +27,7 @@ from enginery.core.model.onnx_structure import (
     Graph,
     Node,
     Number,
-    Sparse,
+    SparseTensor,
     Tensor,
     read_structure,
 )
@@ -202,7 +202,7 @@ class _Check:
                     do=_DO,
                 )
 
-    def _sparse(self, where: str, sparse: Sparse) -> _Known:
+    def _sparse(self, where: str, sparse: SparseTensor) -> _Known:
         made = _Known(sparse.data_type, self._dims(where, sparse.dims), constant=True)
         self._require_fit(where, made, made.elements)
         return made
@@ -218,8 +218,10 @@ class _Check:
         elif tensor.raw_bytes is not None:
             held = tensor.raw_bytes
         else:
-            held = needed if tensor.listed >= elements else tensor.listed * bits // 8
-            if not bits and tensor.listed < elements:
+            held = (
+                needed if tensor.typed_elements >= elements else tensor.typed_elements * bits // 8
+            )
+            if not bits and tensor.typed_elements < elements:
                 needed = held + 1  # texts, of which one is missing
         if held < needed:
             raise self.error(

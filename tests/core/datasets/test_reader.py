@@ -25,9 +25,9 @@ def read(path, *columns, skip=0, **options):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"", "is empty; expected a line with the columns' names"),
-        ("a.txt", b"", "is empty; expected one text a line"),
-        ("a.jsonl", b"\n\n", "is empty; expected one JSON object a line"),
+        ("a.csv", b"", "is empty; expected a header line"),
+        ("a.txt", b"", "is empty; expected one text per line"),
+        ("a.jsonl", b"\n\n", "is empty; expected one JSON object per line"),
         ("a.csv", b"txet,n\nwarm,1\n", r"no column 'text'; did you mean 'txet'\?.*txet, n"),
         (
             "a.csv",
@@ -51,9 +51,9 @@ def test_inputs_that_cannot_be_used_say_why(tmp_path, name, content, message):
 
 
 def test_missing_file_and_folder_without_images(tmp_path):
-    with pytest.raises(InputError, match="there is nothing of that name"):
+    with pytest.raises(InputError, match="no such file or folder"):
         open_(tmp_path / "a.csv")
-    with pytest.raises(InputError, match="no images in it"):
+    with pytest.raises(InputError, match="has no images"):
         open_(tmp_path)
     with pytest.raises(InputError, match=r"is a folder, expected a csv file"):
         open_(tmp_path, format="csv")
@@ -106,11 +106,11 @@ def test_rows_in_another_encoding_are_bad_and_keep_their_bytes(tmp_path, suffix)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['1,"warm'], "line 2: a quotation mark is not closed; the row was read up to line 2"),
+        (['1,"warm'], "line 2: a quotation mark is not closed; the row extends to line 2"),
         (["1,warm", '2,"cold', *["3,x"] * 1999], "line 3: a quotation mark is not closed"),
         (
             ["1,warm", '2,"cold', *["3,x"] * 1999, '4,"warm"', "5,x"],
-            "line 3: a quotation mark is not closed; the row was read up to line 2003",
+            "line 3: a quotation mark is not closed; the row extends to line 2003",
         ),
         (['"1","warm', '"2","cold"'], "line 2: a quotation mark is not closed"),
         (['1,"warm', '2,cold "again"'], "line 2: a quotation mark is not closed"),
@@ -248,12 +248,12 @@ def test_reading_goes_on_after_any_row(tmp_path, suffix, skip):
     ]
     assert all(len(batch.values) <= 4 for batch in batchs)
     if batchs:
-        assert reader.done() == 1
+        assert reader.fraction_read() == 1
 
 
 def test_parquet_without_rows(tmp_path):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match="holds no rows"):
+    with pytest.raises(InputError, match="has no rows"):
         open_(tmp_path / "b.parquet")
 
 

@@ -121,7 +121,7 @@ def test_what_no_model_has_a_use_for_is_stopped(place, case):
 
     code, said = STOPPED[case]
     found = run(place, code)
-    assert re.search(f"the model tried {said}.*it was stopped", found), found
+    assert re.search(f"the model tried {said}.*this was blocked", found), found
     assert (place / "home/secret.txt").read_text() == "secret"
     assert [path.name for path in (place / "home").iterdir()] == ["secret.txt"]
 

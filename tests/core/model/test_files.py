@@ -237,7 +237,7 @@ def test_what_is_no_json_object_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ({}, "holds a dict, expected a list of modules"),
+        ({}, "contains a dict, expected a list of modules"),
         ([3], "0 is 3, expected an object"),
         ([{"type": 5}], "0.type is 5, expected a string"),
         ([{"type": "a.Pooling", "path": "../other"}], "leads outside the model's directory"),

@@ -83,7 +83,7 @@ REFUSED = {
     ),
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "evil/base"}},
-        "an adapter of another one, 'evil/base'",
+        "an adapter of another model, 'evil/base'",
     ),
     "modules": (
         {"modules.json": [{"idx": 0, "path": "", "type": "custom_st.Transformer"}]},

@@ -164,11 +164,11 @@ def test_weights_that_the_configuration_names_are_those(tmp_path):
 @pytest.mark.parametrize(
     ("shards", "said"),
     [
-        ({"x": "../other.safetensors"}, "expected the name of a file beside it"),
-        ({"x": "/etc/passwd"}, "expected the name of a file beside it"),
-        ({"x": 3}, "expected the name of a file beside it"),
-        ({"x": "missing.safetensors"}, "names missing.safetensors, which is not there"),
-        ({"x": "pytorch_model.bin"}, "of another format"),
+        ({"x": "../other.safetensors"}, "expected the name of a file in the same"),
+        ({"x": "/etc/passwd"}, "expected the name of a file in the same"),
+        ({"x": 3}, "expected the name of a file in the same"),
+        ({"x": "missing.safetensors"}, "names missing.safetensors, which is missing"),
+        ({"x": "pytorch_model.bin"}, "which has another format"),
         ([], "weight_map is list"),
         ({}, "weight_map is dict"),
         (None, "weight_map is NoneType"),
@@ -214,7 +214,7 @@ def test_a_package_that_is_not_there_says_how_to_install_it(name):
 
 
 def test_a_package_without_a_model_says_so():
-    with pytest.raises(SourceError, match=r"holds no config\.json"):
+    with pytest.raises(SourceError, match=r"has no config\.json"):
         resolve_source("package:json")
 
 
@@ -223,7 +223,7 @@ def test_an_onnx_file_is_a_source(tmp_path):
     source = resolve_source(str(path))
     assert (source.record.kind, source.record.id, source.name) == ("onnx", str(path), "model")
     assert list(source.record.files) == ["model.onnx"]
-    with pytest.raises(SourceError, match=r"missing\.onnx': there is no such file"):
+    with pytest.raises(SourceError, match=r"missing\.onnx': no such file"):
         resolve_source(str(tmp_path / "missing.onnx"))
 
 
@@ -346,10 +346,10 @@ def test_a_hub_model_with_pickled_weights_is_refused_before_the_download(hub):
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
-        ((404, "RepoNotFound"), "there is no such model, or it is private"),
-        ((401, "RepoNotFound"), "there is no such model, or it is private"),
+        ((404, "RepoNotFound"), "the model does not exist or is private"),
+        ((401, "RepoNotFound"), "the model does not exist or is private"),
         ((404, "RevisionNotFound"), "the model has no such revision"),
-        ((403, "GatedRepo"), "its authors grant access on request, and this account has none"),
+        ((403, "GatedRepo"), "it is gated, and this account has no access"),
         ((500, ""), "500 Server Error"),
     ],
 )
@@ -370,7 +370,7 @@ def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_er
     assert resolve("org/name") == first
     assert resolve("org/name", revision=COMMIT) == first
     for model in ("org/name@v1", "org/other"):
-        assert "cannot be had from the Hub" in resolve(model)["message"]
+        assert "cannot be downloaded from the Hub" in resolve(model)["message"]
 
 
 def test_downloads_go_where_cache_dir_says(hub, tmp_path):

@@ -251,7 +251,7 @@ def nested(depth):
         (b"\x3a\x80", "ends within a number"),
         (b"\x3b\x01", "unknown kind 3"),
         (b"\x02\x00", "a field without a number"),
-        (b"\x08\x07", "it holds no graph"),
+        (b"\x08\x07", "it has no graph"),
         (nested(5000), "nested more than 33 deep"),
     ],
 )
@@ -328,7 +328,7 @@ def test_each_node_is_looked_at_once_however_deep_it_is(tmp_path, monkeypatch):
     for _ in range(30):
         around = node(attributes={"body": onnx_structure.Attribute(graphs=[graph])})
         graph = onnx_structure.Graph(nodes=[around])
-    model = onnx_structure.Model(graph)
+    model = onnx_structure.ModelStructure(graph)
     monkeypatch.setattr(graph_limits, "read_structure", lambda path, **options: model)
     monkeypatch.setattr(Counted, "reads", 0)
     check_allocations(tmp_path / "model.onnx")
