@@ -22,7 +22,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError, MissingPackageError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import choose_profile
-from enginery.runtime.engines.profiles import sizes_of
+from enginery.runtime.engines.profiles import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
@@ -223,7 +223,7 @@ class BareSession:
         """The session whose engine takes the inputs; raises ShapeError where none does."""
         if not self._sessions:
             raise ProviderError("the session is closed.")
-        sizes = sizes_of(self._record.inputs, feeds) if self._profiles else {}
+        sizes = dim_sizes(self._record.inputs, feeds) if self._profiles else {}
         return self._sessions[choose_profile(self._profiles, sizes) if self._profiles else 0]
 
     def facts(self) -> dict[str, Any]:

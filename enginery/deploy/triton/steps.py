@@ -25,7 +25,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
 from enginery.core.json_file import read_document
 from enginery.core.shapes import Profile, choose_profile
-from enginery.runtime.engines.profiles import padded_sizes, sizes_of
+from enginery.runtime.engines.profiles import dim_sizes, padded_sizes
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask
@@ -137,7 +137,7 @@ class TextSteps:
         fixed = next((spec.dims[0] for spec in inputs if isinstance(spec.dims[0], int)), 0)
         feeds = fill_rows(self.task.collate(rows, width), fixed)
         if self.profiles:
-            choose_profile(self.profiles, sizes_of(inputs, feeds))
+            choose_profile(self.profiles, dim_sizes(inputs, feeds))
         return feeds
 
     def _within(self, width: int, longest: int) -> int:

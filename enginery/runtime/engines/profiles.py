@@ -3,7 +3,7 @@
 >>> profiles = [Profile.parse("batch=2:8:32,sequence=8:64:128")]
 >>> padded_sizes(profiles, {"batch": 1, "sequence": 5})
 {'batch': 2, 'sequence': 8}
->>> most_rows(profiles, "batch", {"sequence": 100})
+>>> max_rows(profiles, "batch", {"sequence": 100})
 32
 
 Which profile then takes the request is `core.shapes.choose_profile`'s to say.
@@ -28,7 +28,7 @@ from enginery.core.shapes import (
 )
 
 
-def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+def dim_sizes(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
     """The sizes of the named dims that arrays give them, by the names that profiles use.
 
     Raises:
@@ -75,7 +75,7 @@ def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[
     return min(raised, key=lambda found: math.prod(found.values()), default=dict(sizes))
 
 
-def most_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:
+def max_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:
     """The largest size of the dim `rows` that a profile takes beside the sizes given.
 
     0 where no profile takes those at any number of rows, or none bounds the dim.

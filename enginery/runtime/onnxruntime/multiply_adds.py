@@ -2,7 +2,7 @@
 
 Takes an ONNX file and feeds; leaves nothing on disk, and the file as it is.
 
-    >>> work = count_node_work(artifact.model, feeds)
+    >>> work = profile_multiply_adds(artifact.model, feeds)
     >>> sum(node.multiply_adds for node in work.values())
     1327104
 
@@ -99,7 +99,7 @@ class NodeWork:
     """It computes shapes: one of `SHAPE_OPS`, and all its outputs are whole and small."""
 
 
-def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
+def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
     """Count the work of each node on these feeds, by name; a node without one is `unnamed_7`.
 
     ONNX Runtime's placement does not list such names, so their work belongs to no provider. For a

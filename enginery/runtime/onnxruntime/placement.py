@@ -28,7 +28,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
     NodeWork,
-    count_node_work,
+    profile_multiply_adds,
     profiled_run,
 )
 from enginery.runtime.onnxruntime.session import new_session
@@ -195,7 +195,7 @@ def read_placement(
     options.add_session_config_entry(RECORD, "1")
     if feeds is None:
         session = new_session(model, providers, options)
-        return placement_of(session, providers[0].name)
+        return placement_from_session(session, providers[0].name)
     opened: list[Any] = []
 
     def open_session() -> Any:
@@ -209,18 +209,18 @@ def read_placement(
             raise
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the graph fails on the feeds: {error}") from error
-    placed = placement_of(opened[0], providers[0].name)
-    placed = replace(placed, copies=copies_in(events))
+    placed = placement_from_session(opened[0], providers[0].name)
+    placed = replace(placed, copies=find_copies(events))
     try:
-        return with_work(placed, count_node_work(model, feeds))
+        return add_multiply_adds(placed, profile_multiply_adds(model, feeds))
     except (InputError, ImportError) as error:
         return replace(placed, said=(*placed.said, f"multiply-adds are not counted: {error}"))
 
 
-def placement_of(session: Any, head: str) -> Placement:
+def placement_from_session(session: Any, head: str) -> Placement:
     """The assignment that a session has kept; it was opened with the option `RECORD` set to 1.
 
-    Whether a node computes shapes is judged by its op alone: `with_work` knows better.
+    Whether a node computes shapes is judged by its op alone: `add_multiply_adds` knows better.
 
     Raises:
         ProviderError: the session has kept none.
@@ -243,7 +243,7 @@ def placement_of(session: Any, head: str) -> Placement:
     return Placement(head, nodes)
 
 
-def with_work(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
+def add_multiply_adds(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
     """The placement with the multiply-adds of nodes, by their names in the file.
 
     A node that ONNX Runtime fused before it divided the graph has the work of the node that it is
@@ -269,7 +269,7 @@ def with_work(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
     return replace(placement, nodes=tuple(nodes), counted=True, said=said)
 
 
-def copies_in(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
+def find_copies(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
     """The nodes of a profiled run that copy between devices, each once."""
     copies = (name for name, event in events if event.get("op_name") in _COPIES)
     return tuple(dict.fromkeys(copies))

@@ -49,7 +49,7 @@ class BatchRunner:
             return self.fixed_rows
         if not self.runner.profiles:
             return MAX_ROWS
-        return self.runner.most_rows(self._spec, self.task.row_shape(row)) or 1
+        return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, padded to the shape that the graph or engine expects."""

@@ -349,7 +349,7 @@ class ModelBackend:
             # An engine accepts at most the batch size that its profile allows.
             rules = replace(
                 rules,
-                max_rows_for_length=lambda length: self.runner.most_rows(spec, (length,)) or 1,
+                max_rows_for_length=lambda length: self.runner.max_rows(spec, (length,)) or 1,
             )
         return rules
 

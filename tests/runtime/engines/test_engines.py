@@ -12,7 +12,7 @@ from enginery.core.errors import ArtifactError, EngineryError, ProviderError, Sh
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.runtime.engines import compatibility as engine_fit
 from enginery.runtime.engines import selection as engines
-from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
+from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime import runner as ort_runner
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
@@ -440,7 +440,7 @@ def arrays(ids, mask, past):
 
 
 def test_sizes_are_read_from_the_arrays():
-    found = sizes_of(INPUTS, arrays((2, 1), (2, 6), (2, 4, 5, 8)))
+    found = dim_sizes(INPUTS, arrays((2, 1), (2, 6), (2, 4, 5, 8)))
     assert found == {"batch": 2, "sequence": 1, "past_sequence": 5}
 
 
@@ -454,7 +454,7 @@ def test_sizes_are_read_from_the_arrays():
 )
 def test_arrays_that_do_not_go_together_are_an_error(shapes, message):
     with pytest.raises(ShapeError, match=message):
-        sizes_of(INPUTS, arrays(*shapes))
+        dim_sizes(INPUTS, arrays(*shapes))
 
 
 def test_padding_goes_to_the_profile_with_the_least_to_compute():
@@ -473,9 +473,9 @@ def test_padding_goes_to_the_profile_with_the_least_to_compute():
 def test_rows_are_bounded_by_the_profiles_that_take_the_length():
     profiles = [Profile.parse("batch=1:8:32,sequence=1:32:64")]
     profiles.append(Profile.parse("batch=1:1:4,sequence=1:128:512"))
-    assert most_rows(profiles, "batch", {"sequence": 64}) == 32
-    assert most_rows(profiles, "batch", {"sequence": 65}) == 4
-    assert most_rows(profiles, "batch", {"sequence": 513}) == 0
+    assert max_rows(profiles, "batch", {"sequence": 64}) == 32
+    assert max_rows(profiles, "batch", {"sequence": 65}) == 4
+    assert max_rows(profiles, "batch", {"sequence": 513}) == 0
 
 
 def test_the_version_is_that_of_a_library_already_loaded():

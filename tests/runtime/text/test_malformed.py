@@ -17,7 +17,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.onnxruntime.session import require_interface
+from enginery.runtime.onnxruntime.session import check_interface
 from enginery.runtime.tasks.classify import Classify, classify_logits, label_names
 from enginery.runtime.tasks.embed import Embed
 
@@ -250,7 +250,7 @@ def test_an_input_that_is_fixed_in_the_graph_is_fixed_in_the_manifest(shape, dim
         file="m", opset=17, inputs=(TensorSpec("x", "float32", dims),), outputs=(), data_files=()
     )
     with nullcontext() if fits else pytest.raises(ArtifactError, match="the input x: float32"):
-        require_interface(session, record, Path("m"))
+        check_interface(session, record, Path("m"))
 
 
 def test_a_graph_of_gigabytes_is_not_loaded(tiny, tmp_path):
