@@ -135,7 +135,7 @@ def test_a_session_is_not_even_created(tmp_path, monkeypatch):
         (
             [NODE("Add", ["p", "x"], ["q"]), NODE("Add", ["q", "x"], ["p"])],
             [],
-            "nodes wait for each other's outputs: node",
+            "the graph has a cycle: node",
         ),
     ],
 )

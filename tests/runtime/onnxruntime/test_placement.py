@@ -209,7 +209,7 @@ def test_a_graph_that_the_cpu_cannot_run_has_no_count(two_products):
 
 def test_a_session_that_has_not_kept_its_placement_is_an_error(two_products):
     bare = ort.InferenceSession(str(two_products), providers=["CPUExecutionProvider"])
-    with pytest.raises(ProviderError, match="has not kept its placement"):
+    with pytest.raises(ProviderError, match="has not recorded its placement"):
         placement_from_session(bare, CPU)
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD, "1")
