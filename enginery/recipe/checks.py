@@ -164,10 +164,10 @@ def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
 def _check_build(options: engine.BuildConfig, known: _Known) -> None:
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
-    from enginery.runtime.tensorrt.options import check_options, flavor_named
+    from enginery.runtime.tensorrt.options import check_options, get_flavor
 
     engine.check_config(options)
-    flavor = flavor_named(options.flavor)
+    flavor = get_flavor(options.flavor)
     check_options(flavor, options.options)
     with _about("batch"):
         DimRange.parse(options.batch)

@@ -383,7 +383,7 @@ BROKEN = {
         + "  - bench:\n      provider: cpu\n      provider_option: cuda.device_id=0\n",
         7,
         "which is not requested",
-        "Name it among the providers",
+        "Request it as well",
     ),
     "CUDA graph on the CPU": (
         HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"

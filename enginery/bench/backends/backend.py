@@ -23,7 +23,7 @@ from enginery.core.errors import EngineryError, InputError, MissingPackageError,
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import choose_profile
 from enginery.runtime.engines.profiles import dim_sizes
-from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
+from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
 from enginery.runtime.providers.specification import ProviderSpec
@@ -191,7 +191,7 @@ class BareSession:
             allow_fallback=allow_fallback,
             allow_build=False,
         )
-        paths: list[Path] = [wrapper_of(engine) for engine in engines]
+        paths: list[Path] = [wrapper_path(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record = record
         self._profiles = [reachable_profile(engine.record) for engine in engines]

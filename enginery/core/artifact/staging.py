@@ -79,7 +79,7 @@ def check_overwritable(out: Path) -> None:
             raise ArtifactError(
                 f"{out} is an artifact with files that do not belong to it and would be lost: "
                 f"{', '.join(others[:3])}{more}.",
-                do="Move them elsewhere, or name another --out.",
+                do="Move them elsewhere, or choose another --out.",
             )
         return
     if out.is_dir() and not any(out.iterdir()):

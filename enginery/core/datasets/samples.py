@@ -202,7 +202,7 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
             different numbers of rows.
     """
     if not path.is_file():
-        found = "it is not a file" if path.exists() else "no such file"
+        found = "it is not a file" if path.exists() else "no such file or folder"
         raise InputError(f"data '{path}': expected arrays, .npz or .npy; {found}.")
     try:
         arrays = _load_arrays(path, names)

@@ -24,7 +24,7 @@ from enginery.deploy.triton.models import GraphParts, TritonModel, graph_model, 
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
-from enginery.runtime.engines.selection import wrapper_of
+from enginery.runtime.engines.selection import wrapper_path
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import LabelResults, label_names
 
@@ -133,7 +133,7 @@ def _graph_files(artifact: Artifact, parts: GraphParts, config: TritonConfig) ->
     if parts.engines:
         engine = parts.engines[0]
         return {
-            "model.onnx/model.onnx": wrapper_of(engine),
+            "model.onnx/model.onnx": wrapper_path(engine),
             f"model.onnx/{engine.record.plan}": engine.plan,
         }
     record = parts.record

@@ -27,7 +27,7 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
 from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
-from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
+from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
 from enginery.runtime.onnxruntime.device_values import device_of, read_value, shape_only_array
@@ -119,7 +119,7 @@ class OrtRunner(Closeable):
         """Profile of each session; empty without engines."""
         self._config = ModelConfig.read(artifact.path)
         path = artifact.path / self.record.file
-        self._paths = [wrapper_of(engine) for engine in self.engines] or [path]
+        self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         if cuda_graph:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
@@ -342,7 +342,7 @@ def open_engine(
     record: GraphRecord | None = None,
 ) -> Any:
     """Return a session on the wrapper of an engine; see `open_session`."""
-    return open_session(wrapper_of(engine), providers, threads=threads, record=record)
+    return open_session(wrapper_path(engine), providers, threads=threads, record=record)
 
 
 def open_session(

@@ -219,7 +219,7 @@ def test_a_link_stays_a_link_and_its_directory_is_replaced(tmp_path):
 
 def test_a_parent_that_is_a_file_is_an_error_and_not_a_traceback(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match=r"cannot be written: .*Name another --out"):
+    with pytest.raises(ArtifactError, match=r"cannot be written: .*Choose another --out"):
         make(tmp_path / "file" / "minilm")
 
 
@@ -629,7 +629,7 @@ def test_a_nested_listing_vouches_for_no_card(tmp_path):
     (out / "reports").mkdir(exist_ok=True)
     (out / "reports" / "publication.json").write_text("[" * 200_000)
     (out / "README.md").write_text("mine")
-    with pytest.raises(ArtifactError, match=r"files that are not its own .*README\.md"):
+    with pytest.raises(ArtifactError, match=r"files that do not belong to it .*README\.md"):
         check_overwritable(out)
 
 

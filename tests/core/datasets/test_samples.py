@@ -267,7 +267,10 @@ def test_one_array_is_the_one_input(tmp_path):
     [
         ({"a": np.ones(2)}, "has the arrays a; expected the graph.s inputs a, b"),
         ({"a": np.ones(2), "b": np.ones(3)}, r"shape a \(2,\), b \(3,\); expected the same number"),
-        ({"a": np.ones(()), "b": np.ones(())}, "expected the same number of rows, one or more"),
+        (
+            {"a": np.ones(()), "b": np.ones(())},
+            "the same number of rows in each, at least one",
+        ),
         ({"a": np.array([{}]), "b": np.ones(1)}, "cannot be read: Object arrays cannot be loaded"),
     ],
     ids=["names", "rows", "no rows", "objects"],

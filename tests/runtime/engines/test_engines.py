@@ -139,7 +139,7 @@ def test_engine_for_another_gpu_is_built_where_that_is_the_first(
 
 
 def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine):
-    with pytest.raises(ProviderError, match="device_id is 1, and this process sees the GPUs 0 NV"):
+    with pytest.raises(ProviderError, match="device_id is 1, but this process sees the GPUs 0 NV"):
         chosen(made({}), requested=on_second_gpu("tensorrt"))
 
 
@@ -188,10 +188,10 @@ def test_an_artifact_without_engines_is_refused_with_the_line_that_builds_one(ma
     ("changes", "problem"),
     [
         ({"capabilities": ("8.0",)}, "it is not for compute capability 8.9"),
-        ({"flavor": "tensorrt"}, "it is of the flavor tensorrt"),
+        ({"flavor": "tensorrt"}, "it is for the flavor tensorrt"),
         ({"tensorrt": "1.6.9.1"}, "this machine has TensorRT 1.7.1"),
         ({"graph_sha256": "0" * 64}, "it was built from another model.onnx"),
-        ({"version_compatible": True}, "version-compatible plans hold code that ONNX Runtime"),
+        ({"version_compatible": True}, "version-compatible plans contain host code"),
     ],
 )
 def test_an_engine_that_does_not_fit_is_named_with_what_it_lacks(made, machine, changes, problem):
@@ -211,7 +211,7 @@ CLASSIC_HERE = {"flavor": "tensorrt", "tensorrt": "10.13.2.6", "capabilities": (
     ("compatibility", "gpu", "problem"),
     [
         ("none", CudaGpu("NVIDIA L4", "8.9", 1), ""),
-        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4, and for that alone"),
+        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4 and only runs there"),
         ("same-compute-capability", CudaGpu("NVIDIA L40S", "8.9", 1), ""),
         ("same-compute-capability", CudaGpu("NVIDIA A10", "8.6", 1), "it is not for compute"),
         ("ampere-plus", CudaGpu("NVIDIA B200", "10.0", 1), ""),
@@ -261,7 +261,7 @@ def test_a_plan_that_the_manifest_does_not_list_is_not_trusted(made, machine):
     edit_manifest(
         artifact.path, files={n: f for n, f in files.items() if not n.endswith("model.plan")}
     )
-    with pytest.raises(ProviderError, match=r"model\.plan is not among the files of the artifact"):
+    with pytest.raises(ProviderError, match=r"model\.plan is not listed in the artifact"):
         chosen(Artifact.open(artifact.path))
 
 
@@ -391,7 +391,7 @@ def test_of_several_profiles_in_one_engine_the_first_is_used_and_that_is_said(ma
     with OrtRunner(artifact, providers=("tensorrt-rtx",)) as runner:
         assert [str(profile) for profile in runner.profiles] == ["batch=1,sequence=1:8:16"]
         assert runner.providers[0].reason.endswith(
-            "the profile batch=1,sequence=1:8:16, the first of 2: ONNX Runtime reaches no other"
+            "the profile batch=1,sequence=1:8:16, the first of 2: ONNX Runtime cannot use others"
         )
         with pytest.raises(ShapeError, match="batch 2 is above its maximum 1"):
             runner(feeds(2, 8))
@@ -449,7 +449,7 @@ def test_sizes_are_read_from_the_arrays():
     [
         (((2, 1), (3, 6), (2, 4, 5, 8)), "attention_mask: batch is 3, but 2 in the inputs before"),
         (((2, 1), (2, 7), (2, 4, 5, 8)), "attention_mask: found 7 where past_sequence . sequence"),
-        (((2, 1), (2, 6), (2, 3, 5, 8)), r"past: found the shape \(2, 3, 5, 8\), expected past:"),
+        (((2, 1), (2, 6), (2, 3, 5, 8)), r"past: found shape \(2, 3, 5, 8\), expected past:"),
     ],
 )
 def test_arrays_that_do_not_go_together_are_an_error(shapes, message):

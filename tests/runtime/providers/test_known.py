@@ -39,5 +39,5 @@ def test_every_provider_has_one_row_and_what_is_typed_is_listed():
 
 
 def test_a_provider_for_another_system_says_for_which_it_is():
-    assert known_provider("directml").wrong_platform("linux") == "it is made for Windows alone"
+    assert known_provider("directml").wrong_platform("linux") == "it is only for Windows"
     assert known_provider("dml").wrong_platform("win32") == ""

@@ -34,7 +34,7 @@ def test_cuda_is_given_with_the_cpu_beneath_for_shape_operations(machine):
 def test_tensorrt_has_cuda_then_the_cpu_beneath(machine, requested):
     chosen = choose_providers(requested)
     assert [provider.name for provider in chosen] == [TENSORRT, CUDA, CPU]
-    assert chosen[1].reason == "operations that tensorrt leaves over"
+    assert chosen[1].reason == "operations that tensorrt does not support"
 
 
 def test_naming_tensorrt_and_cpu_leaves_cuda_out(machine):
@@ -45,7 +45,7 @@ def test_cuda_that_cannot_be_had_beneath_tensorrt_is_said(machine):
     machine.needs[CUDA] = ["libgone.so.1"]
     chosen = choose_providers(["tensorrt"])
     assert [provider.name for provider in chosen] == [TENSORRT, CPU]
-    assert chosen[1].reason.endswith("cuda is not beneath it: libgone.so.1 was not found")
+    assert chosen[1].reason.endswith("cuda is unavailable: libgone.so.1 was not found")
 
 
 def test_fallback_takes_the_next_provider_and_says_what_was_not_had(machine):

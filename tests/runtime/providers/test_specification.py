@@ -166,7 +166,7 @@ def test_the_environment_holds_where_nothing_is_named(monkeypatch):
 
 def test_where_nothing_is_named_the_default_holds_and_without_a_default_there_is_an_error():
     assert parse_providers(default="cpu") == (ProviderSpec("cpu"),)
-    with pytest.raises(ProviderError, match="no execution provider is named"):
+    with pytest.raises(ProviderError, match="no execution provider was requested"):
         parse_providers()
 
 
@@ -226,7 +226,7 @@ def test_names_are_taken_short_full_and_in_any_case_each_once():
 
 @pytest.mark.parametrize("given", [" , ", (), {}])
 def test_naming_no_provider_is_an_error(given):
-    with pytest.raises(ProviderError, match="no execution provider is named"):
+    with pytest.raises(ProviderError, match="no execution provider was requested"):
         parse_providers(given)
 
 

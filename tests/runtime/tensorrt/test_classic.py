@@ -133,7 +133,7 @@ def test_profiles_name_every_input(calls, graph):
 def test_ampere_engines_are_not_built_on_turing(calls, graph, monkeypatch):
     turing = CudaGpu("Tesla T4", "7.5", 16 << 30)
     monkeypatch.setattr(capabilities, "visible_gpus", lambda: (turing,))
-    with pytest.raises(OptionError, match=r"ampere-plus, and this GPU has compute capability 7\.5"):
+    with pytest.raises(OptionError, match=r"ampere-plus, but this GPU has compute capability 7\.5"):
         build(graph, hardware_compatibility="ampere-plus")
 
 
@@ -205,9 +205,9 @@ def test_timing_cache_of_another_gpu_is_neither_used_nor_changed(calls, graph, t
     path.write_bytes(b"NVIDIA A100, TensorRT 10.16.1\nkernel of x")
     built = build(graph, timing_cache=str(path))
     assert calls.count(("set_timing_cache", False)) == 1
-    assert "is of another TensorRT or GPU" in built.warnings[-1]
+    assert "belongs to another TensorRT or GPU" in built.warnings[-1]
     assert path.read_bytes() == b"NVIDIA A100, TensorRT 10.16.1\nkernel of x"
-    with pytest.raises(ProviderError, match="is of another TensorRT or GPU"):
+    with pytest.raises(ProviderError, match="belongs to another TensorRT or GPU"):
         build(graph, timing_cache=str(path), timing_cache_fixed=True)
 
 
@@ -218,7 +218,7 @@ def test_fixed_timing_cache_is_only_read(calls, graph, tmp_path):
     assert ("set_timing_cache", True) in calls
     assert path.read_bytes() == double.HERE + b"kernel of other"
     path.unlink()
-    with pytest.raises(OptionError, match="is fixed, and is missing or empty"):
+    with pytest.raises(OptionError, match="is fixed, but is missing or empty"):
         build(graph, timing_cache=str(path), timing_cache_fixed=True)
 
 
@@ -255,7 +255,7 @@ def test_precision_of_dynamic_shapes_is_that_of_the_weights():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"Layers": ["/Relu", "/Add"]}', "gave the names of layers alone"),
+        ('{"Layers": ["/Relu", "/Add"]}', "gave only the names of layers"),
         ("", "gave no list of layers"),
         ("[1]", "gave no list of layers"),
     ],
@@ -278,8 +278,9 @@ def test_version_11_is_refused_with_the_reason(graph, monkeypatch):
     with pytest.raises(ProviderError) as found:
         build(graph)
     assert found.value.message == (
-        "TensorRT 11.4.0.106 is installed, and 10 is needed: an engine runs with the version that "
-        "built it, and TensorrtExecutionProvider of ONNX Runtime 1.31 links libnvinfer.so.10."
+        "TensorRT 11.4.0.106 is installed, but 10 is required: an engine only runs with the "
+        "version that built it, and TensorrtExecutionProvider of ONNX Runtime 1.31 links "
+        "libnvinfer.so.10."
     )
     assert found.value.do.endswith("&& pip install 'tensorrt-cu13>=10,<11'")
 

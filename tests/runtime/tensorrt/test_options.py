@@ -18,7 +18,7 @@ from enginery.runtime.tensorrt.process import (
     RTX,
     BuildOptions,
     check_options,
-    flavor_named,
+    get_flavor,
     has_tensorrt,
     key_fields,
     resolve_capabilities,
@@ -43,12 +43,12 @@ def gpu(monkeypatch):
 def test_flavors_name_the_providers_that_load_their_engines():
     assert (RTX.provider, CLASSIC.provider) == (TENSORRT_RTX, TENSORRT)
     assert (RTX.needs_gpu, CLASSIC.needs_gpu) == (False, True)
-    assert flavor_named("tensorrt") is CLASSIC
+    assert get_flavor("tensorrt") is CLASSIC
 
 
 def test_unknown_flavor_is_an_error_with_the_nearest():
     with pytest.raises(OptionError, match="did you mean 'tensorrt-rtx'"):
-        flavor_named("tensort-rtx")
+        get_flavor("tensort-rtx")
 
 
 @needs_rtx
@@ -68,7 +68,7 @@ def test_version_is_read_without_loading_tensorrt(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimization_level": 5}, "is 5, and the optimization level has no effect"),
+        ({"optimization_level": 5}, "is 5, but the optimization level has no effect"),
         ({"sparsity": True}, "sparsity has no effect"),
         ({"auxiliary_streams": 2}, "the number of auxiliary streams has no effect"),
         ({"hardware_compatibility": "ampere-plus"}, "hardware compatibility has no effect"),
@@ -93,7 +93,7 @@ def test_option_that_rtx_lacks_is_an_error_that_says_who_has_it(changes, words):
         ({"optimization_level": -1}, "'optimization_level' is -1, expected 0 to 5"),
         ({"workspace_bytes": 0}, "'workspace_bytes' is 0, expected 1 or more"),
         ({"auxiliary_streams": -2}, "'auxiliary_streams' is -2, expected 0 or more"),
-        ({"timing_cache_fixed": True}, "'timing_cache_fixed' is set, and no timing cache is named"),
+        ({"timing_cache_fixed": True}, "'timing_cache_fixed' is set, but 'timing_cache' is not"),
     ],
 )
 def test_value_that_means_nothing_is_an_error(changes, words):
@@ -134,7 +134,7 @@ def test_hopper_is_told_that_rtx_does_not_support_it_and_what_is_the_way(gpu):
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
     assert found.value.message == (
-        "NVIDIA H200 has compute capability 9.0, and TensorRT for RTX has no support for 9.0: "
+        "NVIDIA H200 has compute capability 9.0, but TensorRT for RTX has no support for 9.0: "
         "it supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1."
     )
     assert "--flavor tensorrt, or" in found.value.do
@@ -253,7 +253,7 @@ def test_timing_cache_counts_by_its_content_where_it_is_fixed(classic, tmp_path)
     path = tmp_path / "timing.cache"
     plain = fields(CLASSIC)
     assert fields(CLASSIC, timing_cache=str(path)) == plain
-    with pytest.raises(OptionError, match="is fixed, and is missing"):
+    with pytest.raises(OptionError, match="is fixed, but is missing"):
         fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
     path.write_bytes(b"one")
     one = fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)

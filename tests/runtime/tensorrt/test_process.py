@@ -216,7 +216,7 @@ def test_refused_operators_are_all_named(tmp_path):
         ("second", "QuickGelu"),
     ]
     assert "Plugin not found" in report.refusals[0].reason
-    with pytest.raises(ProviderError, match=r"refuses first \(BiasGelu\).*\(1 more\).*lint"):
+    with pytest.raises(ProviderError, match=r"rejects first \(BiasGelu\).*\(1 more\).*lint"):
         build_plan(path, profiles=[BATCH])
 
 
@@ -303,7 +303,7 @@ def test_dim_without_a_name_is_an_error(tmp_path):
     path = save_graph(
         tmp_path / "n.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
     )
-    with pytest.raises(ShapeError, match="input x: dim 1 is dynamic and has no name"):
+    with pytest.raises(ShapeError, match="input x: dim 1 is dynamic, but has no name"):
         build_plan(path, profiles=[BATCH])
 
 
@@ -331,7 +331,7 @@ def test_unknown_capability_is_an_error_that_lists_the_known(tmp_path, capabilit
 def test_fp32_on_turing_says_what_to_do(tmp_path):
     constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
-    with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*make the graph FP16"):
+    with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*the graph to FP16"):
         build_plan(path, profiles=[BATCH], capabilities=["7.5"])
 
 
@@ -351,7 +351,7 @@ def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
         opset=23,
     )
     assert parse_onnx(path).accepted
-    with pytest.raises(ProviderError, match="make the graph FP16"):
+    with pytest.raises(ProviderError, match="convert the graph to FP16"):
         build_plan(path, profiles=[BATCH])
 
 
