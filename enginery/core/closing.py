@@ -1,7 +1,9 @@
-"""The base class of everything that is closed at the end of a `with` block.
+"""The base class of runners and other objects that are closed at the end of a `with` block.
 
-with OrtRunner(artifact) as runner:
-runner(feeds)
+    with OrtRunner(artifact) as runner:
+        runner(feeds)
+
+Subclasses implement `close`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""ONNX external data: the files beside a graph that hold its weights.
+"""Find the ONNX external data of a graph: the files that hold its weights.
 
-external_data_files(Path("large/model.onnx"))    # ['model.onnx_data']
+    external_data_files(Path("large/model.onnx"))    # ['model.onnx_data']
+
+All files must be in the directory of the graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Read folders of images.
 
-[path.name for path in list_images(Path("photos"), rows=2)]    # ['a.png', 'k.jpg']
+    [path.name for path in list_images(Path("photos"), rows=2)]    # ['a.png', 'k.jpg']
+
+The reader yields paths; images are opened by the task that runs on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Results of TensorRT for a graph: which nodes are supported, and the built engine.
 
-report = parse_onnx(Path("model.onnx"))
-report.accepted                                     # False
-[str(refusal) for refusal in report.refusals]       # ['/Split_1 (If): …']
+    report = parse_onnx(Path("model.onnx"))
+    report.accepted                                     # False
+    [str(refusal) for refusal in report.refusals]       # ['/Split_1 (If): …']
+
+The child process returns them as JSON; see `tensorrt.process`.
 """
 
 from __future__ import annotations

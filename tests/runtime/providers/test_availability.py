@@ -1,4 +1,4 @@
-"""Why a provider cannot be had, and the remedy. Nothing here needs a GPU."""
+"""Reasons why a provider is unavailable, and remedies. No test needs a GPU."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Names of providers and the table of them."""
+"""The table of known providers."""
 
 import pytest
 

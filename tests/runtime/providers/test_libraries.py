@@ -1,4 +1,4 @@
-"""Libraries: what a file needs, and what the loader cannot find."""
+"""Needed and missing shared libraries."""
 
 import shutil
 import sys

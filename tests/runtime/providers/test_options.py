@@ -1,4 +1,4 @@
-"""Options: what is read, what is refused, and what ONNX Runtime's own parsers take."""
+"""Valid and invalid provider options, compared with ONNX Runtime's own parsers."""
 
 import json
 import os

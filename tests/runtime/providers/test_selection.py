@@ -1,4 +1,4 @@
-"""What a session is given: the order of providers, fallback, and the reasons for it."""
+"""The providers of a session: order, fallback and reasons."""
 
 import subprocess
 import sys

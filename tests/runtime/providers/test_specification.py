@@ -1,4 +1,4 @@
-"""What a user writes of providers: what is read, and what is refused."""
+"""Valid and invalid notations of requested providers."""
 
 import re
 
