@@ -103,7 +103,7 @@ def refuse_linked_out(path: Path, directory: Path) -> None:
         OSError,
         RuntimeError,
     ):  # for a loop of links: Python 3.13 raises OSError, earlier ones RuntimeError
-        raise UntrustedModelError(f"{path} is a broken symbolic link.", do=_DISTRUST) from None
+        raise UntrustedModelError(f"{path} is a link that is broken.", do=_DISTRUST) from None
     if not _is_below(target, directory) and not _is_hub_blob(target, directory):
         raise UntrustedModelError(
             f"{path} is a link to {target}, outside the model's directory.",

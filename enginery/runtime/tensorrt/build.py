@@ -204,7 +204,7 @@ def _add_profiles(
     if names and not profiles:
         example = ",".join(f"{name}=1:8:32" for name in names)
         raise ShapeError(
-            f"the graph has the dynamic dims {', '.join(names)} but no profile was given.",
+            f"the graph has the dynamic dims {', '.join(names)}, but no profile was given.",
             do=f"Pass a profile, for example {example}.",
         )
     for profile in profiles:

@@ -254,7 +254,7 @@ def test_a_rename_that_fails_leaves_the_earlier_artifact(tmp_path, monkeypatch):
             raise OSError("no space")
         replace(source, target)
 
-    monkeypatch.setattr("enginery.core.artifact.staging._exchanged", lambda *_: False)
+    monkeypatch.setattr("enginery.core.artifact.staging._exchange", lambda *_: False)
     monkeypatch.setattr("enginery.core.artifact.staging.os.replace", fail_for_the_new_one)
     with pytest.raises(OSError, match="no space"), staging(tmp_path / "out") as directory:
         (directory / "marker").touch()

@@ -47,7 +47,7 @@ def place(tmp_path):
 
 
 def run(place, code, *more):
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(place / "tmp")}
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(place / "model"), str(place / "out"), code, *more],
@@ -192,7 +192,7 @@ def test_a_virtual_environment_in_the_models_directory_is_no_code_of_the_model(p
             str(place / "out"),
             "import installed",
         ],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,
@@ -205,7 +205,7 @@ def test_outside_of_the_block_nothing_is_stopped(place):
     program = PROGRAM + "\nprint(subprocess.run(['echo', 'free']).returncode)"
     found = subprocess.run(
         [sys.executable, "-c", program, str(place / "model"), str(place / "out"), code],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,

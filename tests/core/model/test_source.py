@@ -245,7 +245,7 @@ def _each(values):
 )
 def test_what_names_no_model_says_what_does(model):
     with pytest.raises(
-        SourceError, match=rf"model '{model}': (expected a Hub id|there is no such)"
+        SourceError, match=rf"model '{model}': (expected a Hub id|no such)"
     ):
         resolve_source(model)
 
@@ -357,7 +357,7 @@ def test_the_hubs_refusal_is_said_in_words_without_the_token(hub, refusal, reaso
     hub.refusal = refusal
     found = resolve("org/name")
     assert found["error"] == "SourceError"
-    assert found["message"].startswith("model 'org/name' at revision 'main' cannot be had from the")
+    assert found["message"].startswith("model 'org/name' at revision 'main' cannot be downloaded from the")
     assert reason in found["message"]
     assert "HF_TOKEN" in found["message"]
 

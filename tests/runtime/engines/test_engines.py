@@ -276,7 +276,7 @@ def test_an_altered_plan_is_an_error(made, machine):
 def test_a_version_that_cannot_be_read_is_said_and_not_held_against_the_engine(made, machine):
     machine.tensorrt = ""
     _, (head, *_) = chosen(made({"tensorrt": "1.6.0.1"}))
-    assert head.reason.endswith("; which TensorRT runs it could not be read")
+    assert head.reason.endswith("; the version of TensorRT could not be read")
 
 
 def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(

@@ -200,7 +200,7 @@ def test_an_output_whose_shape_depends_on_values_is_allocated_in_each_run():
     some[0] = 0
     assert binding({"x": rows(2)})["y"].shape == (2, 8)
     assert binding({"x": some})["y"].shape == (2, 4)
-    with pytest.raises(ProviderError, match="its shape is not known before a run"):
+    with pytest.raises(ProviderError, match="its shape is unknown before a run"):
         DeviceBinding(session, [X], [found], capture=True)({"x": some})
 
 

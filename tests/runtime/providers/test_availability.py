@@ -136,10 +136,10 @@ def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, 
 @pytest.mark.parametrize(
     ("provider", "words"),
     [
-        ("xnnpack", "has to be built from source"),
-        ("dnnl", "has to be built from source"),
+        ("xnnpack", "Build ONNX Runtime from source"),
+        ("dnnl", "Build ONNX Runtime from source"),
         ("qnn", "pip install 'onnxruntime-qnn'"),
-        ("nnapi", "Name a provider for this system"),
+        ("nnapi", "Choose a provider for this system"),
     ],
 )
 def test_what_is_not_here_says_what_brings_it(machine, provider, words):

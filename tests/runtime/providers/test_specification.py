@@ -235,7 +235,7 @@ def test_naming_no_provider_is_an_error(given):
 
 @pytest.mark.parametrize("text", ["cpu", "openvino,cuda", "directml"])
 def test_cuda_graphs_are_nvidias(text):
-    with pytest.raises(ProviderError, match=r"and \w+ has no CUDA graphs") as error:
+    with pytest.raises(ProviderError, match=r"but \w+ has no CUDA graphs") as error:
         check_run_options(parse_providers(text), cuda_graph=True)
     assert error.value.do == "Leave it out, or run on cuda, tensorrt or tensorrt-rtx."
 

@@ -148,7 +148,7 @@ def test_without_a_gpu_current_names_the_list(monkeypatch):
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
     assert found.value.message == (
-        "capability 'current' is that of this machine's GPU, and no GPU can be used: there is no "
+        "capability 'current' is that of this machine's GPU, but no GPU can be used: there is no "
         "driver."
     )
     assert "--capability 8.9" in found.value.do
@@ -160,7 +160,7 @@ def test_without_a_gpu_current_names_the_list(monkeypatch):
 def test_classic_builds_for_its_own_gpu_alone(gpu):
     gpu(L4)
     assert resolve_capabilities(CLASSIC, ["8.9"]) == ("8.9",)
-    with pytest.raises(OptionError, match=r"'8\.0': TensorRT builds for the GPU.*capability 8\.9"):
+    with pytest.raises(OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"):
         resolve_capabilities(CLASSIC, "8.0")
     with pytest.raises(OptionError, match="'portable': TensorRT builds for the GPU"):
         resolve_capabilities(CLASSIC, "portable")

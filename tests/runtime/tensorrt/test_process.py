@@ -258,7 +258,7 @@ def test_messages_of_an_inner_block_stay_inside():
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ([], "dynamic dims batch, sequence and no profile"),
+        ([], "dynamic dims batch, sequence, but no profile"),
         (["batch=1:2:4"], "lacks the dim 'sequence'"),
         (["batch=1,sequence=8,rows=4"], "no dynamic dim 'rows'"),
         (["batch=1,sequence=8", "batch=1,sequence=8:64:256"], "positions end at 128"),
