@@ -32,7 +32,7 @@ def test_plain_names_are_below_the_root(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_other_names_are_refused(tmp_path, name):
+def test_paths_out_of_the_root_are_rejected(tmp_path, name):
     assert not is_relative_path(name)
     with pytest.raises(ArtifactError, match="lies outside the artifact: expected a relative path"):
         resolve_inside(tmp_path, name, what="the artifact")
@@ -60,7 +60,7 @@ def test_the_root_may_be_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("character", "\0\n\r\t\x1b\x7f\x85\x9b")
-def test_names_that_would_steer_a_terminal_are_refused(tmp_path, character):
+def test_names_with_control_characters_are_rejected(tmp_path, character):
     name = f"a{character}b"
     assert not is_relative_path(name)
     with pytest.raises(ArtifactError, match="control characters") as raised:

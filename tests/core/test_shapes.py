@@ -32,7 +32,7 @@ def test_profile_reads_ranges_and_fixed_sizes():
     assert profile.dims == {"batch": DimRange(1, 8, 32), "sequence": DimRange(128, 128, 128)}
 
 
-def test_profile_takes_optimums_names_for_ours():
+def test_profile_accepts_names_of_optimum():
     assert Profile.parse("batch_size=2,sequence_length=8") == Profile.parse("batch=2,sequence=8")
 
 
@@ -68,7 +68,7 @@ def test_profile_prints_as_it_is_read():
         ),
     ],
 )
-def test_a_bad_profile_says_what_is_wrong(text, message):
+def test_invalid_profile_is_an_error_with_the_reason(text, message):
     with pytest.raises(ShapeError) as error:
         Profile.parse(text)
     assert str(error.value) == f"profile '{text}': {message}"
@@ -87,13 +87,13 @@ def test_a_bad_profile_says_what_is_wrong(text, message):
         "batch=" + "9" * 5000,
     ],
 )
-def test_profile_rejects_what_is_not_name_equals_sizes(text):
+def test_profile_rejects_other_notations(text):
     with pytest.raises(ShapeError, match=r"expected (name=min:opt:max|a whole number)"):
         Profile.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "  "])
-def test_an_empty_profile_is_none(text):
+def test_empty_profile_is_rejected(text):
     with pytest.raises(ShapeError) as error:
         Profile.parse(text)
     assert str(error.value) == (
@@ -174,7 +174,7 @@ def test_a_profile_may_name_a_fixed_dim_with_its_own_size_alone():
         )
 
 
-def test_a_profile_for_a_graph_of_fixed_shapes_is_refused():
+def test_a_profile_for_a_graph_of_fixed_shapes_is_rejected():
     with pytest.raises(ShapeError) as error:
         Profile.parse("rows=8").check((TensorSpec("input_ids", "int64", (1, 16)),), {})
     assert str(error.value) == (
@@ -309,7 +309,7 @@ def test_a_graph_of_fixed_shapes_has_one_profile_for_its_one_shape():
         ((), {"batch": 2}, "there are no profiles to choose from."),
     ],
 )
-def test_sizes_in_no_profile_say_which_is_nearest_and_what_does_not_fit(given, sizes, message):
+def test_uncovered_sizes_name_the_nearest_profile_and_the_dims(given, sizes, message):
     with pytest.raises(ShapeError) as error:
         choose_profile(profiles(*given), sizes)
     assert str(error.value) == message

@@ -41,7 +41,7 @@ def hidden(directory):
     return [path.name for path in directory.iterdir() if path.name.startswith(".tmp-")]
 
 
-def test_a_finished_artifact_opens_with_everything_it_says(tmp_path):
+def test_finished_artifact_opens_with_its_manifest(tmp_path):
     artifact = make(tmp_path / "minilm")
     assert (artifact.name, artifact.model) == ("minilm", tmp_path / "minilm" / "model.onnx")
     assert artifact.model.read_bytes() == b"graph"
@@ -84,7 +84,7 @@ def test_a_missing_file_is_named(tmp_path):
         Artifact.open(artifact.path)
 
 
-def test_verify_reads_what_the_remembered_hash_would_trust(tmp_path, monkeypatch):
+def test_verify_ignores_the_hash_cache(tmp_path, monkeypatch):
     artifact = make(tmp_path / "minilm")
     read = []
 
@@ -100,7 +100,7 @@ def test_verify_reads_what_the_remembered_hash_would_trust(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/etc/hostname", "link.txt"])
-def test_a_file_outside_the_artifact_is_refused(tmp_path, name):
+def test_a_file_outside_the_artifact_is_rejected(tmp_path, name):
     artifact = make(tmp_path / "minilm")
     outside = tmp_path / "outside.txt"
     outside.write_text("secret")
@@ -115,7 +115,7 @@ def _files(artifact):
     return json.loads((artifact.path / "manifest.json").read_text())["files"]
 
 
-def test_a_graph_without_a_hash_is_refused(tmp_path):
+def test_a_graph_without_a_hash_is_rejected(tmp_path):
     artifact = make(tmp_path / "minilm")
     files = _files(artifact)
     del files["model.onnx"]
@@ -124,14 +124,14 @@ def test_a_graph_without_a_hash_is_refused(tmp_path):
         Artifact.open(artifact.path)
 
 
-def test_an_artifact_without_graphs_is_refused(tmp_path):
+def test_an_artifact_without_graphs_is_rejected(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, graphs=[])
     with pytest.raises(ArtifactError, match="lists no graph"):
         Artifact.open(artifact.path)
 
 
-def test_what_is_not_an_artifact_says_why(tmp_path):
+def test_directory_that_is_not_an_artifact_is_an_error(tmp_path):
     with pytest.raises(ArtifactError, match=r"it does not exist\. Make one with: enginery export"):
         Artifact.open(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match=r"it has no manifest.json"):
@@ -156,7 +156,7 @@ def test_a_manifest_that_is_a_directory_is_named(tmp_path):
         Artifact.open(tmp_path)
 
 
-def test_a_manifest_of_a_newer_version_says_so(tmp_path):
+def test_manifest_of_a_newer_version_is_an_error(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, schema_version=3, novelty=True)
     with pytest.raises(ArtifactError, match=r"schema_version 3, expected 2: another version"):
@@ -182,7 +182,7 @@ def _file(out):
 
 
 @pytest.mark.parametrize("foreign", [_foreign_directory, _browser_extension, _file])
-def test_what_is_not_an_artifact_is_never_overwritten(tmp_path, foreign):
+def test_other_directories_are_never_overwritten(tmp_path, foreign):
     out = tmp_path / "out"
     foreign(out)
     with pytest.raises(
@@ -465,7 +465,7 @@ def test_a_store_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pat
     assert Artifact.open(artifact.path) == artifact
 
 
-def test_write_beside_never_shows_a_part(tmp_path, monkeypatch):
+def test_write_atomically_never_shows_a_part(tmp_path, monkeypatch):
     file = tmp_path / "report.json"
     write_atomically(file, b"old")
     seen = []
@@ -499,7 +499,7 @@ def test_a_changed_byte_of_any_file_is_named(tmp_path):
     Artifact.open(artifact.path, verify=True)
 
 
-def test_what_comes_behind_the_manifest_is_damage(tmp_path):
+def test_bytes_after_the_manifest_are_damage(tmp_path):
     artifact = make(tmp_path / "a")
     with (artifact.path / "manifest.json").open("a") as stream:
         stream.write(" ")
@@ -515,7 +515,7 @@ def test_a_report_that_is_gone_is_missed_when_everything_is_verified(tmp_path):
         Artifact.open(artifact.path, verify=True)
 
 
-def test_a_report_that_nobody_recorded_is_none_of_the_artifacts(tmp_path):
+def test_unrecorded_report_is_ignored(tmp_path):
     artifact = reported(tmp_path)
     (artifact.path / "reports/benchmark.json").write_text("{}")
     assert artifact.report("benchmark.json") is None
@@ -523,7 +523,7 @@ def test_a_report_that_nobody_recorded_is_none_of_the_artifacts(tmp_path):
 
 
 @pytest.mark.parametrize("report", ["../x.json", "/tmp/x.json", "x.json", "reports/../../x.json"])
-def test_a_verdict_whose_report_lies_elsewhere_is_refused(tmp_path, report):
+def test_verdict_with_a_report_outside_is_rejected(tmp_path, report):
     artifact = make(tmp_path / "a")
     found = {**verdict().model_dump(), "report": report}
     edit_manifest(artifact.path, verdicts=[found])
@@ -608,7 +608,7 @@ def test_external_data_are_copied_and_can_be_read_by_everybody(tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.onnx"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
+def test_named_pipe_in_an_artifact_is_an_error_and_does_not_block(tmp_path, name, kind):
     path = make(tmp_path / "a").path / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
@@ -616,7 +616,7 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
         Artifact.open(tmp_path / "a")
 
 
-def test_a_nested_manifest_is_nobodys_to_overwrite(tmp_path):
+def test_directory_with_a_nested_manifest_is_not_overwritten(tmp_path):
     out = tmp_path / "artifact"
     out.mkdir()
     (out / "manifest.json").write_text("[" * 200_000)
@@ -624,7 +624,7 @@ def test_a_nested_manifest_is_nobodys_to_overwrite(tmp_path):
         check_overwritable(out)
 
 
-def test_a_nested_listing_vouches_for_no_card(tmp_path):
+def test_card_with_an_invalid_listing_is_not_overwritten(tmp_path):
     out = make(tmp_path / "artifact").path
     (out / "reports").mkdir(exist_ok=True)
     (out / "reports" / "publication.json").write_text("[" * 200_000)
@@ -641,7 +641,7 @@ def test_a_manifest_that_lists_no_files_is_no_artifacts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "1_Pooling/config.json"])
-def test_settings_that_the_manifest_does_not_list_are_refused(tmp_path, name):
+def test_unlisted_settings_are_rejected(tmp_path, name):
     artifact = make(tmp_path / "a")
     path = artifact.path / name
     path.parent.mkdir(exist_ok=True)

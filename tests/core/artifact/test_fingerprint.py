@@ -57,7 +57,7 @@ def test_option_fields_are_text():
     }
 
 
-def test_tool_versions_say_none_for_what_is_absent():
+def test_tool_versions_are_none_for_missing_packages():
     found = tool_versions(["pydantic", "no-such-distribution"])
     assert found["no-such-distribution"] == "none"
     assert found["pydantic"][0].isdigit()

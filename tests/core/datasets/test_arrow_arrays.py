@@ -28,7 +28,7 @@ def test_arrays_are_those_of_pyarrow(kind, values):
     assert found.equals(pa.array(values, kind))
 
 
-def test_what_cannot_be_held_is_an_error():
+def test_unsupported_types_and_values_are_errors():
     with pytest.raises(OverflowError):
         to_arrow([2**70], pa.int64())
     with pytest.raises(TypeError, match=r"arrays of date32.* are not supported"):

@@ -107,12 +107,12 @@ def test_empty_file_is_named(tmp_path, name):
         read_texts(written(tmp_path / name, ""), "text", rows=9)
 
 
-def test_header_without_rows_says_so(tmp_path):
+def test_header_without_rows_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"column 'text' has no text \(found no rows\)"):
         read_texts(written(tmp_path / "a.csv", "id,text\n"), "text", rows=9)
 
 
-def test_column_of_numbers_says_what_it_holds(tmp_path):
+def test_column_of_numbers_is_an_error_with_the_found_type(tmp_path):
     with pytest.raises(InputError, match=r"column 'id' has no text \(found int\)"):
         read_texts(written(tmp_path / "a.jsonl", JSONL), "id", rows=9)
     with pytest.raises(InputError, match="found only empty values"):
@@ -143,7 +143,7 @@ def test_unknown_kind_of_file_is_not_taken_for_lines(tmp_path):
         read_texts(written(tmp_path / "a.xlsx", "PK"), "text", rows=9)
 
 
-def test_what_is_not_there_or_of_the_wrong_kind(tmp_path):
+def test_missing_file_or_wrong_type_is_an_error(tmp_path):
     with pytest.raises(InputError, match="no such file or folder"):
         read_texts(tmp_path / "none.csv", "text", rows=9)
     with pytest.raises(InputError, match="is a folder or an image"):
@@ -166,7 +166,7 @@ def test_images_are_found_below_the_folder_and_hidden_files_left(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
-def test_labels_stand_beside_their_texts(tmp_path, kind):
+def test_labels_belong_to_their_texts(tmp_path, kind):
     rows = [
         {"label": "good", "text": "x"},
         {"label": "none", "text": " "},

@@ -116,7 +116,7 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_what_no_model_has_a_use_for_is_stopped(place, case):
+def test_actions_that_no_model_needs_are_blocked(place, case):
     import re
 
     code, said = STOPPED[case]
@@ -127,7 +127,7 @@ def test_what_no_model_has_a_use_for_is_stopped(place, case):
 
 
 @pytest.mark.parametrize("case", ["process", "write", "import from a path", "pickle"])
-def test_what_was_stopped_is_an_error_even_if_the_model_hides_it(place, case):
+def test_blocked_action_is_an_error_even_if_the_model_hides_it(place, case):
     assert run(place, STOPPED[case][0], "hide").startswith("the model tried")
 
 
@@ -171,7 +171,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_what_loading_and_tracing_do_is_not_stopped(place, case):
+def test_loading_and_tracing_are_not_blocked(place, case):
     assert run(place, HARMLESS[case]) == "done"
 
 

@@ -71,7 +71,7 @@ def test_ragged_rows_are_padded_on_the_left_where_the_graph_decodes():
     ]
 
 
-def test_past_is_padded_on_the_left_and_positions_go_on_from_what_is_left():
+def test_past_is_padded_on_the_left_and_positions_continue():
     sizes = {"batch": 2, "sequence": 3, "past_sequence": 5}
     feeds = made(IDS, PAST, PAST_MASK, POSITIONS, sizes=sizes, ragged=True)
     assert feeds["attention_mask"].tolist() == [[1] * 8, [0] * 4 + [1] * 4]
@@ -162,7 +162,7 @@ def test_image_sizes_are_read_from_the_vision_part_too():
 
 
 @pytest.mark.parametrize("dim", [10**12, 2**31 - 1])
-def test_more_elements_than_a_run_may_have_are_refused_before_they_are_made(dim):
+def test_too_many_elements_are_rejected_before_allocation(dim):
     with pytest.raises(
         ShapeError, match=r"mask: int64 \(batch, \d+\): the inputs have .* expected"
     ):

@@ -176,7 +176,7 @@ def test_multiply_adds_of_an_op(op_type, inputs, output, expected):
     assert multiply_adds(op_type, inputs, [output]) == expected
 
 
-def test_a_transformers_work_is_what_its_dims_say(tiny):
+def test_multiply_adds_of_a_transformer_match_its_dims(tiny):
     # Of each token and layer: four products of 32 by 32 and two of 32 by 64; of each pair of
     # tokens in each layer the scores and the weighted values, 32 each.
     artifact = tiny.artifact("bert", "feature-extraction")
@@ -270,13 +270,13 @@ def test_a_fused_node_has_the_work_of_the_one_it_is_named_after():
     assert found.notes == ("36.0% of the multiply-adds are in nodes that were renamed",)
 
 
-def test_what_keeps_a_cuda_graph_from_being_captured_is_named():
+def test_nodes_that_prevent_a_cuda_graph_are_named():
     looped = PlacedNode("loop", "Loop", "", CUDA, 0, False)
     placed = Placement(CUDA, (*UNDER_CUDA.nodes, looped))
     assert [node.name for node in placed.uncapturable()] == ["MatMulInteger_7", "loop"]
 
 
-def test_a_cuda_graph_is_refused_with_the_nodes_and_copies_that_forbid_it(monkeypatch):
+def test_cuda_graph_error_names_nodes_and_copies(monkeypatch):
     copied = Placement(CUDA, UNDER_CUDA.nodes, copies=("Memcpy_token_1",))
     monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: copied)
     with pytest.raises(ProviderError) as caught:
@@ -378,9 +378,7 @@ print(json.dumps(placement.as_json() | {"reason": providers[0].reason}))
 
 
 @pytest.mark.slow
-def test_openvino_runs_its_nodes_and_what_it_leaves_to_the_cpu_is_named(
-    with_openvino, two_products
-):
+def test_openvino_placement_names_nodes_on_the_cpu(with_openvino, two_products):
     found = with_openvino(_PLACE, two_products)
     assert [(p["name"], p["nodes"], p["multiply_adds"]) for p in found["providers"]] == [
         (OPENVINO, 2, 24),

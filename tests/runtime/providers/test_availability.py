@@ -32,13 +32,13 @@ def test_tensorrt_remedy_pins_the_major_that_onnxruntime_links(machine):
     assert "--allow-fallback" not in error.do
 
 
-def test_a_library_that_is_there_but_damaged_is_reported_in_the_loaders_words(machine):
+def test_damaged_library_is_reported_with_the_loaders_message(machine):
     machine.needs = {CUDA: ["libdamaged.so.1"]}
     (machine.wheels / "libdamaged.so.1").write_bytes(b"not a library")
     assert "libdamaged.so.1: file too short" in refusal("cuda").message
 
 
-def test_a_driver_for_an_older_cuda_is_refused(machine):
+def test_a_driver_for_an_older_cuda_is_rejected(machine):
     machine.driver = CudaDriver((12, 8), gpus=1)
     error = refusal("cuda")
     assert "supports CUDA up to 12.8, but this onnxruntime is built for CUDA 13" in error.message
@@ -64,7 +64,7 @@ def test_a_lost_provider_library_is_a_broken_installation(machine):
     assert "is not in" in refusal("cuda").message
 
 
-def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_path):
+def test_remains_of_an_uninstalled_onnxruntime_are_reported_as_broken(tmp_path):
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -84,7 +84,7 @@ def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
     assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.do
 
 
-def test_a_plugin_library_that_cannot_load_is_refused_in_onnxruntimes_words(
+def test_plugin_that_cannot_load_is_reported_with_onnxruntimes_message(
     machine, monkeypatch, tmp_path
 ):
     library = tmp_path / "plugin.so"
@@ -107,7 +107,7 @@ def test_missing_cudnn_is_a_reservation_under_cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
+def test_device_id_of_a_missing_gpu_is_rejected(machine, provider):
     spec = parse_providers(f"{provider},cpu", [f"{provider}.device_id=1"])
     error = refusal(*spec)
     assert error.message == (
@@ -125,7 +125,7 @@ def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
 
 
 @pytest.mark.parametrize(("provider", "name"), [("cuda", CUDA), ("tensorrt", TENSORRT)])
-def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, provider, name):
+def test_library_with_a_missing_dependency_reports_the_dependency(machine, provider, name):
     write_library(machine.wheels / "libthere.so.1", ["libdeeper.so.2"])
     machine.needs[name] = ["libthere.so.1"]
     assert refusal(provider).message == f"{provider} requested, but libdeeper.so.2 was not found."
@@ -142,7 +142,7 @@ def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, 
         ("nnapi", "Choose a provider for this system"),
     ],
 )
-def test_what_is_not_here_says_what_brings_it(machine, provider, words):
+def test_unavailable_provider_names_the_package(machine, provider, words):
     assert words in refusal(provider).do
 
 

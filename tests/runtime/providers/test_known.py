@@ -38,6 +38,6 @@ def test_every_provider_has_one_row_and_what_is_typed_is_listed():
     assert option_names("xnnpack") == ("intra_op_num_threads",)
 
 
-def test_a_provider_for_another_system_says_for_which_it_is():
+def test_provider_for_another_system_names_it():
     assert known_provider("directml").wrong_platform("linux") == "it is only for Windows"
     assert known_provider("dml").wrong_platform("win32") == ""

@@ -77,7 +77,7 @@ def test_double_has_nothing_that_the_real_bindings_lack():
     assert hasattr(real.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
-def test_network_is_strongly_typed_and_defaults_are_said(calls, graph):
+def test_network_is_strongly_typed_and_defaults_are_set(calls, graph):
     built = build(graph)
     assert calls[0] == ("create_network", 1 << double.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert ("profiling_verbosity", double.ProfilingVerbosity.DETAILED) in calls
@@ -160,7 +160,7 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
     assert [layer.precision for layer in built.layers] == ["int8", "fp16"]
 
 
-def test_refused_nodes_are_covered_as_with_the_other_flavor(calls, tmp_path):
+def test_coverage_of_rejected_nodes_equals_the_other_flavor(calls, tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -186,7 +186,7 @@ def test_timing_cache_is_made_and_then_used_and_not_written_again(calls, graph, 
     assert path.stat().st_ino == before.st_ino
 
 
-def test_timing_cache_keeps_what_others_wrote_meanwhile(calls, graph, tmp_path, monkeypatch):
+def test_timing_cache_keeps_concurrent_additions(calls, graph, tmp_path, monkeypatch):
     path = tmp_path / "timing.cache"
     path.write_bytes(double.HERE + b"kernel of old")
     build_network = double.Builder.build_serialized_network
@@ -260,7 +260,7 @@ def test_precision_of_dynamic_shapes_is_that_of_the_weights():
         ("[1]", "gave no list of layers"),
     ],
 )
-def test_inspector_that_tells_too_little_is_an_error(text, words):
+def test_incomplete_inspector_output_is_an_error(text, words):
     with pytest.raises(ProviderError, match=words):
         read_inspector(text)
 
@@ -273,7 +273,7 @@ def test_missing_package_is_named_with_the_command(graph, monkeypatch):
     assert found.value.do == "Install it with: pip install 'tensorrt-cu13>=10,<11'"
 
 
-def test_version_11_is_refused_with_the_reason(graph, monkeypatch):
+def test_version_11_is_rejected_with_the_reason(graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", double.ClassicTensorRT([], "11.4.0.106"))
     with pytest.raises(ProviderError) as found:
         build(graph)
@@ -298,7 +298,7 @@ def test_library_that_cannot_be_loaded_is_named(graph, tmp_path, monkeypatch):
         parse_onnx(graph, flavor=CLASSIC, isolated=False)
 
 
-def test_builder_that_does_not_start_without_a_gpu_says_so(calls, graph, monkeypatch):
+def test_builder_without_a_gpu_is_an_error(calls, graph, monkeypatch):
     def refuse(logger):
         logger.log(double.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")

@@ -77,7 +77,7 @@ def test_version_is_read_without_loading_tensorrt(monkeypatch):
         ({"timing_cache": "t.cache"}, "a timing cache has no effect"),
     ],
 )
-def test_option_that_rtx_lacks_is_an_error_that_says_who_has_it(changes, words):
+def test_option_that_rtx_lacks_is_an_error_naming_the_other_flavor(changes, words):
     check_options(CLASSIC, BuildOptions(**changes))
     with pytest.raises(OptionError) as found:
         check_options(RTX, BuildOptions(**changes))
@@ -129,7 +129,7 @@ def test_portable_stands_alone():
         resolve_capabilities(RTX, "portable,8.9")
 
 
-def test_hopper_is_told_that_rtx_does_not_support_it_and_what_is_the_way(gpu):
+def test_hopper_is_unsupported_by_rtx_with_the_alternatives(gpu):
     gpu(H200)
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
@@ -157,16 +157,18 @@ def test_without_a_gpu_current_names_the_list(monkeypatch):
         resolve_capabilities(CLASSIC, "8.9")
 
 
-def test_classic_builds_for_its_own_gpu_alone(gpu):
+def test_classic_only_builds_for_its_own_gpu(gpu):
     gpu(L4)
     assert resolve_capabilities(CLASSIC, ["8.9"]) == ("8.9",)
-    with pytest.raises(OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"):
+    with pytest.raises(
+        OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"
+    ):
         resolve_capabilities(CLASSIC, "8.0")
     with pytest.raises(OptionError, match="'portable': TensorRT builds for the GPU"):
         resolve_capabilities(CLASSIC, "portable")
 
 
-def test_no_driver_is_an_error_that_says_so(monkeypatch):
+def test_missing_driver_is_an_error(monkeypatch):
     monkeypatch.setattr(gpus, "DRIVER", "libcuda_that_is_not_there.so.1")
     with pytest.raises(ProviderError, match="no GPU can be used: there is no NVIDIA driver"):
         visible_gpus()
@@ -187,7 +189,7 @@ def fields(flavor=RTX, capabilities=("8.9",), profiles=PROFILES, **options):
 
 
 @needs_rtx
-def test_key_of_rtx_has_what_changes_its_plans_and_no_more(monkeypatch):
+def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
     found = fields()
     assert found == {
         "flavor": "tensorrt-rtx",
@@ -266,6 +268,6 @@ def test_timing_cache_counts_by_its_content_where_it_is_fixed(classic, tmp_path)
 
 
 @needs_rtx
-def test_key_refuses_options_that_the_flavor_lacks():
+def test_key_rejects_options_that_the_flavor_lacks():
     with pytest.raises(OptionError, match="has no effect in TensorRT for RTX"):
         fields(optimization_level=1)

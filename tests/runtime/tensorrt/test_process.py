@@ -199,7 +199,7 @@ def test_child_process_and_this_one_find_the_same(tmp_path):
 
 
 @needs_tensorrt
-def test_refused_operators_are_all_named(tmp_path):
+def test_all_rejected_operators_are_named(tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -221,7 +221,7 @@ def test_refused_operators_are_all_named(tmp_path):
 
 
 @needs_tensorrt
-def test_node_without_a_name_is_refused_by_number(tmp_path):
+def test_unnamed_node_is_rejected_by_index(tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z", "y")],
@@ -328,7 +328,7 @@ def test_unknown_capability_is_an_error_that_lists_the_known(tmp_path, capabilit
 
 
 @needs_tensorrt
-def test_fp32_on_turing_says_what_to_do(tmp_path):
+def test_fp32_on_turing_has_a_remedy(tmp_path):
     constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
     with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*the graph to FP16"):
@@ -336,7 +336,7 @@ def test_fp32_on_turing_says_what_to_do(tmp_path):
 
 
 @needs_tensorrt
-def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
+def test_attention_operator_in_fp32_has_a_remedy(tmp_path):
     dims = (TensorProto.FLOAT, ["batch", 8, 256])
     names = {"q": "wq", "k": "wk", "v": "wv"}
     path = save_graph(
@@ -357,7 +357,7 @@ def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
 
 @needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
-def test_plan_goes_into_a_file_and_is_read_when_asked_for(tmp_path, isolated):
+def test_plan_is_written_to_a_file_and_read_on_access(tmp_path, isolated):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     plan_path = tmp_path / "model.plan"
     built = build_plan(path, profiles=[BATCH], plan_path=plan_path, isolated=isolated)
@@ -391,7 +391,7 @@ def test_option_that_the_flavor_lacks_stops_before_the_build(tmp_path):
 
 @needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
-def test_coverage_counts_what_is_taken_and_names_the_rest(tmp_path, isolated):
+def test_coverage_counts_supported_nodes_and_names_the_others(tmp_path, isolated):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -425,7 +425,7 @@ def test_exported_graph_is_covered_whole(exported):
 
 
 @needs_tensorrt
-def test_merged_decoder_is_refused_with_the_way_to_export_it(tmp_path):
+def test_merged_decoder_is_rejected_with_the_export_option(tmp_path):
     """The parser takes it; only the builder does not."""
     path = merged_decoder(tmp_path / "merged.onnx")
     found = coverage(path)
@@ -437,7 +437,7 @@ def test_merged_decoder_is_refused_with_the_way_to_export_it(tmp_path):
 
 
 @needs_tensorrt
-def test_merged_t5_that_fails_to_build_says_how_to_export_it(tiny_model):
+def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model):
     source = tiny_model("t5", "text2text-generation")
     artifact = export_model(str(source), task="text2text-generation-with-past")
     dims = "batch=1:2:4,encoder_sequence=8,decoder_sequence=1,past_decoder_sequence=1:8:16"
@@ -446,7 +446,7 @@ def test_merged_t5_that_fails_to_build_says_how_to_export_it(tiny_model):
 
 
 @needs_tensorrt
-def test_coverage_of_what_is_no_model_is_an_error(tmp_path):
+def test_coverage_of_an_invalid_model_is_an_error(tmp_path):
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"hello junk")
     with pytest.raises(SourceError, match="not an ONNX model"):
@@ -456,7 +456,7 @@ def test_coverage_of_what_is_no_model_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
-def test_builder_ends_with_the_process_that_asked_for_it(tmp_path, kill):
+def test_builder_ends_with_its_parent(tmp_path, kill):
     # A TensorRT that takes for ever to load.
     (tmp_path / "tensorrt.py").write_text('__version__ = "10.16"\nimport time\ntime.sleep(600)\n')
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
