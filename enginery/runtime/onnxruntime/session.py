@@ -2,7 +2,8 @@
 
     session = new_session(artifact.model, choose_providers(["cpu"]), ort.SessionOptions())
 
-ONNX Runtime's own silent fallback to the CPU is off.
+ONNX Runtime's own silent fallback to the CPU is off. The last two functions give advice on options
+of sessions that make them slow.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import Advice
 from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
@@ -134,3 +136,36 @@ def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:
+    """Return advice if there are more threads than cores, else None.
+
+    Two threads of one core share its arithmetic units, so they are not faster than one.
+
+    >>> too_many_threads(8, 4, evidence="8 threads on 4 cores", remedy="Pass --threads 4.").finding
+    'there are more threads than physical cores'
+
+    Args:
+        threads: number of threads; 0 for ONNX Runtime's default.
+        cores: number of physical cores; 0 if unknown.
+        evidence: where the number of threads was set.
+        remedy: how to use fewer threads.
+    """
+    if not 0 < cores < threads:
+        return None
+    return Advice("threads", "there are more threads than physical cores", evidence, remedy)
+
+
+def exhaustive_search(evidence: str) -> Advice:
+    """Return advice against cuDNN's search for convolution kernels at each new shape.
+
+    Source: github.com/microsoft/onnxruntime/issues/13198 and /6978.
+    """
+    return Advice(
+        "convolution search",
+        "cuDNN searches for convolution kernels again at each new shape",
+        evidence,
+        "Set cudnn_conv_algo_search=HEURISTIC for the CUDA provider, or pad the inputs to a few "
+        "sizes.",
+    )
