@@ -424,7 +424,7 @@ def test_inspect_says_what_is_damaged_of_an_engine(cli, engine_words):
     status, out, err = cli("inspect", engine)
     assert (status, out) == (2, "")
     assert f"{plan} was altered" in err
-    assert "make its artifact again" in err
+    assert "Build the artifact again" in err
     (engine / "layers.json").write_text("{}")
     plan.write_bytes(content)
     assert "layers.json is not a list of layers" in cli("inspect", engine)[2]

@@ -422,7 +422,7 @@ BROKEN = {
         "model: ./fake.onnx\nstages: [export]\n",
         1,
         "is not an ONNX model",
-        "Make it again",
+        "Export it again",
     ),
     "model without weights": (
         "out: out\nmodel: ./empty\nstages: [export]\n",
@@ -718,7 +718,7 @@ def test_what_is_wrong_on_the_command_line_names_no_line_of_the_recipe(beside, m
     plan = Recipe.load(path)
     with pytest.raises(OptionError, match=r"^option 'task': unknown task 'sorting'"):
         run_recipe(plan.with_model(task="sorting"))
-    with pytest.raises(EngineryError, match=r"^model 'a b': expected a"):
+    with pytest.raises(EngineryError, match=r"^model 'a b': no such directory"):
         run_recipe(plan.with_model("a b"))
     with pytest.raises(EngineryError, match="not an enginery artifact") as caught:
         run_recipe(plan.changed(out=str(beside / "notes")))

@@ -164,7 +164,7 @@ def test_classic_only_builds_for_its_own_gpu(gpu):
         OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"
     ):
         resolve_capabilities(CLASSIC, "8.0")
-    with pytest.raises(OptionError, match="'portable': TensorRT builds for the GPU"):
+    with pytest.raises(OptionError, match="'portable': TensorRT only builds for the GPU"):
         resolve_capabilities(CLASSIC, "portable")
 
 
