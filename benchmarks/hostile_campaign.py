@@ -273,7 +273,7 @@ def _artifact(base: Path, place: Path, randomness: random.Random) -> str:
 
 
 def _manifest(base: Path, place: Path, randomness: random.Random) -> str:
-    from enginery.core.json_file import SEAL, sealed_bytes
+    from enginery.core.json_file import CHECKSUM_KEY, append_checksum
 
     shutil.copytree(base / "artifact", place)
     file = place / "manifest.json"
@@ -281,8 +281,8 @@ def _manifest(base: Path, place: Path, randomness: random.Random) -> str:
         mutate_bytes(file, randomness)
     else:
         document = json.loads(file.read_text())
-        del document[SEAL]
-        file.write_bytes(sealed_bytes(json.dumps(mutated(document, randomness), indent=2)))
+        del document[CHECKSUM_KEY]
+        file.write_bytes(append_checksum(json.dumps(mutated(document, randomness), indent=2)))
     return _command(place, "inspect", str(place), "--verify")
 
 

@@ -37,7 +37,7 @@ import csv, json, sys, time
 started = time.time()
 import numpy as np, onnxruntime
 from transformers import BertTokenizerFast
-from enginery.core.memory import peak_rss_bytes
+from enginery.core.subprocess import peak_rss_bytes
 tokenizer = BertTokenizerFast.from_pretrained(sys.argv[1])
 session = onnxruntime.InferenceSession(
     sys.argv[1] + "/model.onnx", providers=["CPUExecutionProvider"]

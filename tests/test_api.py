@@ -71,7 +71,7 @@ def test_export_keeps_the_verdict_that_the_copy_has_come_by(model, tmp_path):
     export(model, out)
     validate_model(out, max_abs_error=1e-12)
     before = state(out)
-    assert export(model, out).failed()
+    assert export(model, out).failed_verdict()
     assert state(out) == before
     with pytest.raises(RejectedArtifactError):
         Artifact.open(out).require_passed(allow_failed=False)
@@ -101,11 +101,13 @@ def test_export_anew_keeps_the_verdict_of_the_same_content(model, tmp_path):
     again = deliver(made_again(first, tmp_path / "again"), out)
     assert again.manifest.stages != first.manifest.stages
     assert again == Artifact.open(out)
-    assert again.failed()
+    assert again.failed_verdict()
     assert (out / "reports/validation.json").read_bytes() == report.to_json()
 
     (out / "reports/validation.json").unlink()
-    assert deliver(made_again(first, tmp_path / "third"), out).failed(), "a report is not a verdict"
+    assert deliver(made_again(first, tmp_path / "third"), out).failed_verdict(), (
+        "a report is not a verdict"
+    )
 
 
 def test_export_of_another_model_takes_no_verdict_along(model, exported, tmp_path):
@@ -114,7 +116,7 @@ def test_export_of_another_model_takes_no_verdict_along(model, exported, tmp_pat
     validate_model(out, max_abs_error=1e-12)
     other = deliver(exported("bert", "fill-mask"), out)
     assert other.manifest.task == "fill-mask"
-    assert other.failed() is None
+    assert other.failed_verdict() is None
 
 
 def test_verdict_of_a_run_goes_before_the_one_at_its_out(model, tmp_path):
@@ -124,7 +126,7 @@ def test_verdict_of_a_run_goes_before_the_one_at_its_out(model, tmp_path):
     result = run_recipe(Recipe(model, (EXPORT, VALIDATE), out=str(out)))
     assert result.passed
     assert result.artifact.path == out
-    assert Artifact.open(out).failed() is None
+    assert Artifact.open(out).failed_verdict() is None
 
 
 def test_second_run_works_nowhere_and_writes_nothing(model, tmp_path):
@@ -159,9 +161,9 @@ def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tm
     assert result.refused == ("lint",)
     assert [stage.stage for stage in result.stages] == ["export", "validate"]
     assert "differ from PyTorch" in result.failure
-    assert Artifact.open(tmp_path / "out").failed().summary == result.failure
+    assert Artifact.open(tmp_path / "out").failed_verdict().summary == result.failure
     assert result.stages[0].artifact.path.parent == Store().artifacts
-    assert Artifact.open(result.stages[0].artifact.path).failed()
+    assert Artifact.open(result.stages[0].artifact.path).failed_verdict()
     assert any("lint: refused" in line for line in listener.said)
 
     again = run_recipe(plan)

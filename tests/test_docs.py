@@ -17,7 +17,7 @@ from PIL import Image
 
 import enginery
 from enginery import cli, export_model, validate_model
-from enginery.runtime.builtin_inputs import synthetic_images
+from enginery.runtime.sample_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny

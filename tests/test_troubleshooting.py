@@ -45,8 +45,8 @@ SAID_BY_PARTS = {
     "…, and the installed onnxruntime (…) is built without it": lambda: (
         availability._not_compiled("NnapiExecutionProvider").reason
     ),
-    "the timing cache … is of another TensorRT or GPU, or is none; it was neither used nor "
-    "changed.": lambda: f"{timing._unfit(Path('timing.cache'))}.",
+    "the timing cache … is invalid or belongs to another TensorRT or GPU; it was neither used "
+    "nor changed.": lambda: f"{timing._unfit(Path('timing.cache'))}.",
 }
 """Messages that the code puts together of variables; each is made here."""
 

@@ -198,7 +198,7 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
-    """Writes the model directory; the weights depend on nothing but `kind`, `task` and `config`."""
+    """Write the model directory; the weights only depend on `kind`, `task` and `config`."""
     import torch
     import transformers
 
@@ -223,7 +223,7 @@ def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
 def tiny_artifact(
     kind: str, task: str, directory: Path, *, source: Path | None = None, **config: Any
 ) -> Artifact:
-    """A tiny model (or the model directory `source`) exported by Optimum, as an artifact.
+    """Return an artifact: a tiny model (or the model directory `source`) exported by Optimum.
 
     This is the exporter's core alone: no child process, no probing of dims.
     """
@@ -278,7 +278,7 @@ def tiny_artifact(
 
 
 def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
-    """Trains and saves the tokenizer; returns what the model's config has to say of it."""
+    """Train and save the tokenizer; return its settings for the model's config."""
     import transformers
 
     algorithm, class_name, specials = _TOKENIZERS[kind]
@@ -314,7 +314,7 @@ def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
 
 
 def _train(algorithm: str, specials: tuple[str, ...]) -> Any:
-    """A tokenizer of the algorithm, the same in every process.
+    """Return a tokenizer of the algorithm, the same in every process.
 
     Byte-level BPE is trained by its trainer. The trainers of the other two break ties by the order
     of a hash table, so their vocabularies are counted out here.
@@ -361,7 +361,7 @@ def _train(algorithm: str, specials: tuple[str, ...]) -> Any:
 
 
 def _pieces(normalizer: Any, splitter: Any, inside: str) -> dict[str, float]:
-    """All letters of the text, then the heaviest beginnings and ends of its words, with their
+    """Return all letters of the text, then the most frequent starts and ends of words, with their
     logarithmic frequencies. `inside` marks a piece that does not begin a word."""
     letters: Counter[str] = Counter()
     parts: Counter[str] = Counter()
@@ -423,7 +423,7 @@ def _preprocessor(kind: str) -> Any:
 
 
 def _widen(kind: str, model: Any) -> None:
-    """Draws the weights of models whose own initialization ignores `initializer_range`."""
+    """Draw the weights of models whose initialization ignores `initializer_range`."""
     import torch
 
     if kind in ("t5", "resnet", "convnext"):

@@ -25,7 +25,7 @@ from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import Outcome, chosen_parts, failures, run_parts
 from benchmarks.gpu_check.settings import PARTS, TEXT_MODELS, settings_for
 from enginery.bench.measurement.machine import describe_machine
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ProviderError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import json_bytes
@@ -87,8 +87,8 @@ def main(words: list[str] | None = None) -> int:
             failures=failures(outcomes),
             goals=[vars(goal) for goal in goals],
         )
-        write_beside(stem.with_name(f"{stem.name}.json"), json_bytes(document))
-        write_beside(stem.with_name(f"{stem.name}.md"), page(document).encode())
+        write_atomically(stem.with_name(f"{stem.name}.json"), json_bytes(document))
+        write_atomically(stem.with_name(f"{stem.name}.md"), page(document).encode())
 
     with tempfile.TemporaryDirectory(prefix="enginery-gpu-check-") as scratch:
         request = {

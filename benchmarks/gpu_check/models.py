@@ -119,7 +119,7 @@ def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> N
             out=out or "",
         )
         stage = artifact.manifest.stages[-1]
-        verdict = artifact.failed()
+        verdict = artifact.failed_verdict()
         work.check(
             f"optimize {model} for cuda in {precision}",
             passed=verdict is None,

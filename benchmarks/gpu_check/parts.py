@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.settings import PARTS, Part
-from enginery.core.subprocess import how_it_ended
+from enginery.core.subprocess import describe_exit
 
 MODULE = "benchmarks.gpu_check.work"
 Outcome = dict[str, Any]
@@ -128,7 +128,7 @@ def run_part(
         if seconds <= 1:
             outcome["problem"] = "it was not begun: no time was left"
     elif status:
-        outcome |= {"status": "crashed", "problem": f"the process {how_it_ended(status)}"}
+        outcome |= {"status": "crashed", "problem": f"the process {describe_exit(status)}"}
     elif problem:
         outcome |= {"status": "crashed", "problem": problem}
     elif not all(check["passed"] for check in found["checks"]):

@@ -8,8 +8,8 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.onnxruntime.multiply_adds import count_node_work
-from enginery.runtime.onnxruntime.placement import Placement, read_placement, with_work
+from enginery.runtime.onnxruntime.multiply_adds import profile_multiply_adds
+from enginery.runtime.onnxruntime.placement import Placement, add_multiply_adds, read_placement
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import choose_providers
 
@@ -63,7 +63,7 @@ def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placeme
     placed = read_placement(artifact.model, choose_providers([provider]), feeds)
     if not placed.counted:
         try:
-            placed = with_work(placed, count_node_work(counted_in.model, feeds))
+            placed = add_multiply_adds(placed, profile_multiply_adds(counted_in.model, feeds))
         except InputError:
             return placed  # it says itself that nothing was counted
     return placed

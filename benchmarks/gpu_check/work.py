@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.gpu_check.settings import Settings, settings_for
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import EngineryError
 from enginery.core.json_file import json_bytes
 
@@ -70,7 +70,7 @@ class Work:
 
     def save(self) -> None:
         """Write the results so far."""
-        write_beside(self.result, json_bytes(self.found))
+        write_atomically(self.result, json_bytes(self.found))
 
     def check(self, name: str, *, passed: bool, found: str) -> None:
         """Record the result of a check."""
@@ -114,7 +114,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this process within a second after its parent, so that the GPU is free again."""
     parent = os.getppid()
 
@@ -128,7 +128,7 @@ def end_with_parent() -> None:
 
 def main(request: Path) -> None:
     """Run one part."""
-    end_with_parent()
+    exit_with_parent()
     given = json.loads(request.read_text(encoding="utf-8"))
     paths = {name: Path(given.pop(name)) for name in ("result", "models")}
     work = Work(**given, **paths)

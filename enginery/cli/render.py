@@ -312,7 +312,7 @@ def _source(entry: StoreEntry) -> str | None:
 def _state(entry: StoreEntry) -> str:
     if entry.content is None:
         return "damaged"
-    return "failed" if entry.artifact and entry.artifact.failed() else "ok"
+    return "failed" if entry.artifact and entry.artifact.failed_verdict() else "ok"
 
 
 # Engines

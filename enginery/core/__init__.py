@@ -1,1 +1,1 @@
-"""The nouns: artifacts, manifests, fingerprints, the store, shapes, precisions, feeds, errors."""
+"""Artifacts, manifests, fingerprints, the store, shapes, precisions, data and errors."""

@@ -1,7 +1,9 @@
-"""What runners share: closed by the end of their `with` block.
+"""The base class of runners and other objects that are closed at the end of a `with` block.
 
->>> with OrtRunner(artifact) as runner:
-...     runner(feeds)
+    with OrtRunner(artifact) as runner:
+        runner(feeds)
+
+Subclasses implement `close`.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from types import TracebackType
 from typing import Self
 
 
-class Closing(ABC):
+class Closeable(ABC):
     """A context manager that closes itself."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what is held; closing twice is fine."""
+        """Free all resources; closing twice is fine."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,24 +1,24 @@
-"""The one tree of errors.
+"""All errors that enginery raises, in one tree.
 
-    EngineryError                    exit 2: the command cannot do what was asked
+    EngineryError                    exit 2: the command cannot be carried out
     ├── OptionError                  an option's name or value is wrong
-    │   └── RecipeError              the same in a recipe, with file and line
-    ├── SourceError                  the model to start from cannot be found or read
-    │   └── UntrustedModelError      it asks for what only the user may grant, or did harm
+    │   └── RecipeError              an OptionError in a recipe, with file and line
+    ├── SourceError                  the source model cannot be found or read
+    │   └── UntrustedModelError      the source model needs trust or attempted harm
     ├── ShapeError                   a dim, a shape or a profile does not fit the model
-    ├── ArtifactError                a directory is not an artifact, or not a whole one
-    │   └── RejectedArtifactError    whole, but its validation failed
-    ├── ExportError                  the model could not be turned into a sound ONNX graph
-    ├── ProviderError                an execution provider cannot be had, or did not take the model
-    ├── RegistryError                a registry cannot be reached, refuses, or holds something else
+    ├── ArtifactError                a directory is not an artifact, or is damaged
+    │   └── RejectedArtifactError    the artifact failed its validation
+    ├── ExportError                  the export failed, or gave an invalid ONNX graph
+    ├── ProviderError                an execution provider is unavailable, or rejects the model
+    ├── RegistryError                a registry is unreachable, refuses, or has other content
     ├── InputError                   a text, an image, a tensor or a data file cannot be used
-    ├── MissingPackageError          an optional package is needed and not installed
-    ├── CheckFailedError             exit 1: everything ran, and the answer is no
-    └── BadRowsError                 exit 3: everything ran, and some rows have no answer
+    ├── MissingPackageError          an optional package is required but not installed
+    ├── CheckFailedError             exit 1: everything ran, and a check failed
+    └── BadRowsError                 exit 3: everything ran, and some rows have no result
 
-A message says what was found and what was expected; `do` says what to do next. `option` names the
-option of the stage that is wrong, so that a recipe can point to its line.
-The command line prints the two and exits; any other exception is a bug.
+`message` says what was found and what was expected, `do` what to do about it. `option` names the
+invalid option of the stage, so that a recipe can point to its line. The command line prints message
+and `do`, and exits; any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import difflib
 import re
 from collections.abc import Iterable
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""What steers a terminal instead of being shown: C0, DEL and C1."""
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""The control characters C0, DEL and C1, of which terminal escape sequences consist."""
 
 
 class EngineryError(Exception):
-    """An expected failure, in words for the person who can mend it."""
+    """An expected failure, with a message for the user who can fix it."""
 
     exit_code = 2
 
@@ -40,27 +40,27 @@ class EngineryError(Exception):
         super().__init__(f"{message} {do}" if do else message)
         self.message = message
         self.do = do
-        """What to do about it."""
+        """What the user can do about it; may be empty."""
         self.option = option
-        """The option that is wrong, if one is."""
+        """Name of the invalid option; empty if there is none."""
         self.column = column
-        """The column that a file of data does not have, if that is the matter."""
+        """Name of the column that the data lacks; empty if there is none."""
 
 
 class OptionError(EngineryError):
-    """An option's name or value is wrong."""
+    """An option has an unknown name or an invalid value."""
 
 
 class RecipeError(OptionError):
-    """A recipe's key or value is wrong; the message starts with `file:line`."""
+    """A recipe has an invalid key or value; the message starts with `file:line`."""
 
 
 class SourceError(EngineryError):
-    """The model to start from cannot be found or read."""
+    """The source model cannot be found or read."""
 
 
 class UntrustedModelError(SourceError):
-    """The model's files ask for what only the user may grant, or its code tried to do harm."""
+    """The model needs trust that only the user may give, or its code attempted harm."""
 
 
 class ShapeError(EngineryError):
@@ -68,23 +68,23 @@ class ShapeError(EngineryError):
 
 
 class ArtifactError(EngineryError):
-    """A directory is not an artifact, or not a whole one."""
+    """A directory is not an artifact, or is damaged."""
 
 
 class RejectedArtifactError(ArtifactError):
-    """The artifact is whole, but its validation failed."""
+    """The artifact is undamaged, but failed its validation."""
 
 
 class ExportError(EngineryError):
-    """The model could not be turned into a sound ONNX graph."""
+    """The export failed, or gave an invalid ONNX graph."""
 
 
 class ProviderError(EngineryError):
-    """An execution provider cannot be had, or did not take the model."""
+    """An execution provider is unavailable, or rejects the model."""
 
 
 class RegistryError(EngineryError):
-    """A registry cannot be reached, refuses, or holds something else than was asked for."""
+    """A registry cannot be reached, refuses a request, or has other content than expected."""
 
 
 class InputError(EngineryError):
@@ -92,7 +92,7 @@ class InputError(EngineryError):
 
 
 class MissingPackageError(EngineryError):
-    """An optional package is needed and not installed."""
+    """An optional package is required but not installed."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(
@@ -102,30 +102,34 @@ class MissingPackageError(EngineryError):
 
 
 class CheckFailedError(EngineryError):
-    """Everything that was asked for ran, and the answer is no."""
+    """Everything ran, and a check failed."""
 
     exit_code = 1
 
 
 class BadRowsError(EngineryError):
-    """Everything ran, and some rows have no answer."""
+    """Everything ran, and some rows have no result."""
 
     exit_code = 3
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Ends a sentence: `; did you mean 'opset'?` for the known word nearest to `word`, or `.`."""
+    """Return the end of a sentence: a question with the nearest known word, or a full stop.
+
+    >>> nearest("opsets", ["opset", "task"])
+    "; did you mean 'opset'?"
+    """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else "."
 
 
 def printable(text: str) -> str:
-    r"""Escape what would steer a terminal: every control character but newlines and tabs.
+    r"""Escape every control character except newlines and tabs.
 
     >>> printable("bert" + chr(27) + "]52;c;eA==")
     'bert\\x1b]52;c;eA=='
     """
-    return CONTROL.sub(_escaped, text)
+    return CONTROL_CHARACTERS.sub(_escaped, text)
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -1,16 +1,14 @@
-"""Figures of reports, as SVG that needs nothing to be seen.
+"""Draw the figures of reports as self-contained SVG files.
 
-Takes a function that draws; leaves SVG text, the same bytes for the same numbers.
+    def draw(axes):
+        axes.plot([16, 128, 512], [0.4, 0.9, 3.1])
+        axes.set(xlabel="sequence", ylabel="latency, ms")
 
-    >>> def draw(axes):
-    ...     axes.plot([16, 128, 512], [0.4, 0.9, 3.1])
-    ...     axes.set(xlabel="sequence", ylabel="latency, ms")
-    >>> save_figure(Path("reports/latency.svg"), draw)
-    True
+    save_figure(Path("reports/latency.svg"), draw)    # True
 
-Matplotlib is not part of the bare install: without it nothing is drawn, and the numbers are in the
-JSON beside. Text stays text, which is smaller; curves have markers of their own, so that color
-is not all that tells them apart.
+The same numbers give the same bytes. Matplotlib is not part of the bare install: without it no
+figure is drawn, and the report's JSON has the numbers. Text is written as text, which is smaller
+than paths. Curves differ in their markers as well as in color.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 Draw = Callable[[Any], None]
-"""Draws on a `matplotlib.axes.Axes`."""
+"""A function that draws on a `matplotlib.axes.Axes`."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito, "Color Universal Design", 2008: told apart by people who see fewer colors."""
+"""Colors that people with color blindness can tell apart. Source: Okabe and Ito, 2008."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 NOT_DRAWN = "no figures were drawn: matplotlib is not installed (pip install 'enginery[report]')"
@@ -41,20 +39,20 @@ _STYLE = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "enginery",  # else every id is random, and no two files are equal
+    "svg.hashsalt": "enginery",  # otherwise ids are random and no two files are equal
 }
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
-    """One figure as an SVG document.
+    """Return one figure as an SVG document.
 
     Args:
-        draw: draws on the axes that it is given.
+        draw: function that draws on the given axes.
         width: in inches, of 72 points each.
         height: in inches.
 
@@ -67,7 +65,7 @@ def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
     from matplotlib.figure import Figure
 
     cycle = cycler(color=COLORS) + cycler(marker=MARKERS)
-    # A figure of its own and no pyplot: nothing global, and no window system.
+    # Without pyplot: it keeps global state and may need a window system.
     with mpl.rc_context({**_STYLE, "axes.prop_cycle": cycle}):
         figure = Figure(figsize=(width, height))
         draw(figure.subplots())
@@ -77,7 +75,7 @@ def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
 
 
 def save_figure(path: Path, draw: Draw, *, width: float = 6.4, height: float = 3.6) -> bool:
-    """Writes a figure to `path`, an .svg; False, and no file, without matplotlib."""
+    """Write a figure to an .svg file and return True; return False without matplotlib."""
     if not can_draw():
         return False
     path.parent.mkdir(parents=True, exist_ok=True)

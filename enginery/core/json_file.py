@@ -1,12 +1,12 @@
-"""JSON objects from files, as a model's config.json, and for files, as a stage's report.
+"""Read and write JSON files safely: a model's config.json, a manifest, a stage's report.
 
-A sealed file ends with the sha256 of what comes before, so that it says itself whether a byte of it
-has changed. That is for accidents; whoever changes a file on purpose can seal it again.
-
->>> read_json(Path("minilm/config.json"))["model_type"]
+>>> read_json(artifact.path / "config.json")["model_type"]
 'bert'
 >>> json.loads(json_bytes({"largest error": math.nan}))
 {'largest error': None}
+
+A file with a checksum ends with the sha256 of what comes before, so that accidental changes are
+found. It is no protection against deliberate changes: anybody can compute the checksum again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 from enginery.core.errors import EngineryError, SourceError
 
 MAX_DEPTH = 100
-"""Lists and objects inside each other in what is read; a configuration has five, a report ten."""
+"""Maximum nesting of lists and objects; a configuration has 5 levels, a report 10."""
 MAX_DOCUMENT_BYTES = 2**26
-"""Of a configuration, a manifest or a report; the largest have a few MB."""
+"""Maximum size of a configuration, a manifest or a report; the largest have a few MB."""
 
 
-def require_regular(path: Path) -> None:
-    """Raise OSError unless there is a regular file, or a link to one.
+def require_regular_file(path: Path) -> None:
+    """Raise OSError unless the path is a regular file, or a link to one.
 
-    Opening a named pipe waits for somebody who writes, and a device may have no end.
+    Opening a named pipe blocks until another process writes to it, and a device may be endless.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -43,31 +43,31 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, found, str(path))
 
 
-def document_bytes(path: Path, *, most_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Read a document that came with a model or an artifact.
+def read_document(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """Read a small file that comes with a model or an artifact.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger; 64 MiB unless said.
+        OSError: the file cannot be read, is not a regular file, or has more than `max_bytes`.
     """
-    require_regular(path)
+    require_regular_file(path)
     with open(path, "rb", opener=_open_at_once) as stream:
-        if os.fstat(stream.fileno()).st_size > most_bytes:
-            found = f"it has more than {most_bytes >> 20} MiB"
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            found = f"it has more than {max_bytes >> 20} MiB"
             raise OSError(errno.EFBIG, found, str(path))
         return stream.read()
 
 
 def _open_at_once(name: str, flags: int) -> int:
-    """Open a file without waiting, should a named pipe have taken its place meanwhile."""
+    """Open a file without blocking, even if it was replaced by a named pipe."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[str, Any]:
-    """Read a JSON object from a file; empty where there is no file.
+    """Read a JSON object from a file; return an empty dict if the file does not exist.
 
     Raises:
-        EngineryError: the file cannot be read, is not a regular one, has more than 64 MiB, or is
-            not a JSON object; an error of the class `error`.
+        EngineryError: the file cannot be read, is not a regular file, has more than 64 MiB, or is
+            not a JSON object; the class is `error`.
     """
     if not path.exists():
         return {}
@@ -78,11 +78,11 @@ def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[s
 
 
 def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
-    """Read any JSON value from a file; raises what `read_json` raises."""
+    """Read any JSON value from a file; raise the same errors as `read_json`."""
     try:
-        text = document_bytes(path).decode()
+        text = read_document(path).decode()
         found = parse_json(text)
-        if "\\u" in text:  # half of an escaped pair is JSON, but no text that can be written
+        if "\\u" in text:  # JSON may escape half of a surrogate pair, which cannot be encoded
             json.dumps(found, ensure_ascii=False).encode()
         return found
     except UnicodeEncodeError:
@@ -91,17 +91,18 @@ def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
         raise error(
             f"{path} cannot be read: {problem.strerror}.", do="Put the file itself in its place."
         ) from problem
-    except ValueError as problem:  # what decodes bytes, JSON and numbers of thousands of digits
+    except ValueError as problem:  # not UTF-8, not JSON, or a number of thousands of digits
         raise error(f"{path} is not valid JSON: {problem}.") from problem
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return any JSON value.
+    """Parse any JSON value.
+
+    Python alone would only raise a RecursionError, from about 1,000 levels on. Functions that walk
+    through the value afterwards would raise it earlier.
 
     Raises:
-        ValueError: it is no JSON, or lists and objects are nested deeper than `MAX_DEPTH`. Python
-            alone would raise a RecursionError, and at that only from 1,000 on: whoever walks
-            through the value afterwards would run into it earlier.
+        ValueError: the content is not JSON, or nested deeper than `MAX_DEPTH`.
     """
     try:
         found = json.loads(content)
@@ -116,51 +117,48 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def json_bytes(document: Any) -> bytes:
-    """Indented JSON in UTF-8, without NaN and infinities, which JSON does not have: they are null.
-
-    Tuples become lists, as they do in JSON.
-    """
+    """Return indented JSON in UTF-8, with null in place of NaN and infinities."""
     text = json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode()
 
 
-SEAL = "self_sha256"
-"""The last member of a sealed JSON object."""
-_SEALED = re.compile(rb',\n  "' + SEAL.encode() + rb'": "([0-9a-f]{64})"\n\}\n\Z')
+CHECKSUM_KEY = "self_sha256"
+"""Name of the last member of a JSON object with a checksum."""
+_CHECKSUM = re.compile(rb',\n  "' + CHECKSUM_KEY.encode() + rb'": "([0-9a-f]{64})"\n\}\n\Z')
 
 
-class UnsealedError(ValueError):
-    """A JSON file has no hash of itself, or another one than its content."""
+class ChecksumError(ValueError):
+    """A JSON file has no checksum, or one that does not match its content."""
 
 
-def sealed_bytes(document: str) -> bytes:
-    """Return the text of an indented JSON object with its sha256 as the last member."""
+def append_checksum(document: str) -> bytes:
+    """Return an indented JSON object with its sha256 as the last member."""
     body = document.rstrip().encode()
     digest = hashlib.sha256(body).hexdigest()
-    return body.removesuffix(b"\n}") + f',\n  "{SEAL}": "{digest}"\n}}\n'.encode()
+    return body.removesuffix(b"\n}") + f',\n  "{CHECKSUM_KEY}": "{digest}"\n}}\n'.encode()
 
 
-def unsealed_bytes(content: bytes) -> bytes:
-    """Return the JSON object that `sealed_bytes` was given.
+def verify_checksum(content: bytes) -> bytes:
+    """Return the JSON object that `append_checksum` was given.
 
     Raises:
-        UnsealedError: the hash is missing or does not match.
+        ChecksumError: the checksum is missing or does not match.
     """
-    seal = _SEALED.search(content)
-    if seal is None:
-        raise UnsealedError(f"it does not end with {SEAL}, the sha256 of its own content")
-    body = content[: seal.start()] + b"\n}"
+    checksum = _CHECKSUM.search(content)
+    if checksum is None:
+        raise ChecksumError(f"it does not end with {CHECKSUM_KEY}, the sha256 of its own content")
+    body = content[: checksum.start()] + b"\n}"
     digest = hashlib.sha256(body).hexdigest()
-    if digest != seal[1].decode():
-        raise UnsealedError(
+    if digest != checksum[1].decode():
+        raise ChecksumError(
             f"it was altered: the sha256 of its content is {digest[:12]}…, "
-            f"{SEAL} says {seal[1].decode()[:12]}…"
+            f"{CHECKSUM_KEY} says {checksum[1].decode()[:12]}…"
         )
     return body
 
 
 def _inner(value: Any) -> Iterable[Any]:
-    """The members of a list or an object; none of anything else."""
+    """Return the members of a list or an object; nothing for other values."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 

@@ -1,9 +1,10 @@
-"""Stage options from untyped input: a recipe's mapping or a Python call's keywords.
+"""Build stage options from untyped values: a recipe's mapping or a Python call's keywords.
 
-    >>> options_from(ExportConfig, "export", {"opset": 20})
-    ExportConfig(opset=20, ...)
+>>> from enginery.core.datasets.batches import ReadOptions
+>>> options_from(ReadOptions, "predict", {"rows": "8"}).rows
+8
 
-The command line builds the same dataclasses by itself (cyclopts); this is for the other two.
+The command line builds the same dataclasses with cyclopts.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ Options = TypeVar("Options")
 
 
 def option_names(options: type[Any]) -> list[str]:
-    """The names of an options dataclass, in order."""
+    """Return the names of the fields of an options dataclass, in order."""
     return [field.name for field in dataclasses.fields(options)]
 
 
 def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) -> Options:
-    """Builds `options` from plain values, converted to the fields' types.
+    """Build `options` from plain values, which are converted to the types of the fields.
 
     Raises:
-        OptionError: a name is unknown, or a value does not fit its field's type.
+        OptionError: a name is unknown, a required option is missing, or a value has the wrong
+            type.
     """
-    # pydantic costs as much to import as the whole of `enginery --help`.
+    # Importing pydantic takes as long as all of `enginery --help`.
     from pydantic import TypeAdapter, ValidationError
 
     known = option_names(options)
@@ -48,7 +50,7 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
             raise OptionError(
                 f"option '{name}' for {stage} is missing.", do=f"Add {name}, with its value."
             ) from None
-        # An option that may be a number or a word has one problem for each.
+        # An option that takes a number or a word has one problem for each type.
         words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][0] == name)
         raise OptionError(
             f"option '{name}' for {stage}: {words}, found {problems[0]['input']!r}.", option=name
@@ -60,7 +62,7 @@ def _lower_first(text: str) -> str:
 
 
 def options_dict(options: Any) -> dict[str, Any]:
-    """Plain JSON values of an options dataclass, for a manifest or a fingerprint."""
+    """Return an options dataclass as plain JSON values, for a manifest or a fingerprint."""
     from pydantic import TypeAdapter
 
     plain: dict[str, Any] = TypeAdapter(type(options)).dump_python(options, mode="json")

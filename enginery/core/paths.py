@@ -1,18 +1,17 @@
-"""Names of files that come from elsewhere: a manifest, an index, a registry's listing.
+"""Check names from untrusted files (a manifest, an index, a registry) and names for registries.
 
->>> resolve_inside(Path("minilm"), "reports/validation.json", what="the artifact")
-PosixPath('minilm/reports/validation.json')
+>>> resolve_inside(Path("minilm"), "reports/validation.json", what="the artifact").as_posix()
+'minilm/reports/validation.json'
+>>> portable_name("My Model/v1 (final)")
+'My-Model-v1-final'
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator
-
-from enginery.core.errors import CONTROL, ArtifactError
+from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
 
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
@@ -20,40 +19,38 @@ _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
 _EXPECTED = "expected a relative path without '..' and control characters"
 
 
-def is_inside(name: str) -> bool:
-    """Return whether a name is a plain relative path, on POSIX and on Windows.
+def is_relative_path(name: str) -> bool:
+    """Return True if a name is a normalized relative path on POSIX and on Windows.
 
-    Plain means normalized: no empty part, no `.`, no `..`, no backslash, no drive, and no control
-    character, which would steer the terminal that shows it.
+    It has no empty part, no `.`, no `..`, no backslash, no drive, and no control character, which
+    could send escape sequences to a terminal.
     """
-    parts_are_plain = all(part not in ("", ".", "..") for part in name.split("/"))
-    return parts_are_plain and not _NOT_PORTABLE.search(name) and not CONTROL.search(name)
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return False
+    return not _NOT_PORTABLE.search(name) and not CONTROL_CHARACTERS.search(name)
 
 
-def _require_inside(name: str) -> str:
-    if not is_inside(name):
+def require_relative_path(name: str) -> str:
+    """Return the name; raise ValueError if `is_relative_path` is False for it."""
+    if not is_relative_path(name):
         raise ValueError(f"{name!r} lies outside the directory: {_EXPECTED}")
     return name
 
 
-InsideName = Annotated[str, AfterValidator(_require_inside)]
-"""A pydantic field that takes plain relative paths only."""
-
-
 def resolve_inside(root: Path, name: str, *, what: str) -> Path:
-    """Return the path of `name` below `root`, which no `..` and no symbolic link leads out of.
+    """Return the path of `name` below `root`; no `..` and no symbolic link can lead out of it.
 
-    The file need not exist. `root` itself may be reached through a link.
+    The file need not exist. `root` itself may be a symbolic link.
 
     Args:
-        root: the directory that the name belongs to.
-        name: a relative path with `/` between its parts, from an untrusted file.
-        what: names the directory in messages: `the artifact /models/minilm`.
+        root: directory that the name is relative to.
+        name: relative path with `/` between its parts, from an untrusted file.
+        what: description of the directory for messages: `the artifact /models/minilm`.
 
     Raises:
         ArtifactError: the name is absolute, not normalized, or goes through a symbolic link.
     """
-    if not is_inside(name):
+    if not is_relative_path(name):
         raise ArtifactError(f"{name!r} lies outside {what}: {_EXPECTED}.")
     path = root
     for part in name.split("/"):
@@ -65,3 +62,19 @@ def resolve_inside(root: Path, name: str, *, what: str) -> Path:
                 do="Put the file itself in its place.",
             )
     return path
+
+
+_PORTABLE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9_-])?")
+# With any extension, whatever the case: "Naming Files, Paths, and Namespaces" of Windows.
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
+
+
+def is_portable_name(text: str) -> bool:
+    """Return True if every registry and file system accepts the text as a name."""
+    return _PORTABLE.fullmatch(text) is not None and not _DEVICE.fullmatch(text)
+
+
+def portable_name(text: str) -> str:
+    """Return a valid name: anything but letters, digits, `.`, `_` and `-` becomes `-`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:128].rstrip(".") or "model"
+    return name if is_portable_name(name) else f"model-{name}"[:128].rstrip(".")

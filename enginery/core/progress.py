@@ -1,9 +1,9 @@
-"""How a stage tells whoever watches what it is doing, without knowing who that is.
+"""The interface by which stages report progress and decisions.
 
-    >>> with progress.task("validating", total=12) as advance:
-    ...     advance()
+>>> with SILENT.task("validating", total=12) as advance:
+...     advance()
 
-The command line passes a rich implementation; Python callers get the silent one.
+The command line passes an implementation that uses rich; from Python the default is `SILENT`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What a stage may report."""
+    """A receiver of progress and messages."""
 
     def task(self, name: str, total: int = 0) -> AbstractContextManager[Callable[[], None]]:
-        """Opens a task of `total` steps (0: unknown); what it yields marks one step."""
+        """Start a task of `total` steps (0: unknown) and yield a function that marks one step."""
 
     def say(self, message: str) -> None:
-        """One line of news: a decision and its reason, a cache hit, a warning."""
+        """Show one line: a decision and its reason, a cache hit or a warning."""
 
 
 class Silent:
-    """Reports nothing."""
+    """A Progress that shows nothing."""
 
     @contextmanager
     def task(self, name: str, total: int = 0) -> Iterator[Callable[[], None]]:  # noqa: ARG002
-        """Yields a function that does nothing."""
+        """Yield a function that does nothing."""
         yield lambda: None
 
     def say(self, message: str) -> None:
-        """Says nothing."""
+        """Show nothing."""
 
 
 SILENT = Silent()

@@ -1,23 +1,27 @@
-"""Named dims, tensor interfaces and shape profiles.
+"""Named dims, tensor interfaces, shape profiles, and which profile runs an input.
 
 >>> profile = Profile.parse("batch=1:8:32,sequence=8:128:512")
 >>> profile.dims["sequence"].opt
 128
 >>> resolve_dim("past_sequence + sequence", {"past_sequence": 4, "sequence": 1})
 5
+>>> profiles = [Profile.parse("batch=1:8:32,sequence=64"), Profile.parse("batch=1,sequence=64")]
+>>> choose_profile(profiles, {"batch": 1, "sequence": 64})
+1
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from enginery.core.errors import CONTROL, ShapeError, nearest
+from enginery.core.errors import CONTROL_CHARACTERS, ShapeError, nearest
 
 _SIZE = re.compile(r"0*[0-9]{1,10}")
 _EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
@@ -26,13 +30,14 @@ _EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
 _MAX_RANK = 32  # numpy 1 has no more, TensorRT 8
 _MAX_NAME = 1024  # the sums and quotients that torch.export calls an output's dim have hundreds
 _SUM = re.compile(r"\s*\+\s*")
-_TERM_SIZE = re.compile(r"[0-9]{1,10}")  # of ASCII: str.isdigit takes "²", which is no number
+_TERM_SIZE = re.compile(r"[0-9]{1,10}")  # ASCII digits: str.isdigit accepts "²" as well
 
 
 def _require_name(name: str) -> str:
-    if len(name) > _MAX_NAME or CONTROL.search(name):
+    if len(name) > _MAX_NAME or CONTROL_CHARACTERS.search(name):
         raise ValueError(
-            f"{name[:40]!r} is no name: expected up to {_MAX_NAME} characters, no control character"
+            f"{name[:40]!r} is not a valid name: expected up to {_MAX_NAME} characters and no "
+            "control characters"
         )
     return name
 
@@ -44,15 +49,15 @@ def _require_sizes(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_require_name)]
-"""A tensor's name, dtype or dim."""
+"""Name of a tensor, a dtype or a dim."""
 
 Dim = Annotated[int, Field(ge=0, le=_MAX_SIZE)] | Annotated[Name, AfterValidator(_require_sizes)]
 """A fixed size, a name, or a sum of names and sizes ("past_sequence + sequence").
 
-Where a file is read, sizes and names have these bounds; elsewhere the type is `int | str`.
+pydantic checks these bounds when it reads a file; elsewhere the type is `int | str`.
 """
 
-# The names that Optimum gives to these axes, by which a profile may mention one that is fixed.
+# Names of the axes in Optimum's exports, so that a profile may also name a dim that is fixed.
 # Source: optimum.exporters.onnx.model_configs.
 _TEXT_AXES = ("batch", "sequence")
 _AXES = {
@@ -65,7 +70,7 @@ _AXES = {
 
 
 def canonical_dim(name: str) -> str:
-    """The name a person would use for a dim that Optimum names `batch_size` or `sequence_length`.
+    """Return the short name of a dim that Optimum names `batch_size` or `sequence_length`.
 
     >>> canonical_dim("past_sequence_length + sequence_length")
     'past_sequence + sequence'
@@ -78,7 +83,7 @@ def canonical_dim(name: str) -> str:
 
 
 def dim_terms(dim: Dim) -> list[str]:
-    """The names that a dim depends on: none for a fixed size, two for `a + b`."""
+    """Return the names in a dim: none for a fixed size, two for `a + b`."""
     if isinstance(dim, int):
         return []
     return [term for term in _SUM.split(dim) if not _is_size(term)]
@@ -89,7 +94,7 @@ def _is_size(term: str) -> bool:
 
 
 def resolve_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The size of `dim` where each name has the size given.
+    """Return the size of a dim, given the sizes of its names.
 
     Raises:
         ShapeError: a name has no size.
@@ -113,11 +118,11 @@ class TensorSpec:
 
     name: Name
     dtype: Name
-    """As numpy names it (`int64`, `float32`), and `bfloat16`."""
+    """numpy's name (`int64`, `float32`), or `bfloat16`."""
     dims: Annotated[tuple[Dim, ...], Field(max_length=_MAX_RANK)]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The concrete shape for the sizes given; raises ShapeError where one is missing."""
+        """Return the concrete shape; raise ShapeError if the size of a dim is missing."""
         return tuple(resolve_dim(dim, sizes) for dim in self.dims)
 
     def __str__(self) -> str:
@@ -125,13 +130,13 @@ class TensorSpec:
 
 
 def dynamic_dims(specs: Iterable[TensorSpec]) -> list[str]:
-    """The names of all dynamic dims, in order of appearance, each once."""
+    """Return the names of all dynamic dims, in order of appearance."""
     terms = (term for spec in specs for dim in spec.dims for term in dim_terms(dim))
     return list(dict.fromkeys(terms))
 
 
 def fixed_dims(specs: Iterable[TensorSpec]) -> dict[str, int]:
-    """The fixed sizes of usual inputs by the names that the axes have where they are dynamic.
+    """Return the fixed sizes of known inputs, by the names of the axes in dynamic graphs.
 
     >>> fixed_dims([TensorSpec("input_ids", "int64", (8, "sequence"))])
     {'batch': 8}
@@ -148,7 +153,7 @@ def fixed_dims(specs: Iterable[TensorSpec]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DimRange:
-    """The sizes of one dim that a profile covers, and the one to tune for.
+    """Range of sizes of one dim, and the size that TensorRT optimizes for.
 
     Raises:
         ShapeError: not 1 <= min <= opt <= max.
@@ -161,7 +166,7 @@ class DimRange:
     def __post_init__(self) -> None:
         for size in (self.min, self.opt, self.max):
             if not 1 <= size <= _MAX_SIZE:
-                raise ShapeError(f"found the size {size}, {_EXPECTED}")
+                raise ShapeError(f"found size {size}, {_EXPECTED}")
         for low, high in (("min", "opt"), ("opt", "max")):
             if getattr(self, low) > getattr(self, high):
                 raise ShapeError(
@@ -171,7 +176,7 @@ class DimRange:
 
     @classmethod
     def parse(cls, text: str) -> DimRange:
-        """Reads `min:opt:max`, or a single number for a fixed size.
+        """Parse `min:opt:max`, or a single number for a fixed size.
 
         Raises:
             ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
@@ -179,7 +184,7 @@ class DimRange:
         numbers = [number.strip() for number in text.split(":")]
         for number in numbers:
             if not _SIZE.fullmatch(number):
-                raise ShapeError(f"found the size '{number}', {_EXPECTED}")
+                raise ShapeError(f"found size '{number}', {_EXPECTED}")
         if len(numbers) not in (1, 3):
             raise ShapeError(
                 f"'{text}' has {len(numbers)} numbers, expected min:opt:max or one size."
@@ -199,9 +204,9 @@ class Profile:
 
     @classmethod
     def parse(cls, text: str) -> Profile:
-        """Reads `name=min:opt:max` pairs; a single number is a fixed dim.
+        """Parse `name=min:opt:max` pairs; a single number is a fixed size.
 
-        Optimum's names (`batch_size`) are taken for ours (`batch`).
+        Optimum's names (`batch_size`) are converted to short ones (`batch`).
 
         Raises:
             ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
@@ -229,10 +234,16 @@ class Profile:
         return cls(dims)
 
     def check(self, inputs: Iterable[TensorSpec], limits: Mapping[str, int]) -> None:
-        """Raises ShapeError unless the profile covers all dynamic dims of `inputs`, and no others.
+        """Check that the profile has all dynamic dims of the inputs and no others.
 
-        A fixed dim may be named with its own size. `limits` are the largest sizes that the model
-        allows (its position embeddings, say).
+        A fixed dim may be given with its own size.
+
+        Args:
+            inputs: inputs of the graph.
+            limits: largest size of each dim that the model allows, from its position embeddings.
+
+        Raises:
+            ShapeError: a dim is missing, unknown, above its limit, or fixed at another size.
         """
         specs = tuple(inputs)
         known, fixed = dynamic_dims(specs), fixed_dims(specs)
@@ -262,7 +273,7 @@ class Profile:
             )
 
     def check_limits(self, limits: Mapping[str, int]) -> None:
-        """Raise ShapeError where a dim goes beyond what the model allows."""
+        """Raise ShapeError if a dim exceeds what the model allows."""
         for name in self.dims:
             self._check_limit(name, limits)
 
@@ -275,7 +286,7 @@ class Profile:
             )
 
     def corners(self) -> Iterator[dict[str, int]]:
-        """Every combination of minimum and maximum sizes, then the optimum; each once."""
+        """Yield every combination of minimum and maximum sizes, then the optimum."""
         names = list(self.dims)
         ends = [dict.fromkeys((self.dims[name].min, self.dims[name].max)) for name in names]
         corners = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*ends)]
@@ -286,3 +297,90 @@ class Profile:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={sizes}" for name, sizes in self.dims.items())
+
+
+def choose_profile(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int:
+    """Return the index of the profile that runs an input of these sizes.
+
+    The same input always runs in the same profile: of those that cover it, the one whose largest
+    shape is the smallest. TensorRT selects the kernels of a profile for its optimum alone, and
+    allocates memory for its largest shape.
+
+    Args:
+        profiles: profiles of one engine, in its order.
+        sizes: size of each dynamic dim.
+
+    Raises:
+        ShapeError: no profile covers the sizes (the message names the nearest one and the dims
+            outside of it), a size is missing, or a dim is unknown.
+    """
+    if not profiles:
+        raise ShapeError("there are no profiles to choose from.")
+    known = profiles[0].dims
+    for name in known:
+        if name not in sizes:
+            raise ShapeError(f"dim '{name}' has no size; sizes given: {_listed(sizes) or 'none'}.")
+    for name in sizes:
+        if name not in known:
+            raise ShapeError(
+                f"the profiles have no dim '{name}'{nearest(name, known)}",
+                do=f"Their dims: {', '.join(known) or 'none'}.",
+            )
+    for index in preference_order(profiles):
+        if all(r.min <= sizes[name] <= r.max for name, r in profiles[index].dims.items()):
+            return index
+    raise _outside(min(profiles, key=lambda profile: _distance(profile, sizes)), profiles, sizes)
+
+
+def preference_order(profiles: Sequence[Profile]) -> list[int]:
+    """Return the indices of the profiles in the order of preference.
+
+    The smallest maximum shape (product of all dims) comes first. Ties are decided by the smaller
+    number of shapes, then by the given order.
+    """
+    ranks = [(largest_volume(profile), shape_count(profile)) for profile in profiles]
+    return sorted(range(len(profiles)), key=lambda index: (ranks[index], index))
+
+
+def largest_volume(profile: Profile) -> int:
+    """Return the product of a profile's maximum sizes."""
+    return math.prod(sizes.max for sizes in profile.dims.values())
+
+
+def shape_count(profile: Profile) -> int:
+    """Return the number of shapes that a profile covers."""
+    return math.prod(sizes.max - sizes.min + 1 for sizes in profile.dims.values())
+
+
+def _distance(profile: Profile, sizes: Mapping[str, int]) -> float:
+    """Return the distance of sizes from a profile: the sum of |log(size / nearest size)|."""
+    return sum(
+        abs(math.log(max(sizes[name], 1) / _nearest_size(r, sizes[name])))
+        for name, r in profile.dims.items()
+    )
+
+
+def _nearest_size(sizes: DimRange, size: int) -> int:
+    """Return the covered size that is nearest to `size`."""
+    return min(max(size, sizes.min), sizes.max)
+
+
+def _outside(profile: Profile, profiles: Sequence[Profile], sizes: Mapping[str, int]) -> ShapeError:
+    found = []
+    wider = dict(profile.dims)
+    for name, r in profile.dims.items():
+        size = sizes[name]
+        if size > r.max:
+            found.append(f"{name} {size} is above its maximum {r.max} by {size - r.max}")
+        elif size < r.min:
+            found.append(f"{name} {size} is below its minimum {r.min} by {r.min - size}")
+        wider[name] = DimRange(min(r.min, max(size, 1)), r.opt, max(r.max, size))
+    which = "the nearest profile" if len(profiles) > 1 else "the profile"
+    return ShapeError(
+        f"{_listed(sizes)} is outside {which} '{profile}': {'; '.join(found)}.",
+        do=f"Split or pad the input to fit, or rebuild with --profile {Profile(wider)}",
+    )
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,18 +1,16 @@
-"""Work in a child process: its memory comes back, a crash is an answer, and it ends with us.
+"""Run work in a child process, which frees its memory, may crash, and never outlives its parent.
 
-Takes a module and a request; leaves a log with everything that the child said.
+    run_in_subprocess("enginery.export.worker", request, log=log, description="exporting minilm",
+                      error=ExportError)
 
-    >>> with log.open("w") as stream:
-    ...     found = ask_child("enginery.export.worker", request, log=log, error=ExportError)
-
-The child reads the request from a JSON file, writes its answer or its error into another, and says
-what it likes on standard output:
+The child reads its request from a JSON file and writes its result or its error into another. What
+it prints goes to the log:
 
     $ python -m enginery.export.worker request.json result.json
 
-It holds one end of a pipe, and this process the other. However this process ends (SIGTERM and
-SIGKILL leave no time for anything), the kernel closes the pipe, and the child ends at once. A child
-that is started in another way is given the same pipe by `held_pipe`.
+Parent and child hold the two ends of a pipe. When the parent ends, even by SIGKILL, the kernel
+closes its end, and the child exits at once. `parent_death_pipe` creates this pipe for a child that
+is started in another way.
 """
 
 from __future__ import annotations
@@ -31,106 +29,110 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from enginery.core import errors
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
 
 _PIPE = "ENGINERY_PARENT_PIPE"
-"""The number of the file descriptor that the parent's death closes."""
+"""Environment variable with the descriptor of the pipe whose other end the parent holds."""
 
-Answer = dict[str, Any]
+WorkerResult = dict[str, Any]
 
 
-def ask_child(
+def run_in_subprocess(
     module: str,
     request: Mapping[str, Any],
     *,
     log: Path,
-    what: str,
+    description: str,
     error: type[EngineryError],
-    kinds: tuple[type[EngineryError], ...] = (),
-    heard: Callable[[str], bool] = lambda _: False,
-) -> Answer:
-    """Runs `python -m module` on a request and returns its answer.
+    reraise: tuple[type[EngineryError], ...] = (),
+    on_line: Callable[[str], bool] = lambda _: False,
+) -> WorkerResult:
+    """Run `python -m module` on a request and return its result.
 
     Args:
-        module: one whose `__main__` calls `answer_parent`.
-        request: what JSON can hold.
-        log: where everything goes that the child says.
-        what: starts the message where the child ends without an answer: `exporting minilm`.
-        error: what is raised then, and for every error of the child's but `kinds`.
-        kinds: errors that are raised as the child raised them.
-        heard: is given each line of the child's output; a line that it takes is not logged.
+        module: a module whose `__main__` calls `worker_main`.
+        request: values that JSON can hold.
+        log: file for the child's standard output and standard error.
+        description: start of the message if the child ends without a result: `exporting minilm`.
+        error: class of the error to raise, unless the child raised one of `reraise`.
+        reraise: classes of errors to raise as the child raised them.
+        on_line: called with each line of the child's output; a line is not logged if it returns
+            True.
 
     Raises:
-        EngineryError: `error` or one of `kinds`, with the child's own words.
+        EngineryError: the child failed or crashed; `error` or one of `reraise`, with the child's
+            message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="enginery-child-") as scratch:
         request_file, result_file = Path(scratch, "request.json"), Path(scratch, "result.json")
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
-            status = run_child(
+            status = run_module(
                 module,
                 str(request_file),
                 str(result_file),
-                heard=lambda line: heard(line) or stream.write(line),
+                on_line=lambda line: on_line(line) or stream.write(line),
             )
-        found: Answer = {}
+        found: WorkerResult = {}
         if status == 0 and result_file.is_file():
             found = json.loads(result_file.read_text(encoding="utf-8"))
     if not found:
         raise error(
-            f"{what}: the process {how_it_ended(status)}.", do=f"Its last words are in {log}."
+            f"{description}: the process {describe_exit(status)}.",
+            do=f"Its output is in {log}.",
         )
     if "error" in found:
-        said = found["error"]
-        kind = {k.__name__: k for k in kinds}.get(said["type"], error)
-        raise kind(said["message"], do=said["do"] or f"The whole log: {log}")
+        details = found["error"]
+        error_class = {e.__name__: e for e in reraise}.get(details["type"], error)
+        raise error_class(details["message"], do=details["do"] or f"The whole log: {log}")
     return found
 
 
-def run_child(module: str, *words: str, heard: Callable[[str], object]) -> int:
-    """Runs `python -m module words…`, which ends when this process does; returns its status.
+def run_module(module: str, *arguments: str, on_line: Callable[[str], object]) -> int:
+    """Run `python -m module arguments…` and return its exit status; it ends with this process.
 
-    `heard` is given each line of what it says, errors included. An exception there, or an
-    interrupt, ends the child too.
+    `on_line` is called with each line of its standard output and standard error. An exception in
+    it, or an interrupt, kills the child.
     """
     with (
-        held_pipe() as (environment, descriptors),
+        parent_death_pipe() as (environment, descriptors),
         subprocess.Popen(
-            python_command(module, *words),
+            python_command(module, *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             encoding="utf-8",
             errors="replace",
-            # Unbuffered, so that the log has its last words if it crashes.
+            # Unbuffered, so that the log is complete if the child crashes.
             env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
             pass_fds=descriptors,
         ) as child,
     ):
         try:
             for line in child.stdout or ():
-                heard(line)
+                on_line(line)
             return child.wait()
         except BaseException:
             child.kill()
             raise
 
 
-def python_command(module: str, *words: str) -> list[str]:
-    """Return the command of a Python module, which imports nothing from the working directory.
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a Python module.
 
-    `-P`: the working directory may be a model's, with a file `torch.py` in it.
+    With `-P` nothing is imported from the working directory, which may be a model's directory
+    with a file `torch.py` in it.
     """
-    return [sys.executable, "-P", "-m", module, *words]
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
-class ChildWorker(Closing):
-    """A child process that answers JSON requests, one line each; closing it ends the process.
+class WorkerProcess(Closeable):
+    """A child process that handles JSON requests, one line each, until it is closed.
 
-    So does the end of this process, however it comes. The child calls `answer_requests`.
+    It also ends when this process ends. The child calls `serve_requests`.
     """
 
     def __init__(
@@ -138,23 +140,24 @@ class ChildWorker(Closing):
         module: str,
         *,
         log: Path,
-        what: str,
+        description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start `python -m module`.
 
         Args:
-            module: one whose `__main__` calls `answer_requests`.
-            log: where everything goes that the child says.
-            what: starts the message where the child ends without an answer.
-            error: what is raised then, and for an error of the child's that nobody expected.
-            environment: variables beside those of this process.
+            module: a module whose `__main__` calls `serve_requests`.
+            log: file for the child's standard error, and for what its libraries print.
+            description: start of the message if the child ends without a result.
+            error: class of the error to raise if the child crashes, or raises an exception that
+                is not an EngineryError.
+            environment: environment variables in addition to those of this process.
         """
-        self._log, self._what, self._error = log, what, error
+        self._log, self._description, self._error = log, description, error
         log.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack, log.open("w", encoding="utf-8") as stream:
-            held, descriptors = stack.enter_context(held_pipe())
+            pipe, descriptors = stack.enter_context(parent_death_pipe())
             self._process = subprocess.Popen(
                 python_command(module),
                 stdin=subprocess.PIPE,
@@ -162,164 +165,185 @@ class ChildWorker(Closing):
                 stderr=stream,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, **held, **(environment or {})},
+                env={**os.environ, **pipe, **(environment or {})},
                 pass_fds=descriptors,
             )
-            self._held = stack.pop_all()
+            self._pipe = stack.pop_all()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """True until the process ends."""
         return self._process.poll() is None
 
-    def ask(self, does: str, **values: Any) -> Answer:
-        """Send one request and return its answer.
+    def request(self, command: str, **values: Any) -> WorkerResult:
+        """Send one request and return its result.
 
         Raises:
-            EngineryError: as the child raised it, or `error` where the child died.
+            EngineryError: the child raised it; or the child crashed, then of the class `error`.
         """
-        requests, answers = self._process.stdin, self._process.stdout
+        requests, results = self._process.stdin, self._process.stdout
         line = ""
-        if requests and answers:
-            with suppress(BrokenPipeError):  # it has died; what follows says how
-                requests.write(json.dumps({"do": does, **values}) + "\n")
+        if requests and results:
+            with suppress(BrokenPipeError):  # the child has ended; its status is reported below
+                requests.write(json.dumps({"do": command, **values}) + "\n")
                 requests.flush()
-                line = answers.readline()
+                line = results.readline()
         if not line:
             status = self._process.wait()
             raise self._error(
-                f"{self._what}: the process {how_it_ended(status)}.",
-                do=f"Its last words: {_last_words(self._log)}",
+                f"{self._description}: the process {describe_exit(status)}.",
+                do=f"The last line of its log: {_last_line(self._log)}",
             )
-        found: Answer = json.loads(line)
+        found: WorkerResult = json.loads(line)
         if "error" in found:
-            said = found["error"]
-            raise _kind_of(said["type"], self._error)(said["message"], do=said["do"])
+            details = found["error"]
+            error_class = _error_class(details["type"], default=self._error)
+            raise error_class(details["message"], do=details["do"])
         return found
 
     def close(self) -> None:
         """End the process; closing twice is fine."""
-        # It may be in the middle of a long run, and there is nothing in it to keep.
+        # It may be in the middle of a long run, and holds nothing that has to be saved.
         self._process.kill()
         self._process.wait()
-        self._held.close()
+        self._pipe.close()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
                 with suppress(BrokenPipeError):
                     stream.close()
 
 
-def answer_requests(answer: Callable[[Answer], Answer]) -> NoReturn:
-    """Be the child of a `ChildWorker`: answer until standard input ends, or the parent does."""
-    end_with_parent()
-    # Libraries print what they like; answers have a descriptor of their own.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+def serve_requests(handle: Callable[[WorkerResult], WorkerResult]) -> NoReturn:
+    """Handle the requests of a `WorkerProcess` until standard input closes, then exit."""
+    exit_with_parent()
+    # Libraries print to standard output, so results get a descriptor of their own.
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         try:
-            found = answer(json.loads(line))
+            found = handle(json.loads(line))
         except EngineryError as error:
             found = _error(type(error).__name__, error.message, error.do)
         except Exception as error:
             traceback.print_exc()
             first = next(iter(str(error).strip().splitlines()), "")
             found = _error("", f"it failed in {type(error).__name__}: {first}", "")
-        with suppress(BrokenPipeError):  # the parent has gone; so does this process
-            answers.write(json.dumps(found) + "\n")
-            answers.flush()
-    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
+        with suppress(BrokenPipeError):  # the parent has ended, and so will this process
+            results.write(json.dumps(found) + "\n")
+            results.flush()
+    os._exit(0)  # unloading large modules takes time, and TensorRT may crash in it
 
 
-def _kind_of(name: str, otherwise: type[EngineryError]) -> type[EngineryError]:
-    """Return the class of an error that a child names, or `otherwise` for none of ours."""
-    kind = getattr(errors, name, None)
-    # The constructor of MissingPackageError takes a package's name in place of a message.
-    if not isinstance(kind, type) or kind is errors.MissingPackageError:
-        return otherwise
-    return kind if issubclass(kind, EngineryError) else otherwise
+def _error_class(name: str, *, default: type[EngineryError]) -> type[EngineryError]:
+    """Return the class of that name in `core.errors`, or the default if there is none."""
+    found = getattr(errors, name, None)
+    # MissingPackageError is constructed from a package's name instead of a message.
+    if not isinstance(found, type) or found is errors.MissingPackageError:
+        return default
+    return found if issubclass(found, EngineryError) else default
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip()[:300] if lines else "none"
 
 
 @contextmanager
-def held_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
-    """A pipe whose one end is open here, and nowhere else, for as long as the context is.
+def parent_death_pipe() -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """Open a pipe that makes a child exit when the context, or this process, ends.
 
-    Gives what a child is started with to hold the other end: variables of its environment, and
-    descriptors to pass on (`pass_fds`). The child calls `end_with_parent`, and ends when the
-    context does.
+    Yields the environment variables and the descriptors (`pass_fds`) to start the child with. The
+    child calls `exit_with_parent`. Does nothing on Windows.
     """
-    if sys.platform == "win32":  # descriptors are not handed on there
+    if sys.platform == "win32":  # descriptors are not inherited there
         yield {}, ()
         return
-    theirs, ours = os.pipe()
+    child_end, own_end = os.pipe()
     try:
-        yield {_PIPE: str(theirs)}, (theirs,)
+        yield {_PIPE: str(child_end)}, (child_end,)
     finally:
-        os.close(ours)
-        os.close(theirs)
+        os.close(own_end)
+        os.close(child_end)
 
 
-def end_with_parent() -> None:
-    """Ends this process as soon as the one that holds its pipe is gone: see `held_pipe`.
+def exit_with_parent() -> None:
+    """Make this process exit when its parent closes the pipe; see `parent_death_pipe`.
 
-    The kernel sends SIGIO when the pipe closes, and the default for SIGIO is to end the process.
-    No thread watches: one would need the interpreter's lock, which an exporter's C++ code may hold
-    for minutes. Does nothing in a process that was started in another way, or on Windows.
+    The kernel sends SIGIO when the pipe closes, and the default action of SIGIO is to end the
+    process. A thread could not do it: it would need the GIL, which an exporter's C++ code may hold
+    for minutes. Does nothing on Windows, or if the process was started without a pipe.
     """
     pipe = int(os.environ.pop(_PIPE, "-1"))
     if pipe >= 0 and sys.platform != "win32":
-        end_when_closed(pipe)
+        exit_when_closed(pipe)
 
 
-def end_when_closed(pipe: int) -> None:
-    """End this process as soon as nobody can write to the pipe any more; not on Windows."""
+def exit_when_closed(pipe: int) -> None:
+    """Make this process exit when the last writer of the pipe closes it; not on Windows."""
     import fcntl  # not on Windows
 
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    # A parent's thread may have had every signal blocked, and children inherit that.
+    # Children inherit the signal mask of the parent's thread, which may block every signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([pipe], [], [], 0)[0]:  # gone before we asked
+    if select.select([pipe], [], [], 0)[0]:  # closed before O_ASYNC was set
         signal.raise_signal(signal.SIGIO)
 
 
-def answer_parent(answer: Callable[[Any], Mapping[str, Any]], *, what: str) -> NoReturn:
-    """The whole of a child: reads its request, answers, and ends.
+def worker_main(handle: Callable[[Any], Mapping[str, Any]], *, description: str) -> NoReturn:
+    """Read the request, handle it, write the result and exit.
 
-    Errors go into the result file, too, under `error`. Those that nobody expected leave their
-    traceback in the log and start with `what`: `exporting failed in ValueError: …`. It may name
-    values of the request: `{path}: TensorRT`.
+    Errors are written to the result file, under `error`. An exception that is not an
+    EngineryError prints its traceback, and its message starts with `description`, which is
+    formatted with the request: `{path}: TensorRT` gives `m.onnx: TensorRT failed in ValueError: …`.
     """
-    end_with_parent()
+    exit_with_parent()
     request_file, result_file = (Path(word) for word in sys.argv[1:3])
     request = json.loads(request_file.read_text(encoding="utf-8"))
     found: Mapping[str, Any]
     try:
-        found = answer(request)
+        found = handle(request)
     except EngineryError as error:
         found = _error(type(error).__name__, error.message, error.do)
     except Exception as error:
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
-        where = what.format_map(request)
-        found = _error("", f"{where} failed in {type(error).__name__}: {first}", "")
+        prefix = description.format_map(request)
+        found = _error("", f"{prefix} failed in {type(error).__name__}: {first}", "")
     result_file.write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # taking down large modules one by one takes time, and TensorRT may crash in it
+    os._exit(0)  # unloading large modules takes time, and TensorRT may crash in it
 
 
-def _error(kind: str, message: str, do: str) -> Answer:
-    return {"error": {"type": kind, "message": message, "do": do}}
+def _error(error_type: str, message: str, do: str) -> WorkerResult:
+    return {"error": {"type": error_type, "message": message, "do": do}}
 
 
-def how_it_ended(status: int) -> str:
-    """A child's exit status in words: `crashed with signal 11`."""
+def describe_exit(status: int) -> str:
+    """Describe a child's exit status.
+
+    >>> describe_exit(-11)
+    'crashed with signal 11'
+    """
     if status == -signal.SIGKILL:
         return "was killed (signal 9); the usual cause is that memory ran out"
     return f"crashed with signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident set size of this process, in bytes.
+
+    On Linux `ru_maxrss` survives exec, so a child would report its parent's size. `VmHWM` starts
+    anew with each program.
+    """
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024

@@ -1,3 +1,3 @@
-"""The version of the package, importable below the package's public face."""
+"""The version of the package, in a module that every layer may import."""
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enginery.core.artifact.reports import Advice
 from enginery.core.errors import EngineryError
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
-from enginery.runtime.advice import exhaustive_search, too_many_threads
+from enginery.runtime.onnxruntime.session import exhaustive_search, too_many_threads
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers.specification import ENVIRONMENT, ProviderSpec, parse_providers
 

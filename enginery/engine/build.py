@@ -30,7 +30,7 @@ from enginery.core.store.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
 from enginery.engine.key import EngineRequest, size_limits
-from enginery.runtime.tensorrt.options import Flavor, flavor_named
+from enginery.runtime.tensorrt.options import Flavor, get_flavor
 from enginery.runtime.tensorrt.process import build_plan, coverage
 
 LAYER_LIST = "layers.json"
@@ -162,7 +162,7 @@ def _build(
             profiles=request.profiles,
             capabilities=request.capabilities,
             limits=size_limits(artifact),
-            flavor=flavor_named(config.flavor),
+            flavor=get_flavor(config.flavor),
             options=config.options,
             plan_path=plan,
         )

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.engine_record import EngineRecord
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.tensorrt.options import RTX, flavor_named
+from enginery.runtime.tensorrt.options import RTX, get_flavor
 
 ENGINE_HEADER_BYTES = 64
 """Size of the plan's header, `Runtime.engine_header_size` of TensorRT for RTX 1.7. The header says
@@ -84,7 +84,7 @@ def write_wrapper(directory: Path, record: EngineRecord) -> Path:
     onnx.helper.set_model_props(model, metadata)
     onnx.checker.check_model(model)
     wrapper = directory / record.wrapper
-    write_beside(wrapper, model.SerializeToString())
+    write_atomically(wrapper, model.SerializeToString())
     return wrapper
 
 
@@ -93,7 +93,7 @@ def _attributes(record: EngineRecord) -> dict[str, Any]:
         # The plan stays a file: embedded, it would be in memory twice and limited to 2 GB.
         "embed_mode": 0,
         "ep_cache_context": record.plan,
-        "source": flavor_named(record.flavor).provider,
+        "source": get_flavor(record.flavor).provider,
         "partition_name": f"{Path(record.graph).stem}_{record.key[:16]}",
         "onnx_model_filename": Path(record.graph).name,
         "ep_sdk_version": record.tensorrt,
@@ -134,7 +134,7 @@ def _require_plain_name(plan: str) -> None:
 
 def _plan_header(plan: Path) -> bytes:
     try:
-        require_regular(plan)
+        require_regular_file(plan)
         with plan.open("rb") as stream:
             header = stream.read(ENGINE_HEADER_BYTES)
     except OSError as error:

@@ -20,7 +20,7 @@ from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.profiles.lengths import profiles_from_data
 from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
 from enginery.runtime.tensorrt.library import require_tensorrt
-from enginery.runtime.tensorrt.options import check_options, flavor_named
+from enginery.runtime.tensorrt.options import check_options, get_flavor
 from enginery.runtime.tensorrt.process import key_fields, resolve_capabilities
 
 ENGINE_VERSION = "1"
@@ -76,7 +76,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
         MissingPackageError: the flavor is not installed.
     """
     check_config(config)
-    flavor = flavor_named(config.flavor)
+    flavor = get_flavor(config.flavor)
     check_options(flavor, config.options)
     require_tensorrt("Building an engine", flavor)
     capabilities = resolve_capabilities(flavor, config.capability)
@@ -104,7 +104,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
     """Return the maximum size per dim, from the position embeddings; empty for no limit."""
-    return FeedLimits.from_config(ModelConfig.read(artifact.path)).ends
+    return FeedLimits.from_config(ModelConfig.read(artifact.path)).max_sizes
 
 
 def _profiles(

@@ -27,7 +27,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, dim_terms
 from enginery.engine.profiles.parse import check_profiles, read_profiles
-from enginery.runtime.engines.selection import flavor_of
+from enginery.runtime.engines.selection import flavor_for_provider
 from enginery.runtime.providers.known import full_name, short_name
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
@@ -122,7 +122,7 @@ def to_json(provider: str, options: Mapping[str, str]) -> str:
 
 def _flavor(provider: str) -> Flavor:
     name = full_name(provider)
-    flavor = flavor_of(name)
+    flavor = flavor_for_provider(name)
     if flavor is None:
         raise OptionError(
             f"provider '{short_name(name)}' builds no engines, so it needs no such options.",
@@ -155,7 +155,7 @@ def _profiles(
     texts = list(given) or _built_profiles(artifact, record, flavor)
     profiles = read_profiles(texts, record.inputs)
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    check_profiles(profiles, record.inputs, limits.ends)
+    check_profiles(profiles, record.inputs, limits.max_sizes)
     if flavor is CLASSIC and len(profiles) > 1:
         raise ShapeError(
             f"found {len(profiles)} profiles, but TensorRT's provider in ONNX Runtime 1.31 uses "

@@ -27,9 +27,9 @@ from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, too
 from enginery.core.artifact.manifest import StageRecord
 from enginery.core.artifact.reports import BuildReport
 from enginery.core.artifact.staging import CARD, LISTING, staging
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.engine.build import (
     GraphCoverage,
     find_coverage,
@@ -40,7 +40,7 @@ from enginery.engine.build import (
 from enginery.engine.config import BuildConfig
 from enginery.engine.key import RequestedEngines, resolve_requests
 from enginery.engine.report import make_report, save_length_figure
-from enginery.runtime.tensorrt.options import flavor_named
+from enginery.runtime.tensorrt.options import get_flavor
 
 STAGE = "build"
 STAGE_VERSION = "1"
@@ -165,7 +165,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=options_dict(config),
-            tools=tool_versions([flavor_named(config.flavor).package]),
+            tools=tool_versions([get_flavor(config.flavor).package]),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),
             peak_rss_bytes=max(
@@ -205,7 +205,7 @@ def _find_unsupported_graphs(
     refused = []
     for graph in dict.fromkeys(missing):
         with progress.task(f"checking TensorRT's support of {graph}"):
-            found = find_coverage(source.path / graph, graph, flavor_named(config.flavor))
+            found = find_coverage(source.path / graph, graph, get_flavor(config.flavor))
         if not found.complete:
             refused.append(found)
     if refused and not config.allow_partitions:

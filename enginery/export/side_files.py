@@ -11,7 +11,7 @@ from pathlib import Path
 
 from enginery.core.errors import UntrustedModelError
 from enginery.core.model.screening import refuse_linked_out
-from enginery.core.paths import is_inside
+from enginery.core.paths import is_relative_path
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
 # The exporter writes these itself, in the form that Optimum's loaders require.
@@ -40,7 +40,7 @@ def copy_side_files(source: Path, out: Path, *, code: bool) -> None:
 
 def copy_side_file(source: Path, name: str, out: Path) -> None:
     """Copy one file of the model directory `source`; see `copy_side_files` for the errors."""
-    if not is_inside(name):
+    if not is_relative_path(name):
         raise UntrustedModelError(
             f"the name of the file {name!r} in {source} has a backslash or control characters.",
             do="Rename the file, or remove it if the model does not need it.",

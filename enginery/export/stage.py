@@ -18,7 +18,7 @@ from enginery.core.errors import ExportError, SourceError, UntrustedModelError
 from enginery.core.home import enginery_home
 from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
-from enginery.core.subprocess import ask_child
+from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
 
@@ -110,7 +110,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
     """Run the child process, report its phases, and write its other output to a log."""
     with progress.task(f"exporting {name}") as advance:
 
-        def heard(line: str) -> bool:
+        def on_line(line: str) -> bool:
             if not line.startswith(PHASE):
                 # The tracer warns about every constant; these lines only go to the log.
                 return False
@@ -118,13 +118,13 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             advance()
             return True
 
-        found = ask_child(
+        found = run_in_subprocess(
             "enginery.export.worker",
             asdict(request),
             log=enginery_home() / "logs" / f"export-{name}.log",
-            what=f"exporting {name}",
+            description=f"exporting {name}",
             error=ExportError,
-            kinds=(SourceError, UntrustedModelError),
-            heard=heard,
+            reraise=(SourceError, UntrustedModelError),
+            on_line=on_line,
         )
     return WorkerResult(**found)

@@ -17,9 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import peak_rss_bytes, worker_main
 from enginery.export.config import ExportConfig
 from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
 
@@ -117,4 +116,4 @@ if __name__ == "__main__":
     # after every 700 new ones would take a tenth of the loading time.
     gc.set_threshold(20_000)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns about forks
-    answer_parent(handle_request, what="exporting")
+    worker_main(handle_request, description="exporting")

@@ -12,7 +12,7 @@ from enginery.core.artifact.artifact import Artifact, link_or_copy
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError
 from enginery.core.home import enginery_home
-from enginery.core.subprocess import ask_child
+from enginery.core.subprocess import run_in_subprocess
 
 
 def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], int]:
@@ -37,11 +37,11 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         link_or_copy(artifact.path / name, source / name, linked=name not in external)
     files = [graph.file for graph in artifact.manifest.graphs]
     log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
-    found = ask_child(
+    found = run_in_subprocess(
         "enginery.optimize.worker",
         {"model": str(source), "files": files, "level": level, "out": str(fused)},
         log=log,
-        what=f"fusing {artifact.name}",
+        description=f"fusing {artifact.name}",
         error=ExportError,
     )
     if missing := [file for file in files if not (fused / file).is_file()]:

@@ -21,11 +21,12 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.sample_inputs import (
+    SENTENCES,
     ImageFeeder,
     TextFeeder,
     in_batches,
+    synthetic_images,
     takes_images,
     takes_real_inputs,
 )

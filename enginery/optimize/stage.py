@@ -26,9 +26,9 @@ from enginery.core.artifact.fingerprint import (
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.artifact.reports import Report
 from enginery.core.errors import OptionError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord

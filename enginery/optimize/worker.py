@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ExportError, UntrustedModelError
-from enginery.core.memory import peak_rss_bytes
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import peak_rss_bytes, worker_main
 
 
 def fuse(model: Path, files: list[str], level: str, out: Path) -> list[str]:
@@ -86,4 +85,4 @@ def handle_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer_parent(handle_request, what="fusing")
+    worker_main(handle_request, description="fusing")

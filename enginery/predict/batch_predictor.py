@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
@@ -63,7 +63,7 @@ class PredictedBatch:
     """Share of the input that has been read, 0 to 1."""
 
 
-class BatchPredictor(Closing):
+class BatchPredictor(Closeable):
     """A model that predicts windows of rows. A context manager; closing frees its session."""
 
     def __init__(
@@ -201,7 +201,7 @@ class BatchPredictor(Closing):
         threads = self.workers if self.takes_images else _CONCURRENT_TEXT_WINDOWS
         windows = reader.read(skip)
         for predicted in map_in_order(partial(self, columns=columns), windows, threads=threads):
-            yield replace(predicted, done=reader.done())
+            yield replace(predicted, done=reader.fraction_read())
 
     def close(self) -> None:
         """Free the session."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
 from enginery.runtime.tasks.task import Task, TaskOptions
 
@@ -82,10 +82,10 @@ class OutputColumns:
         values = self.task.arrow_values
         rows = [None if answer is None else values(answer) for answer in answers]
         arrays = [
-            array_of([None if row is None else row[index] for row in rows], field.type)
+            to_arrow([None if row is None else row[index] for row in rows], field.type)
             for index, field in enumerate(fields[:-1])
         ]
-        arrays.append(array_of([errors.get(row) for row in range(len(answers))], fields[-1].type))
+        arrays.append(to_arrow([errors.get(row) for row in range(len(answers))], fields[-1].type))
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
 
 

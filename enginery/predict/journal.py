@@ -30,9 +30,8 @@ from filelock import FileLock, Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.errors import InputError
-from enginery.core.home import enginery_home
+from enginery.core.home import enginery_home, file_lock
 from enginery.core.json_file import json_bytes
-from enginery.core.locks import named_lock
 from enginery.core.progress import SILENT, Progress
 from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
@@ -357,7 +356,7 @@ def _output_id(output: Path) -> str:
 
 
 def _lock(output: Path) -> FileLock:
-    return named_lock(f"predict-{_output_id(output)}", timeout_seconds=0)
+    return file_lock(f"predict-{_output_id(output)}", timeout_seconds=0)
 
 
 def _sync(directory: Path) -> None:

@@ -39,11 +39,11 @@ from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.images import ImageReader
 from enginery.core.datasets.parquet import ParquetReader
-from enginery.core.datasets.reader import find_format, open_dataset
+from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import EngineryError, InputError, OptionError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.predict.batch_predictor import BatchPredictor
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
@@ -122,7 +122,7 @@ def run(
     _make_output_directory(output)
     with lock_output(output), input_file(source, output, config, stdin) as path:
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
-        find_format(path, options)
+        detect_format(path, options)
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.predict.config import PredictConfig
 from enginery.predict.task_inputs import read_options, require_task
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
@@ -36,7 +36,7 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 _PROBE_TOKENS = 8
 
 
-class InferencePool(Closing):
+class InferencePool(Closeable):
     """Threads that run batches. Closing waits for the batches that run."""
 
     def __init__(self, workers: int) -> None:

@@ -28,8 +28,8 @@ from typing import IO, Any, Literal
 
 import numpy as np
 
-from enginery.core.closing import Closing
-from enginery.core.datasets.arrow_arrays import numbers_in
+from enginery.core.closing import Closeable
+from enginery.core.datasets.arrow_arrays import numeric_view
 from enginery.core.datasets.batches import RAW_LINE
 from enginery.core.errors import InputError
 
@@ -55,7 +55,7 @@ def output_format(output: Path) -> OutputFormat:
     return found
 
 
-class PartWriter(Closing):
+class PartWriter(Closeable):
     """A part that is being written. Closing it syncs it to the disk."""
 
     def __init__(self, path: Path, kind: OutputFormat, schema: Any) -> None:
@@ -227,7 +227,7 @@ def _cells(column: Any) -> Any:
 
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_float32(kind.value_type):
-        flat = numbers_in(column.values)
+        flat = numeric_view(column.values)
         rows = flat.reshape(-1, kind.list_size)[column.offset :][: len(column)]
         valid = column.is_valid().to_pylist()
         return [row if there else None for row, there in zip(rows, valid, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from enginery.core.errors import OptionError
-from enginery.core.names import is_portable_name
+from enginery.core.paths import is_portable_name
 
 LATEST = "latest"
 """Name of the newest version in every registry; versions and aliases cannot have it."""

@@ -30,7 +30,7 @@ from enginery.core.errors import (
     RejectedArtifactError,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card
@@ -216,7 +216,7 @@ def _published_rights(artifact: Artifact) -> Rights | None:
 
 def _validation_problem(artifact: Artifact) -> str:
     """Return why the artifact counts as not validated; empty if it is validated."""
-    if failed := artifact.failed():
+    if failed := artifact.failed_verdict():
         return f"its validation failed: {failed.summary.rstrip('.')}"
     verdict = artifact.manifest.verdict("validate")
     if verdict is None:

@@ -17,11 +17,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
-from enginery.core.artifact.manifest import FileRecord
+from enginery.core.artifact.manifest import FileRecord, RelativePath
 from enginery.core.artifact.staging import CARD, LISTING
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.json_file import UnsealedError, document_bytes, sealed_bytes, unsealed_bytes
-from enginery.core.paths import InsideName, resolve_inside
+from enginery.core.json_file import ChecksumError, append_checksum, read_document, verify_checksum
+from enginery.core.paths import resolve_inside
 
 __all__ = ["CARD", "LISTING", "Publication", "PublishedEngine", "Rights", "check_file"]
 
@@ -86,7 +86,7 @@ class Publication(_Record):
     rights: Rights | None = None
     """None if the source's card could not be read."""
     engines: tuple[PublishedEngine, ...]
-    files: dict[InsideName, FileRecord]
+    files: dict[RelativePath, FileRecord]
     """All files of the package except the listing."""
 
     @classmethod
@@ -99,7 +99,7 @@ class Publication(_Record):
                 leads out of the package.
         """
         try:
-            content = document_bytes(resolve_inside(directory, LISTING, what=what))
+            content = read_document(resolve_inside(directory, LISTING, what=what))
         except (FileNotFoundError, NotADirectoryError):
             raise RegistryError(
                 f"{what} has no {LISTING}, so it was not published by enginery.",
@@ -111,8 +111,8 @@ class Publication(_Record):
             ) from error
         altered = "It was altered, or comes from another version of enginery."
         try:
-            found = cls.model_validate_json(unsealed_bytes(content))
-        except UnsealedError as error:
+            found = cls.model_validate_json(verify_checksum(content))
+        except ChecksumError as error:
             raise ArtifactError(f"{what}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
             first = error.errors()[0]
@@ -126,7 +126,7 @@ class Publication(_Record):
 
     def to_json(self) -> bytes:
         """Return the content of `reports/publication.json`."""
-        return sealed_bytes(self.model_dump_json(indent=2))
+        return append_checksum(self.model_dump_json(indent=2))
 
     def verify(self, directory: Path, what: str, *, do: str = REMEDY) -> None:
         """Read every file and compare its digest; `do` is the remedy in the error.

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
 from enginery.passes.ir.graph_file import read_graph, write_graph
@@ -34,7 +34,7 @@ from enginery.runtime.onnxruntime.tracing import open_in_memory
 from enginery.runtime.providers.selection import choose_providers
 
 
-class LayerToggleModel(Closing):
+class LayerToggleModel(Closeable):
     """An ONNX Runtime session over the graph with toggles. A context manager."""
 
     def __init__(

@@ -29,9 +29,9 @@ from enginery.core.artifact.manifest import GraphRecord, StageRecord
 from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types

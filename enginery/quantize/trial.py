@@ -39,7 +39,7 @@ def check_trial_options(artifact: Artifact, config: QuantizeConfig) -> None:
     resolve_capabilities(RTX, list_capabilities(config))
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     for profile in config.profile:
-        Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.ends)
+        Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.max_sizes)
 
 
 def build_trials(
@@ -74,7 +74,9 @@ def build_trials(
     profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
     trials = []
     for capability in list_capabilities(config):
-        built = build_plan(graph, profiles=profiles, capabilities=[capability], limits=limits.ends)
+        built = build_plan(
+            graph, profiles=profiles, capabilities=[capability], limits=limits.max_sizes
+        )
         # A fused layer lists its nodes. The kernel that quantizes may list the matrix product as
         # well, so only products are counted.
         multiplied = {
@@ -109,7 +111,7 @@ def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
         elif name in limits.sizes:
             low = opt = high = limits.sizes[name]
         else:
-            high = limits.hard_limit or limits.max_positions
+            high = limits.position_limit or limits.max_positions
             low, opt = min(limits.min_sequence, high), min(max(high // 4, 1), 128)
         parts.append(f"{name}={low}:{max(low, opt)}:{high}")
     return [Profile.parse(",".join(parts))] if parts else []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.bench import config as bench
-from enginery.core.artifact.staging import refuse_foreign
+from enginery.core.artifact.staging import check_overwritable
 from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
 from enginery.core.datasets.samples import require_texts
 from enginery.core.errors import (
@@ -82,7 +82,7 @@ def check_recipe(recipe: Recipe) -> None:
     with _located(recipe, key="out"), _about("out"):
         if recipe.out:
             _require_writable(Path(recipe.out), directory=True)
-            refuse_foreign(Path(recipe.out))
+            check_overwritable(Path(recipe.out))
     for step in recipe.steps:
         with _located(recipe, step=step):
             if hasattr(step.options, "provider_option"):
@@ -129,7 +129,7 @@ def _read_model(recipe: Recipe) -> _Known:
         return _Known(task, is_onnx=True, limits={})
     check_directory(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
-    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).ends)
+    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
 
 
 # Checks of one stage
@@ -165,10 +165,10 @@ def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
 def _check_build(options: engine.BuildConfig, known: _Known) -> None:
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
-    from enginery.runtime.tensorrt.options import check_options, flavor_named
+    from enginery.runtime.tensorrt.options import check_options, get_flavor
 
     engine.check_config(options)
-    flavor = flavor_named(options.flavor)
+    flavor = get_flavor(options.flavor)
     check_options(flavor, options.options)
     with _about("batch"):
         DimRange.parse(options.batch)
@@ -211,7 +211,7 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
 
 
 def _check_predict(options: PredictStage, known: _Known) -> None:
-    from enginery.core.datasets.reader import find_format
+    from enginery.core.datasets.reader import detect_format
     from enginery.predict.stage import STDIN, check_stdin_format, input_options
     from enginery.predict.writer import output_format
 
@@ -232,7 +232,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
         if options.input == STDIN:
             check_stdin_format(options)
         elif options.input not in known.outputs:
-            kind = find_format(Path(options.input), input_options(options))
+            kind = detect_format(Path(options.input), input_options(options))
     if options.engine == "ray" and find_spec("ray") is None:
         raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:

@@ -1,1 +1,1 @@
-"""Where models run: providers, sessions, the PyTorch reference, tokenizers, answers."""
+"""Run models: providers, sessions, engines, tasks, tokenizers and the PyTorch reference."""

@@ -1,9 +1,8 @@
-"""Processor and memory of this machine, as far as this process may use them.
+"""Processor and memory of this machine, within the limits of this process.
 
-    >>> read_cpuinfo()
-    ('AMD EPYC 7763 64-Core Processor', ('avx2',))
+    read_cpuinfo()    # ('AMD EPYC 7763 64-Core Processor', ('avx2',))
 
-What cannot be read is 0 or empty. Limits are those of the process: its affinity, and its cgroups.
+Values that cannot be read are 0 or empty. The limits are the process's affinity and its cgroups.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SYSTEM = Path("/")
 
 
 def read_cpuinfo(root: Path = _SYSTEM) -> tuple[str, tuple[str, ...]]:
-    """The model and the features of the first processor in /proc/cpuinfo."""
+    """Return (model, features) of the first processor in /proc/cpuinfo."""
     text = _read(root / "proc/cpuinfo")
     lines = (line.partition(":") for line in text.splitlines())
     fields: dict[str, str] = {}
@@ -31,10 +30,10 @@ def read_cpuinfo(root: Path = _SYSTEM) -> tuple[str, tuple[str, ...]]:
 
 
 def memory_bytes(root: Path = _SYSTEM) -> tuple[int, int]:
-    """Total and available memory in bytes, within the tightest limit of this process's cgroups."""
+    """Return (total, available) memory in bytes, within the limits of this process's cgroups."""
     try:
         import psutil
-    except ImportError:  # a damaged installation is what the doctor is asked about
+    except ImportError:  # the doctor must also work with a damaged installation
         return 0, 0
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
@@ -45,7 +44,7 @@ def memory_bytes(root: Path = _SYSTEM) -> tuple[int, int]:
 
 
 def usable_cpus(root: Path = _SYSTEM) -> int:
-    """CPUs in this process's affinity, or fewer where its cgroup's quota says so."""
+    """Return the number of CPUs in this process's affinity, or in its cgroup's quota if lower."""
     known = os.cpu_count() or 1
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else known
     for directory in _cgroup_directories(root, "cpu"):
@@ -59,7 +58,7 @@ def usable_cpus(root: Path = _SYSTEM) -> int:
 
 
 def physical_cores() -> int:
-    """Physical cores of the machine; 0 where it does not tell."""
+    """Return the number of physical cores; 0 if unknown."""
     try:
         import psutil
     except ImportError:
@@ -68,16 +67,16 @@ def physical_cores() -> int:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may keep busy, at least one.
+    """Return the number of physical cores that this process may use, at least one.
 
-    Two threads of a core share its multiplier, so that more threads than cores compute no faster.
+    Two threads of a core share its arithmetic units, so more threads than cores are not faster.
     """
     cpus = usable_cpus()
     return max(1, min(physical_cores() or cpus, cpus))
 
 
 def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
-    """Limit and use in bytes of each cgroup around this process that has a limit.
+    """Return (limit, usage) in bytes of each cgroup of this process that has a limit.
 
     Cached file pages that the kernel drops first (inactive_file) do not count as used.
     """
@@ -100,10 +99,10 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:
-    """The cgroup of this process and those around it, version 2 first, then version 1.
+    """Return the cgroup of this process and its parents, version 2 first, then version 1.
 
-    In a container the path in /proc/self/cgroup may be the host's; then only its end, the mount's
-    own directory, exists.
+    In a container the path in /proc/self/cgroup may be the host's; then only the mount's own
+    directory exists.
     """
     directories = []
     for line in _read(root / "proc/self/cgroup").splitlines():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
@@ -27,7 +27,7 @@ from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import ModelInputs
 
 
-class Model(Closing):
+class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     It has the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`

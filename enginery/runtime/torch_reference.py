@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import Manifest
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.model.source import ModelSource
-from enginery.core.subprocess import Answer, ChildWorker, answer_requests
+from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
@@ -36,7 +35,7 @@ _LARGE_BYTES = 2 << 30
 Feeds = Mapping[str, NDArray[Any]]
 
 
-class TorchReference(Closing):
+class TorchReference(Closeable):
     """A PyTorch model as the reference for one graph, in its own process."""
 
     def __init__(
@@ -65,7 +64,7 @@ class TorchReference(Closing):
         """
         # Do not reuse a process in which a model's own code has run.
         self._alone = trust_remote_code
-        self._worker: ChildWorker | None = _start_worker() if self._alone else _take_worker()
+        self._worker: WorkerProcess | None = _start_worker() if self._alone else _take_worker()
         self.notes: list[str] = self._request(
             "load",
             path=str(source.path),
@@ -111,7 +110,7 @@ class TorchReference(Closing):
             worker.close()
             return
         try:
-            held_bytes = worker.ask("unload")["peak_rss_bytes"]
+            held_bytes = worker.request("unload")["peak_rss_bytes"]
         except EngineryError:
             worker.close()
             raise
@@ -120,12 +119,12 @@ class TorchReference(Closing):
         else:
             _keep_worker(worker)
 
-    def _request(self, does: str, **values: Any) -> Answer:
+    def _request(self, does: str, **values: Any) -> WorkerResult:
         if self._worker is None:
             raise ExportError("the PyTorch reference is closed.")
         worker = self._worker
         try:
-            return worker.ask(does, **values)
+            return worker.request(does, **values)
         except InputError:
             raise
         except BaseException as error:
@@ -138,19 +137,19 @@ class TorchReference(Closing):
             raise
 
 
-_idle: list[ChildWorker] = []
+_idle: list[WorkerProcess] = []
 _idle_lock = threading.Lock()
 
 
-def _start_worker() -> ChildWorker:
+def _start_worker() -> WorkerProcess:
     handle, name = tempfile.mkstemp(prefix="enginery-reference-", suffix=".log")
     os.close(handle)
     log = Path(name)
     try:
-        return ChildWorker(
+        return WorkerProcess(
             "enginery.runtime.torch_reference",
             log=log,
-            what="PyTorch",
+            description="PyTorch",
             error=ExportError,
             environment={"TOKENIZERS_PARALLELISM": "false"},
         )
@@ -159,7 +158,7 @@ def _start_worker() -> ChildWorker:
         atexit.register(log.unlink, missing_ok=True)
 
 
-def _take_worker() -> ChildWorker:
+def _take_worker() -> WorkerProcess:
     """Return an idle process, or a new one."""
     with _idle_lock:
         while _idle:
@@ -170,7 +169,7 @@ def _take_worker() -> ChildWorker:
     return _start_worker()
 
 
-def _keep_worker(worker: ChildWorker) -> None:
+def _keep_worker(worker: WorkerProcess) -> None:
     """Keep a process for the next model, for `_IDLE_SECONDS`."""
     with _idle_lock:
         _idle.append(worker)
@@ -179,7 +178,7 @@ def _keep_worker(worker: ChildWorker) -> None:
     timer.start()
 
 
-def _end_worker(worker: ChildWorker) -> None:
+def _end_worker(worker: WorkerProcess) -> None:
     with _idle_lock:
         if worker not in _idle:
             return
@@ -208,11 +207,11 @@ class _Child:
         self._runner: Any = None
         self._confinement: Any = None
 
-    def answer(self, request: Answer) -> Answer:
+    def answer(self, request: WorkerResult) -> WorkerResult:
         does = {"load": self.load, "run": self.run, "unload": self.unload}
         return does[request["do"]](request)
 
-    def load(self, request: Answer) -> Answer:
+    def load(self, request: WorkerResult) -> WorkerResult:
         if not request["trust_remote_code"]:
             os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
         from enginery.runtime.torch_runner import TorchRunner, guarded
@@ -234,7 +233,7 @@ class _Child:
             self._held = stack.pop_all()
         return {"notes": self._runner.notes}
 
-    def run(self, request: Answer) -> Answer:
+    def run(self, request: WorkerResult) -> WorkerResult:
         with np.load(request["feeds"], allow_pickle=False) as stored:
             feeds = {name: stored[name] for name in stored.files}
         outputs = self._runner(feeds)
@@ -248,16 +247,16 @@ class _Child:
             raise _write_error(Path(request["directory"]), error) from error
         return {"files": files}
 
-    def unload(self, request: Answer) -> Answer:  # noqa: ARG002
+    def unload(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
         self._runner = self._confinement = None
         self._held.close()
         return {"peak_rss_bytes": peak_rss_bytes()}
 
     def _require_harmless(self) -> None:
         """Raise UntrustedModelError for a blocked operation even if the model caught the error."""
-        if self._confinement is not None and self._confinement.stopped:
+        if self._confinement is not None and self._confinement.blocked:
             raise self._confinement.error()
 
 
 if __name__ == "__main__":
-    answer_requests(_Child().answer)
+    serve_requests(_Child().answer)

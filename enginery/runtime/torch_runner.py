@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord, Manifest
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -191,7 +191,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     return model
 
 
-class TorchRunner(Closing):
+class TorchRunner(Closeable):
     """A PyTorch model as the reference for one graph. A context manager; closing frees it."""
 
     def __init__(

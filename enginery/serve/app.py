@@ -254,7 +254,7 @@ def _validation_words(model: ServedModel) -> str:
 
 
 def _warn_if_failed(model: ServedModel) -> None:
-    if failed := model.artifact.failed():
+    if failed := model.artifact.failed_verdict():
         _log.warning(
             "%s failed its validation; it is served because of --allow-failed: %s",
             model.name,

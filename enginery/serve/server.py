@@ -233,10 +233,10 @@ class Worker(Process):
         # In its own process group: otherwise Ctrl-C would arrive twice, from the terminal and from
         # the parent.
         os.setpgid(0, 0)
-        from enginery.core.subprocess import end_when_closed
+        from enginery.core.subprocess import exit_when_closed
 
         if parent := multiprocessing.parent_process():
-            end_when_closed(parent.sentinel)
+            exit_when_closed(parent.sentinel)
         self.config.configure_logging()
         threading.Thread(target=self.always_pong, daemon=True).start()
         # If a replacement cannot start, the parent tries again.
@@ -405,9 +405,9 @@ def describe_exit(status: int) -> str:
     if status == REPLACE:
         return "exited because it was stuck"
     # Imported here because it imports modules that the parent rarely needs.
-    from enginery.core.subprocess import how_it_ended
+    from enginery.core.subprocess import describe_exit
 
-    return how_it_ended(status)
+    return describe_exit(status)
 
 
 def log_config(*, as_json: bool = False, quiet: bool = False) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.home import enginery_home
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
@@ -122,7 +122,7 @@ def read_current_report(artifact: Artifact, config: ValidateConfig) -> Validatio
     if verdict is None or verdict.key != fingerprint(artifact, config).key:
         return None
     try:
-        written = document_bytes(artifact.path / REPORT)
+        written = read_document(artifact.path / REPORT)
         if not _verdict_marker(verdict.key, written).exists():
             return None
         report = ValidationReport.from_json(written)

@@ -79,7 +79,7 @@ def test_environment_variable_is_used_without_options(detector, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, and cpu has no CUDA graphs"),
+        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, but cpu has no CUDA graphs"),
         ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "bound"),
         ({"provider": "cuda", "cuda_graph": True, "shrink_arena": True}, OptionError, "arena"),
         ({"provider": "cuda", "provider_option": ("cuda.memory=1",)}, OptionError, "'memory'"),

@@ -155,7 +155,7 @@ def test_model_must_take_images_or_texts(bert, tmp_path):
     model = save_detector(tmp_path / "detector.onnx")
     with pytest.raises(OptionError, match="detector does not take texts"):
         bench(model, shape=("height=32,width=32",), data=str(tmp_path / "texts.txt"))
-    with pytest.raises(InputError, match="there is nothing of that name"):
+    with pytest.raises(InputError, match="no such file or folder"):
         bench(model, images=str(tmp_path / "absent"))
 
 

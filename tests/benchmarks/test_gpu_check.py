@@ -233,7 +233,7 @@ def test_parts_get_the_artifacts_and_a_share_of_the_time(child, tmp_path):
 
 def test_part_ends_with_its_parent():
     part = (
-        "from benchmarks.gpu_check.work import end_with_parent as e; e(); print('on', flush=True)"
+        "from benchmarks.gpu_check.work import exit_with_parent as e; e(); print('on', flush=True)"
     )
     started = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {part!r} + {WAIT!r}])"
     with subprocess.Popen([sys.executable, "-c", started], stdout=subprocess.PIPE) as parent:

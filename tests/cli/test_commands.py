@@ -221,12 +221,12 @@ def test_failed_validation_is_status_1_one_document_and_a_marked_artifact(cli, a
     assert status == 1
     assert json.loads(out)["passed"] is False
     assert f"error: {artifact} failed its validation" in err
-    assert Artifact.open(artifact).failed()
+    assert Artifact.open(artifact).failed_verdict()
     again, out, err = cli("validate", artifact, "--max-abs-error", "1e-12")
     assert again == 1, "a verdict that is there already counts the same"
     assert "nothing to do" in err
     assert cli("validate", artifact)[0] == 0, "a failed artifact can be validated anew"
-    assert Artifact.open(artifact).failed() is None
+    assert Artifact.open(artifact).failed_verdict() is None
 
 
 def test_run_prints_stages_and_answers_as_json(cli, tiny):
@@ -423,10 +423,10 @@ def test_inspect_says_what_is_damaged_of_an_engine(cli, engine_words):
     status, out, err = cli("inspect", engine)
     assert (status, out) == (2, "")
     assert f"{plan} was altered" in err
-    assert "make its artifact again" in err
+    assert "Build the artifact again" in err
     (engine / "layers.json").write_text("{}")
     plan.write_bytes(content)
-    assert "layers.json is no list of layers" in cli("inspect", engine)[2]
+    assert "layers.json is not a list of layers" in cli("inspect", engine)[2]
 
 
 def test_layers_on_a_terminal_are_those_that_multiply(engine_words, home):
@@ -549,11 +549,11 @@ def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(cli, tiny, 
         assert said["answers"] == []
         assert "failed its validation" in err
     assert said["artifact"] == str(tmp_path / "out")
-    assert Artifact.open(tmp_path / "out").failed()
+    assert Artifact.open(tmp_path / "out").failed_verdict()
     key = Artifact.open(tmp_path / "out").manifest.stages[0].key
     stored = [e.artifact for e in Store().entries() if e.artifact]
     alike = [a for a in stored if [stage.key for stage in a.manifest.stages] == [key]]
-    assert [a.failed() is not None for a in alike] == [True]
+    assert [a.failed_verdict() is not None for a in alike] == [True]
 
     status, out, _ = cli("run", made, "--allow-failed", "--json")
     said = json.loads(out)
@@ -873,7 +873,7 @@ def test_inspect_says_that_a_list_of_layers_is_damaged(cli, tmp_path, layers):
     commit_artifact(artifact.path, artifact.manifest)
     for words in ((engine,), (engine, "-v"), (engine, "--json"), (artifact.path,)):
         status, _, err = cli("inspect", *words)
-        assert (status, "layers.json is no list of layers" in err) == (2, True)
+        assert (status, "layers.json is not a list of layers" in err) == (2, True)
 
 
 def test_inspect_says_that_a_number_of_bytes_is_none(cli, tmp_path):

@@ -1,4 +1,4 @@
-"""Artifacts without a model: the core looks at bytes, not at graphs."""
+"""Artifacts without a real model, because the core only reads bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from enginery.core.artifact.manifest import (
     StageRecord,
     Verdict,
 )
-from enginery.core.json_file import SEAL, sealed_bytes
+from enginery.core.json_file import CHECKSUM_KEY, append_checksum
 from enginery.core.shapes import TensorSpec
 
 FINGERPRINT = Fingerprint("export", {"model": "org/name", "opset": "20"})
@@ -57,7 +57,7 @@ def manifest(fingerprint: Fingerprint = FINGERPRINT) -> Manifest:
 
 
 def fill(directory: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint = FINGERPRINT):
-    """Writes the files and the manifest of an artifact into a staged directory."""
+    """Write the files and the manifest of an artifact to a staging directory."""
     (directory / "model.onnx").write_bytes(graph)
     (directory / "config.json").write_text("{}")
     commit_artifact(directory, manifest(fingerprint))
@@ -76,7 +76,7 @@ def verdict(
     stage: str = "validate",
     summary: str = "",
 ) -> Verdict:
-    """Return a verdict of an artifact's content; one that does not say of which for None."""
+    """Return a verdict on an artifact's content; without its sha256 for None."""
     return Verdict(
         stage=stage,
         key="k",
@@ -94,15 +94,15 @@ def validated(artifact: Artifact, *, summary: str = "", report: bytes | None = N
 
 
 def edit_manifest(directory: Path, **changes) -> None:
-    """Changes values of a manifest.json and seals it again, as somebody would who means to."""
+    """Change values of a manifest.json and update its checksum, like a deliberate manipulation."""
     file = directory / "manifest.json"
     found = json.loads(file.read_text())
-    del found[SEAL]
-    file.write_bytes(sealed_bytes(json.dumps({**found, **changes}, indent=2)))
+    del found[CHECKSUM_KEY]
+    file.write_bytes(append_checksum(json.dumps({**found, **changes}, indent=2)))
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that runs `code`, with this repository importable."""
+    """Start a Python process that runs `code` and can import this repository."""
     root = str(Path(__file__).parents[2])
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],

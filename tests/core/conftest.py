@@ -1,4 +1,4 @@
-"""Every test of the core has a store of its own."""
+"""Give every test of the core its own store."""
 
 import pytest
 

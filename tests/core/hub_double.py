@@ -1,4 +1,4 @@
-"""A Hugging Face Hub of one model on 127.0.0.1, as far as downloading goes."""
+"""A Hugging Face Hub with one model on 127.0.0.1, for downloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEXT_COMMIT = "b" * 40
 
 
 class HubDouble:
-    """What the server holds and what it was asked."""
+    """The content of the server and the requests that it got."""
 
     def __init__(self) -> None:
         self.files = {
@@ -24,9 +24,9 @@ class HubDouble:
         }
         self.revisions = {"main": COMMIT, "v1": COMMIT, COMMIT: COMMIT}
         self.refusal: tuple[int, str] = (0, "")
-        """Status and X-Error-Code of every answer, where not 0."""
+        """Status and X-Error-Code of every response; 0 for normal responses."""
         self.on_info = lambda: None
-        """Called after each answer about the model."""
+        """Called after each response about the model."""
         self.paths: list[str] = []
         self.tokens: set[str | None] = set()
         self.endpoint = ""

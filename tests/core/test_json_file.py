@@ -18,7 +18,7 @@ def test_object_is_read_and_an_absent_file_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff"])
-def test_what_is_no_object_is_an_error_that_names_the_file(tmp_path, content):
+def test_value_that_is_not_an_object_is_an_error_with_the_file(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(SourceError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
@@ -35,7 +35,7 @@ def test_numbers_that_json_lacks_are_null_at_any_depth():
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path, kind):
+def test_named_pipe_is_an_error_and_does_not_block(tmp_path, kind):
     path = tmp_path / "config.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises(SourceError, match=r"config\.json cannot be read: it is a named pipe, a so"):
@@ -44,7 +44,7 @@ def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path, kind):
 
 def test_a_pipe_that_takes_a_files_place_is_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "config.json")
-    monkeypatch.setattr(json_file, "require_regular", lambda path: None)
+    monkeypatch.setattr(json_file, "require_regular_file", lambda path: None)
     with pytest.raises(SourceError, match="is not valid JSON"):
         read_json(tmp_path / "config.json")
 
@@ -57,12 +57,12 @@ def test_a_document_of_gigabytes_is_not_read_whole(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 500, 200_000])
-def test_what_is_nested_too_deeply_is_an_error_that_names_the_file(tmp_path, depth):
+def test_too_deep_nesting_is_an_error_with_the_file(tmp_path, depth):
     """Python itself reads 900 levels, and whoever walks through them runs out of its stack."""
     (tmp_path / "config.json").write_text('{"a": ' + "[" * depth + "]" * depth + "}")
     with pytest.raises(SourceError, match=r"config\.json is not valid JSON: .* nested too deeply"):
         read_json(tmp_path / "config.json")
 
 
-def test_what_is_nested_as_deeply_as_allowed_is_read(tmp_path):
+def test_deepest_allowed_nesting_is_read(tmp_path):
     assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)

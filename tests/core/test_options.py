@@ -35,7 +35,7 @@ def test_unknown_option_names_the_nearest_and_lists_all():
         ({"trust_remote_code": "maybe"}, r"valid boolean.*found 'maybe'"),
     ],
 )
-def test_wrong_value_says_what_was_expected_and_found(values, message):
+def test_invalid_value_names_expected_and_found(values, message):
     with pytest.raises(OptionError, match=message):
         options_from(ExportConfig, "export", values)
 

@@ -1,7 +1,12 @@
 import pytest
 
 from enginery.core.errors import ArtifactError
-from enginery.core.paths import is_inside, resolve_inside
+from enginery.core.paths import (
+    is_portable_name,
+    is_relative_path,
+    portable_name,
+    resolve_inside,
+)
 
 OUTSIDE = [
     "",
@@ -27,8 +32,8 @@ def test_plain_names_are_below_the_root(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_other_names_are_refused(tmp_path, name):
-    assert not is_inside(name)
+def test_paths_out_of_the_root_are_rejected(tmp_path, name):
+    assert not is_relative_path(name)
     with pytest.raises(ArtifactError, match="lies outside the artifact: expected a relative path"):
         resolve_inside(tmp_path, name, what="the artifact")
 
@@ -55,9 +60,18 @@ def test_the_root_may_be_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("character", "\0\n\r\t\x1b\x7f\x85\x9b")
-def test_names_that_would_steer_a_terminal_are_refused(tmp_path, character):
+def test_names_with_control_characters_are_rejected(tmp_path, character):
     name = f"a{character}b"
-    assert not is_inside(name)
+    assert not is_relative_path(name)
     with pytest.raises(ArtifactError, match="control characters") as raised:
         resolve_inside(tmp_path, name, what="the artifact")
     assert character not in raised.value.message
+
+
+def test_portable_name_is_valid_in_every_registry():
+    assert portable_name("My Model/v1 (final)") == "My-Model-v1-final"
+    assert portable_name("../..") == "model"
+    assert len(portable_name("x" * 500)) == 128
+    assert portable_name("nul") == "model-nul"
+    for text in ("a" * 127 + ".b", "con.onnx", "1.", "aux"):
+        assert is_portable_name(portable_name(text)), text

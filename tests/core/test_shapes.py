@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from enginery.core.errors import ShapeError
@@ -6,9 +8,11 @@ from enginery.core.shapes import (
     Profile,
     TensorSpec,
     canonical_dim,
+    choose_profile,
     dim_terms,
     dynamic_dims,
     fixed_dims,
+    preference_order,
     resolve_dim,
 )
 
@@ -28,7 +32,7 @@ def test_profile_reads_ranges_and_fixed_sizes():
     assert profile.dims == {"batch": DimRange(1, 8, 32), "sequence": DimRange(128, 128, 128)}
 
 
-def test_profile_takes_optimums_names_for_ours():
+def test_profile_accepts_names_of_optimum():
     assert Profile.parse("batch_size=2,sequence_length=8") == Profile.parse("batch=2,sequence=8")
 
 
@@ -42,14 +46,14 @@ def test_profile_prints_as_it_is_read():
     [
         ("batch=8:4:16", "batch: min 8 is above opt 4, expected 1 <= min <= opt <= max."),
         ("batch=1:9:8", "batch: opt 9 is above max 8, expected 1 <= min <= opt <= max."),
-        ("batch=0", "batch: found the size 0, expected a whole number from 1 to 2147483647."),
-        ("batch=0:1:2", "batch: found the size 0, expected a whole number from 1 to 2147483647."),
+        ("batch=0", "batch: found size 0, expected a whole number from 1 to 2147483647."),
+        ("batch=0:1:2", "batch: found size 0, expected a whole number from 1 to 2147483647."),
         (
             "batch=1:1:4294967296",
-            "batch: found the size 4294967296, expected a whole number from 1 to 2147483647.",
+            "batch: found size 4294967296, expected a whole number from 1 to 2147483647.",
         ),
-        ("batch=-1", "batch: found the size '-1', expected a whole number from 1 to 2147483647."),
-        ("batch=1.5", "batch: found the size '1.5', expected a whole number from 1 to 2147483647."),
+        ("batch=-1", "batch: found size '-1', expected a whole number from 1 to 2147483647."),
+        ("batch=1.5", "batch: found size '1.5', expected a whole number from 1 to 2147483647."),
         ("batch=1:2", "batch: '1:2' has 2 numbers, expected min:opt:max or one size."),
         ("batch=1:2:3:4", "batch: '1:2:3:4' has 4 numbers, expected min:opt:max or one size."),
         (
@@ -64,7 +68,7 @@ def test_profile_prints_as_it_is_read():
         ),
     ],
 )
-def test_a_bad_profile_says_what_is_wrong(text, message):
+def test_invalid_profile_is_an_error_with_the_reason(text, message):
     with pytest.raises(ShapeError) as error:
         Profile.parse(text)
     assert str(error.value) == f"profile '{text}': {message}"
@@ -83,13 +87,13 @@ def test_a_bad_profile_says_what_is_wrong(text, message):
         "batch=" + "9" * 5000,
     ],
 )
-def test_profile_rejects_what_is_not_name_equals_sizes(text):
+def test_profile_rejects_other_notations(text):
     with pytest.raises(ShapeError, match=r"expected (name=min:opt:max|a whole number)"):
         Profile.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "  "])
-def test_an_empty_profile_is_none(text):
+def test_empty_profile_is_rejected(text):
     with pytest.raises(ShapeError) as error:
         Profile.parse(text)
     assert str(error.value) == (
@@ -170,7 +174,7 @@ def test_a_profile_may_name_a_fixed_dim_with_its_own_size_alone():
         )
 
 
-def test_a_profile_for_a_graph_of_fixed_shapes_is_refused():
+def test_a_profile_for_a_graph_of_fixed_shapes_is_rejected():
     with pytest.raises(ShapeError) as error:
         Profile.parse("rows=8").check((TensorSpec("input_ids", "int64", (1, 16)),), {})
     assert str(error.value) == (
@@ -224,3 +228,93 @@ def test_a_digit_that_is_no_number_is_a_name():
     assert dim_terms("² + 1") == ["²"]
     with pytest.raises(ShapeError, match="dim '²' has no size"):
         resolve_dim("²", {})
+
+
+def profiles(*texts):
+    return [Profile.parse(text) for text in texts]
+
+
+FULL = "batch=1:8:32,sequence=8:128:512"
+SHORT = "batch=1:8:64,sequence=1:16:32"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen"), [((64, 32), 1), ((32, 512), 0), ((1, 8), 1), ((1, 33), 0), ((1, 1), 1)]
+)
+def test_the_profile_with_the_smallest_largest_shape_is_taken(sizes, chosen):
+    batch, sequence = sizes
+    assert choose_profile(profiles(FULL, SHORT), {"sequence": sequence, "batch": batch}) == chosen
+
+
+def test_of_equal_largest_shapes_the_narrower_profile_is_taken():
+    wide, narrow = profiles("batch=1:8:32", "batch=8:16:32")
+    assert choose_profile([wide, narrow], {"batch": 8}) == 1
+    assert choose_profile([narrow, wide], {"batch": 8}) == 0
+    assert choose_profile([wide, narrow], {"batch": 7}) == 0
+
+
+def test_of_equal_profiles_the_first_is_chosen():
+    alike = profiles("batch=1:2:8,sequence=1:2:4", "batch=1:2:4,sequence=1:2:8")
+    assert preference_order(alike) == [0, 1]
+
+
+def test_the_choice_does_not_depend_on_the_order_given():
+    """Where no two profiles are of one size."""
+    texts = (FULL, SHORT, "batch=1,sequence=1:64:128")
+    for sizes in ({"batch": 1, "sequence": 20}, {"batch": 32, "sequence": 64}):
+        chosen = {
+            order[choose_profile(profiles(*order), sizes)]
+            for order in itertools.permutations(texts)
+        }
+        assert len(chosen) == 1
+
+
+def test_a_graph_of_fixed_shapes_has_one_profile_for_its_one_shape():
+    assert choose_profile([Profile({})], {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "message"),
+    [
+        (
+            (FULL, SHORT),
+            {"batch": 64, "sequence": 600},
+            "batch 64, sequence 600 is outside the nearest profile "
+            "'batch=1:8:32,sequence=8:128:512': batch 64 is above its maximum 32 by 32; sequence "
+            "600 is above its maximum 512 by 88. Split or pad the input to fit, or rebuild with "
+            "--profile batch=1:8:64,sequence=8:128:600",
+        ),
+        (
+            (FULL, SHORT),
+            {"batch": 65, "sequence": 2},
+            "batch 65, sequence 2 is outside the nearest profile 'batch=1:8:64,sequence=1:16:32': "
+            "batch 65 is above its maximum 64 by 1. Split or pad the input to fit, or rebuild with "
+            "--profile batch=1:8:65,sequence=1:16:32",
+        ),
+        (
+            (FULL,),
+            {"batch": 2, "sequence": 5},
+            "batch 2, sequence 5 is outside the profile 'batch=1:8:32,sequence=8:128:512': "
+            "sequence 5 is below its minimum 8 by 3. Split or pad the input to fit, or rebuild "
+            "with --profile batch=1:8:32,sequence=5:128:512",
+        ),
+        ((SHORT,), {"batch": 2}, "dim 'sequence' has no size; sizes given: batch 2."),
+        ((SHORT,), {}, "dim 'batch' has no size; sizes given: none."),
+        (
+            (SHORT,),
+            {"batch": 2, "sequence": 2, "sequense": 3},
+            "the profiles have no dim 'sequense'; did you mean 'sequence'? "
+            "Their dims: batch, sequence.",
+        ),
+        ((), {"batch": 2}, "there are no profiles to choose from."),
+    ],
+)
+def test_uncovered_sizes_name_the_nearest_profile_and_the_dims(given, sizes, message):
+    with pytest.raises(ShapeError) as error:
+        choose_profile(profiles(*given), sizes)
+    assert str(error.value) == message
+
+
+def test_a_size_of_zero_is_outside():
+    with pytest.raises(ShapeError, match="batch 0 is below its minimum 1 by 1"):
+        choose_profile(profiles("batch=1:2:4"), {"batch": 0})

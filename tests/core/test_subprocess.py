@@ -1,4 +1,4 @@
-"""A child process answers, fails in words, and never outlives the process that asked it."""
+"""Child processes return results or errors and never outlive their parent."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from enginery.core.errors import ExportError, ShapeError, SourceError
-from enginery.core.subprocess import ask_child, how_it_ended, run_child
+from enginery.core.subprocess import describe_exit, run_in_subprocess, run_module
 
 ROOT = str(Path(__file__).parents[2])
 
 CHILD = """
 import os, sys, time
-from enginery.core.subprocess import answer_parent
+from enginery.core.subprocess import worker_main
 from enginery.core.errors import ShapeError, SourceError
-def answer(request):
+def handle(request):
     match request["do"]:
         case "double":
             print("\\x1ephase doubling", flush=True)
@@ -37,14 +37,14 @@ def answer(request):
             sys.stdout.write("last words")
             sys.stdout.flush()
             os._exit(3)
-answer_parent(answer, what="{do}: work")
+worker_main(handle, description="{do}: work")
 """
 
-# Says its process id, then is busy in the interpreter's lock or out of it, for ten minutes.
+# Prints its process id, then is busy for ten minutes, with the GIL or without it.
 BUSY = """
 import re, sys, time
-from enginery.core.subprocess import end_with_parent
-end_with_parent()
+from enginery.core.subprocess import exit_with_parent
+exit_with_parent()
 import os
 print(os.getpid(), flush=True)
 if sys.argv[1] == "locked":
@@ -54,8 +54,8 @@ time.sleep(600)
 
 PARENT = """
 import sys
-from enginery.core.subprocess import run_child
-run_child("busy", sys.argv[1], heard=lambda line: print(line, end="", flush=True))
+from enginery.core.subprocess import run_module
+run_module("busy", sys.argv[1], on_line=lambda line: print(line, end="", flush=True))
 """
 
 
@@ -68,59 +68,61 @@ def modules(tmp_path, monkeypatch):
     return tmp_path
 
 
-def ask(modules, do, **options):
-    return ask_child(
+def run(modules, do, **options):
+    return run_in_subprocess(
         "child",
         {"do": do, "value": 21},
         log=modules / "logs" / "child.log",
-        what="working",
+        description="working",
         error=ExportError,
         **options,
     )
 
 
 def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
-    heard = []
+    lines = []
 
     def phases(line):
         if line.startswith("\x1ephase "):
-            heard.append(line)
+            lines.append(line)
             return True
         return False
 
-    assert ask(modules, "double", heard=phases) == {"value": 42}
-    assert heard == ["\x1ephase doubling\n"]
+    assert run(modules, "double", on_line=phases) == {"value": 42}
+    assert lines == ["\x1ephase doubling\n"]
     assert (modules / "logs" / "child.log").read_text() == "a warning\n"
 
 
-def test_expected_error_keeps_its_kind_where_it_is_asked_for(modules):
+def test_errors_of_the_classes_in_reraise_keep_their_class(modules):
     with pytest.raises(SourceError, match=r"no such model\. Name another\.") as found:
-        ask(modules, "source", kinds=(SourceError,))
+        run(modules, "source", reraise=(SourceError,))
     assert (found.value.message, found.value.do) == ("no such model.", "Name another.")
     with pytest.raises(ExportError, match=r"a dim does not fit\. The whole log: .*child\.log"):
-        ask(modules, "shape", kinds=(SourceError,))
+        run(modules, "shape", reraise=(SourceError,))
     with pytest.raises(ShapeError):
-        ask(modules, "shape", kinds=(SourceError, ShapeError))
+        run(modules, "shape", reraise=(SourceError, ShapeError))
 
 
-def test_bug_is_an_error_of_one_line_and_a_traceback_in_the_log(modules):
+def test_unexpected_exception_gives_one_line_and_a_traceback_in_the_log(modules):
     with pytest.raises(ExportError) as found:
-        ask(modules, "bug")
+        run(modules, "bug")
     assert found.value.message == "bug: work failed in ValueError: first line"
     assert "Traceback" in (modules / "logs" / "child.log").read_text()
 
 
-def test_crash_names_the_signal_and_where_the_last_words_are(modules):
+def test_crash_message_names_the_signal_and_the_log(modules):
     with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. Its"):
-        ask(modules, "crash")
+        run(modules, "crash")
     with pytest.raises(ExportError, match=r"the process ended with status 3\..*child\.log"):
-        ask(modules, "leave")
+        run(modules, "leave")
     assert (modules / "logs" / "child.log").read_text() == "last words"
 
 
 def test_module_that_cannot_be_imported_is_an_error(modules):
     with pytest.raises(ExportError, match="ended with status 1"):
-        ask_child("no_such_module", {}, log=modules / "a.log", what="x", error=ExportError)
+        run_in_subprocess(
+            "no_such_module", {}, log=modules / "a.log", description="x", error=ExportError
+        )
     assert "No module named" in (modules / "a.log").read_text()
 
 
@@ -128,8 +130,8 @@ def test_module_that_cannot_be_imported_is_an_error(modules):
     ("status", "words"),
     [(-9, "killed (signal 9); the usual"), (-11, "crashed with signal 11"), (2, "with status 2")],
 )
-def test_status_in_words(status, words):
-    assert words in how_it_ended(status)
+def test_describe_exit(status, words):
+    assert words in describe_exit(status)
 
 
 def is_running(process):
@@ -150,7 +152,7 @@ def wait_until_gone(process, seconds=60):
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="looks processes up in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("busy", ["sleeping", "locked"])
-def test_child_ends_with_its_parent_however_that_ends(modules, number, busy):
+def test_child_ends_when_its_parent_is_killed(modules, number, busy):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, busy],
         stdout=subprocess.PIPE,
@@ -171,7 +173,7 @@ def test_child_ends_with_its_parent_however_that_ends(modules, number, busy):
                 os.kill(process, signal.SIGKILL)
 
 
-def test_child_that_finds_its_parent_gone_ends_at_once(modules):
+def test_child_ends_at_once_if_its_parent_has_ended(modules):
     theirs, ours = os.pipe()
     os.close(ours)
     ended = subprocess.run(
@@ -202,23 +204,23 @@ def test_child_of_a_thread_that_blocks_signals_still_ends(modules):
     assert wait_until_gone(child)
 
 
-def test_error_while_listening_ends_the_child(modules):
-    heard = []
+def test_exception_in_on_line_ends_the_child(modules):
+    lines = []
 
     def interrupted(line):
-        heard.append(int(line))
+        lines.append(int(line))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_child("busy", "sleeping", heard=interrupted)
-    assert wait_until_gone(heard[0])
+        run_module("busy", "sleeping", on_line=interrupted)
+    assert wait_until_gone(lines[0])
 
 
 def test_two_children_at_once_do_not_hold_each_others_pipes(modules):
     code = (
-        "import threading\nfrom enginery.core.subprocess import run_child\n"
+        "import threading\nfrom enginery.core.subprocess import run_module\n"
         "def work():\n"
-        "    run_child('busy', 'sleeping', heard=lambda line: print(line, end='', flush=True))\n"
+        "    run_module('busy', 'sleeping', on_line=lambda line: print(line, end='', flush=True))\n"
         "for _ in range(2):\n    threading.Thread(target=work).start()\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -228,7 +230,7 @@ def test_two_children_at_once_do_not_hold_each_others_pipes(modules):
     assert all(wait_until_gone(child) for child in children)
 
 
-def test_worker_run_by_hand_answers_too(modules):
+def test_worker_can_be_run_by_hand(modules):
     (modules / "request.json").write_text(json.dumps({"do": "double", "value": 4}))
     words = [sys.executable, "-m", "child", modules / "request.json", modules / "result.json"]
     assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0

@@ -730,7 +730,7 @@ def test_model_is_restored_after_a_failed_rename(mood, models, monkeypatch):
 
     export_triton(mood, models, name="m")
     before = tree(models)
-    monkeypatch.setattr("enginery.deploy.triton.repository.put_in_place", stuck)
+    monkeypatch.setattr("enginery.deploy.triton.repository.replace_directory", stuck)
     with pytest.raises(ArtifactError, match="Input/output error"):
         export_triton(mood, models, name="m", version=2)
     assert tree(models) == before
@@ -790,7 +790,7 @@ KILLED = """
 import os, sys
 from enginery.core.artifact import staging
 artifact, models, exchanges = sys.argv[1:]
-replace, exchanged = os.replace, staging._exchanged
+replace, exchanged = os.replace, staging._exchange
 def killed_after(run):
     def once(one, other):
         found = run(one, other)
@@ -799,7 +799,7 @@ def killed_after(run):
         return found
     return once
 os.replace = killed_after(replace)
-staging._exchanged = killed_after(exchanged) if exchanges else lambda *_: False
+staging._exchange = killed_after(exchanged) if exchanges else lambda *_: False
 from enginery.api import export_triton
 export_triton(artifact, models, name="m", provider="cpu")
 """

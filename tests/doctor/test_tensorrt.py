@@ -27,7 +27,7 @@ def test_gpu_without_tensorrt_rtx_support_is_a_note_with_a_remedy():
     (finding,) = tensorrt_findings(machine("NVIDIA H200", "9.0"))
     assert finding.severity == "note"
     assert finding.evidence == (
-        "NVIDIA H200 has compute capability 9.0, and TensorRT for RTX has no support for 9.0: "
+        "NVIDIA H200 has compute capability 9.0, but TensorRT for RTX has no support for 9.0: "
         "it supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1."
     )
     assert "--flavor tensorrt (pip install 'tensorrt-cu13>=10,<11')" in finding.remedy

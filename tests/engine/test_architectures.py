@@ -8,8 +8,8 @@ from enginery import build_engine, export_model, optimize_model, quantize_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import engine_directories
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import dynamic_dims
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.export.graphs import record_graph
 from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.core.artifacts import manifest

@@ -136,7 +136,7 @@ def test_a_changed_option_misses_and_is_named(tmp_path, monkeypatch, options, ch
     never_built(monkeypatch)
     with pytest.raises(ProviderError, match="stopped"):
         obtain(artifact, said, **options)
-    assert said.messages == [f"tensorrt-rtx: building anew: {changed}"]
+    assert said.messages == [f"tensorrt-rtx: rebuilding: {changed}"]
 
 
 def never_built(monkeypatch):
@@ -157,7 +157,7 @@ def test_another_tensorrt_misses_and_is_named(tmp_path, monkeypatch):
     with pytest.raises(ProviderError):
         obtain(artifact, said)
     before = engine.record.fields["tensorrt"]
-    assert said.messages == [f"tensorrt-rtx: building anew: tensorrt: {before} → 1.8.0.1"]
+    assert said.messages == [f"tensorrt-rtx: rebuilding: tensorrt: {before} → 1.8.0.1"]
 
 
 def test_another_precision_misses(tmp_path):
@@ -177,7 +177,7 @@ def test_another_external_data_file_misses_and_the_graph_is_named(tmp_path, monk
         obtain(second, said)
     (message,) = said.messages
     before, now = (request_of(a).graph_sha256[:12] for a in (first, second))
-    assert message == f"tensorrt-rtx: building anew: graph: {before} → {now}"
+    assert message == f"tensorrt-rtx: rebuilding: graph: {before} → {now}"
 
 
 def test_the_order_of_profiles_misses(tmp_path):
@@ -209,7 +209,7 @@ def test_damaged_engine_is_rebuilt(tmp_path, file):
     assert file in entry.problem
     again, built = obtain(artifact, said)
     assert built
-    assert said.messages == [f"tensorrt-rtx: building anew: {engine.name} is damaged"]
+    assert said.messages == [f"tensorrt-rtx: rebuilding: {engine.name} is damaged"]
     assert find_engine(request_of(artifact)) == again
 
 

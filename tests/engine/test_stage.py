@@ -249,9 +249,9 @@ def test_a_verdict_of_other_content_is_not_carried_over(tmp_path, built):
 def test_a_stored_result_never_brings_an_older_verdict(tmp_path, own_home):
     options = {"profile": [PROFILE], "capability": "8.9"}
     source = product(tmp_path / "a").annotate(verdict(passed=True), b"{}")
-    assert not build_engine(source, **options).failed()
+    assert not build_engine(source, **options).failed_verdict()
     source = source.annotate(verdict(passed=False), b"{}")
-    assert build_engine(source, allow_failed=True, **options).failed()
+    assert build_engine(source, allow_failed=True, **options).failed_verdict()
 
 
 def test_reports_written_since_stay_where_engines_come_from_the_store(tmp_path, own_home):
@@ -290,7 +290,7 @@ def test_failed_artifact_is_rejected_unless_allowed(tmp_path, built):
     source = product(tmp_path / "a").annotate(verdict(passed=False), b"{}")
     with pytest.raises(RejectedArtifactError, match="failed its validation"):
         built(source)
-    assert built(source, allow_failed=True).failed()
+    assert built(source, allow_failed=True).failed_verdict()
 
 
 # Errors

@@ -165,7 +165,7 @@ def test_shard_index_only_names_files_of_its_directory(bert, names):
     (model / "model.safetensors").unlink()
     index = {"weight_map": {str(number): name for number, name in enumerate(names)}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SourceError, match="expected the name of a file beside it"):
+    with pytest.raises(SourceError, match="expected the name of a file in the same"):
         export_model(str(model))
 
 

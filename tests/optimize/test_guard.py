@@ -34,7 +34,7 @@ def test_overflowing_output_names_the_node_that_is_fp32_already(large_output, tm
     assert found["unrepaired"][0]["node"] == "mul_1"
     assert found["unrepaired"][0]["fixed"] is True
     assert found["rounds"] <= 1, "there was nothing to repair"
-    verdict = artifact.failed()
+    verdict = artifact.failed_verdict()
     assert verdict is not None
     assert "y: " in verdict.summary
     assert (
@@ -46,7 +46,7 @@ def test_overflowing_output_names_the_node_that_is_fp32_already(large_output, tm
 
 def test_same_output_passes_in_fp32(large_output, tmp_path):
     artifact = stage.run(large_output, OptimizeConfig(), tmp_path / "out")
-    assert artifact.failed() is None
+    assert artifact.failed_verdict() is None
     assert [island["node"] for island in record(artifact)["islands"]] == ["mul_1"]
 
 
@@ -68,7 +68,7 @@ def test_error_with_all_nodes_in_fp32_names_the_first_one(tmp_path):
     source = export_model(str(saved(graph(text, w=np.float32(2)), tmp_path / "c.onnx")))
     config = OptimizeConfig(max_error=1e-6, keep_fp32=("sin_0", "mul_1"), io_dtype="same")
     artifact = stage.run(source, config, tmp_path / "out")
-    summary = artifact.failed().summary
+    summary = artifact.failed_verdict().summary
     assert "it diverges from FP32 at the node sin_0, which is FP32 already: the relative" in summary
     assert summary.endswith("that of its computed inputs 0")
 
@@ -79,7 +79,7 @@ def test_t5_merged_decoder_is_measured_in_its_branches(tiny_model, tmp_path):
         str(tiny_model("t5", "text2text-generation")), task="text2text-generation-with-past"
     )
     artifact = stage.run(source, OptimizeConfig(), tmp_path / "out")
-    assert artifact.failed() is None
+    assert artifact.failed_verdict() is None
     graphs = json.loads((artifact.path / stage.REPORT).read_text())["graphs"]
     merged = next(found for found in graphs if "merged" in found["graph"])
     assert merged["tensors_measured"] > 300, "the tensors of both branches"

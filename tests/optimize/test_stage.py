@@ -143,7 +143,7 @@ def test_check_finds_the_node_where_the_graphs_diverge(exported, optimized, tmp_
     found = report_of(artifact)["graphs"][0]
     assert found["rounds"] >= 1
     assert {island["node"] for island in found["islands"]} >= {"grow"}
-    assert artifact.failed() is None
+    assert artifact.failed_verdict() is None
 
 
 def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
@@ -154,7 +154,7 @@ def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
     monkeypatch.setattr(guard, "find_fp32_nodes", lambda graph, ranges: {})
     source = overflowing(exported("bert", "text-classification"), tmp_path / "grown")
     artifact = optimized(source, max_rounds=0)
-    verdict = artifact.failed()
+    verdict = artifact.failed_verdict()
     assert verdict is not None
     assert "it diverges from FP32 at the node grow" in verdict.summary
     with pytest.raises(RejectedArtifactError):
@@ -165,7 +165,7 @@ def test_all_graphs_of_sequence_to_sequence_models_are_cast(exported, optimized)
     source = exported("t5", "text2text-generation", post_process=False)
     artifact = optimized(source)
     assert len(report_of(artifact)["graphs"]) == len(source.manifest.graphs) > 1
-    assert artifact.failed() is None
+    assert artifact.failed_verdict() is None
 
 
 def test_ranges_are_measured_on_the_users_data(exported, optimized, tmp_path):

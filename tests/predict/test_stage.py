@@ -366,7 +366,7 @@ def test_providers_come_from_the_environment_variable(predict, classifier, revie
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, and cpu has no CUDA graphs"),
+        ({"cuda_graph": True}, ProviderError, "cuda_graph is set, but cpu has no CUDA graphs"),
         ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "buffers"),
         ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],

@@ -7,8 +7,8 @@ import pytest
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactError
-from enginery.core.json_file import unsealed_bytes
-from enginery.core.names import is_portable_name, portable_name
+from enginery.core.json_file import verify_checksum
+from enginery.core.paths import is_portable_name, portable_name
 from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 from enginery.publish.publication import Publication
@@ -67,7 +67,7 @@ def test_groups_of_external_weights_tokenizer_and_engines(tmp_path, packed):
     assert len(engines) == 2
     assert {engine.capabilities for engine in package.engines} == {("8.9",), ("8.0", "8.9")}
     listing = next(f for f in package.files if f.name == "reports/publication.json")
-    marks = Publication.model_validate_json(unsealed_bytes(listing.path.read_bytes())).engines
+    marks = Publication.model_validate_json(verify_checksum(listing.path.read_bytes())).engines
     assert {f"engine:{mark.directory.partition('/')[2]}" for mark in marks} == engines
     assert {(mark.hardware_bound, mark.flavor, mark.tensorrt) for mark in marks} == {
         (True, "tensorrt-rtx", "1.7.1.116")

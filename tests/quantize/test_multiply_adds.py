@@ -9,7 +9,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.qdq.layers import find_layers
 from enginery.quantize.multiply_adds import MultiplyAddCounts, count_multiply_adds
-from enginery.runtime.onnxruntime.multiply_adds import count_node_work
+from enginery.runtime.onnxruntime.multiply_adds import profile_multiply_adds
 
 
 def fed(artifact):
@@ -35,7 +35,7 @@ def test_multiply_adds_per_layer_match_those_per_node(tiny, kind, task):
     model = ir.load(artifact.model)
     layers, feeds = find_layers(model), fed(artifact)
     found = count_multiply_adds(artifact.model, model, layers, feeds)
-    work = count_node_work(artifact.model, feeds)
+    work = profile_multiply_adds(artifact.model, feeds)
     assert found.by_layer == {layer.name: work[layer.name].multiply_adds for layer in layers}
     others = [node for name, node in work.items() if name not in found.by_layer]
     assert found.attention == sum(n.multiply_adds for n in others if n.op_type == "MatMul")

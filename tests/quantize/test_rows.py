@@ -12,8 +12,8 @@ from enginery.core.errors import InputError
 from enginery.core.options import options_from
 from enginery.quantize.calibration.data import make_batches, read_data
 from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.sample_inputs import synthetic_images
 from tests.tiny import LABELS, TEXT
 
 NAMES = LABELS["text-classification"]
@@ -123,9 +123,9 @@ def test_a_missing_column_names_the_nearest_and_all(datasets, bert):
 
 
 def test_a_column_without_texts_says_what_it_holds(bert):
-    with pytest.raises(InputError, match=r"column 'id' holds no text \(found int\)"):
+    with pytest.raises(InputError, match=r"column 'id' has no text \(found int\)"):
         read(bert, rows_of(TEXT), column="id")
-    with pytest.raises(InputError, match="found nothing but empty values"):
+    with pytest.raises(InputError, match="found only empty values"):
         read(bert, rows_of(["", None]))
 
 

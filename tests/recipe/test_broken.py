@@ -383,7 +383,7 @@ BROKEN = {
         + "  - bench:\n      provider: cpu\n      provider_option: cuda.device_id=0\n",
         7,
         "which is not requested",
-        "Name it among the providers",
+        "Request it as well",
     ),
     "CUDA graph on the CPU": (
         HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"
@@ -415,14 +415,14 @@ BROKEN = {
     "model that is not there": (
         "model: ./models\nstages: [export]\n",
         1,
-        "there is no such directory or file",
+        "no such directory or file",
         "",
     ),
     "file that is no ONNX": (
         "model: ./fake.onnx\nstages: [export]\n",
         1,
         "is not an ONNX model",
-        "Make it again",
+        "Export it again",
     ),
     "model without weights": (
         "out: out\nmodel: ./empty\nstages: [export]\n",
@@ -514,7 +514,7 @@ BROKEN = {
     "data that are not there": (
         HEAD + EXPORT + "  - validate:\n      rows: 8\n      data: review.csv\n",
         7,
-        "there is nothing of that name",
+        "no such file or folder",
         "",
     ),
     "column": (
@@ -545,7 +545,7 @@ BROKEN = {
     "no rows": (
         HEAD + EXPORT + "  - validate:\n      data: empty.csv\n",
         6,
-        "holds no text",
+        "has no text",
         "",
     ),
     "texts for a model of images": (
@@ -557,7 +557,7 @@ BROKEN = {
     "no images": (
         HEAD + IMAGES + "  - bench:\n      images: photos\n",
         6,
-        "no images in it",
+        "has no images",
         "",
     ),
     "ranges": (
@@ -575,7 +575,7 @@ BROKEN = {
     "input": (
         HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: b.csv\n",
         7,
-        "there is nothing of that name",
+        "no such file or folder",
         "",
     ),
     "column of the input": (
@@ -718,7 +718,7 @@ def test_what_is_wrong_on_the_command_line_names_no_line_of_the_recipe(beside, m
     plan = Recipe.load(path)
     with pytest.raises(OptionError, match=r"^option 'task': unknown task 'sorting'"):
         run_recipe(plan.with_model(task="sorting"))
-    with pytest.raises(EngineryError, match=r"^model 'a b': expected a"):
+    with pytest.raises(EngineryError, match=r"^model 'a b': no such directory"):
         run_recipe(plan.with_model("a b"))
     with pytest.raises(EngineryError, match="not an enginery artifact") as caught:
         run_recipe(plan.changed(out=str(beside / "notes")))
@@ -731,7 +731,7 @@ def test_a_recipe_made_in_python_is_checked_as_well(beside):
     with pytest.raises(OptionError, match="option 'level' is O3"):
         run_recipe(Recipe(model, (export, Step("optimize", OptimizeConfig(level="O3")))))
     predict = Step("predict", PredictStage(input="nowhere.csv", output="a.csv"))
-    with pytest.raises(EngineryError, match="there is nothing of that name"):
+    with pytest.raises(EngineryError, match="no such file or folder"):
         run_recipe(Recipe(model, (export, predict)))
 
 

@@ -1,4 +1,4 @@
-"""Classic TensorRT 10 without a GPU: a double of its Python module, strict about what it is told.
+"""A test double of classic TensorRT 10's Python module that checks how it is called.
 
 Takes `sys.modules`; records every call in order.
 
@@ -21,7 +21,7 @@ from types import ModuleType, SimpleNamespace
 
 VERSION = "10.16.1.11"
 HERE = b"NVIDIA L4, TensorRT 10.16.1\n"
-"""The header of a timing cache that was made here."""
+"""Header of a timing cache made by this double."""
 
 Severity = enum.IntEnum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE", start=0)
 NetworkDefinitionCreationFlag = enum.IntEnum(
@@ -79,7 +79,7 @@ LAYERS = [
 
 
 class Strict:
-    """Refuses what the real class does not have."""
+    """Raise for attributes that the real class does not have."""
 
     def __setattr__(self, name, value):
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
@@ -88,7 +88,7 @@ class Strict:
 
 
 def setting(name, kind):
-    """A property that takes values of one type and records them."""
+    """Return a property that accepts values of one type and records them."""
 
     def write(self, value):
         if not isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""Tiny artifacts, each exported once a session."""
+"""Tiny artifacts, each exported once per session."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def _home(tmp_path_factory):
 
 
 class TinyModels:
-    """Source directories and artifacts by kind, task and changes to the config."""
+    """Source directories and artifacts, by kind, task and changes to the config."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._artifacts: dict[str, Artifact] = {}
 
     def source(self, kind: str, task: str, **config: Any) -> Path:
-        """The Hugging Face directory that the artifact was exported from."""
+        """Return the Hugging Face directory that the artifact was exported from."""
         self.artifact(kind, task, **config)
         return self._root / f"{self._name(kind, task, config)}-source"
 
     def artifact(self, kind: str, task: str, **config: Any) -> Artifact:
-        """The artifact; do not change it."""
+        """Return the artifact; do not change it."""
         name = self._name(kind, task, config)
         if name not in self._artifacts:
             source = save_tiny(kind, task, self._root / f"{name}-source", **config)
@@ -50,7 +50,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def altered(tmp_path):
-    """A copy of an artifact with other files beside the graph, hashed anew."""
+    """Return a copy of an artifact with other files and new hashes."""
     import shutil
 
     from enginery.core.artifact.artifact import commit_artifact

@@ -1,4 +1,4 @@
-"""A task that the package does not have, in one module, as a new one would be added."""
+"""A new task in one module, as a developer would add it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from enginery.runtime.tasks.text import TextOptions, TextTask
 
 @dataclass(frozen=True)
 class Counted(Result):
-    """What was counted of one text."""
+    """Counts of one text."""
 
     tokens: int
     vowels: int
@@ -32,12 +32,12 @@ class CountOptions(TextOptions):
     """Options of `count`."""
 
     vowels: str = "aeiou"
-    """What counts as a vowel."""
+    """Letters that count as vowels."""
 
 
 @dataclass
 class Count(TextTask):
-    """How many tokens and vowels texts have."""
+    """Count the tokens and vowels of texts."""
 
     verb = "count"
     purpose = "counts tokens and vowels"
@@ -64,7 +64,7 @@ class Count(TextTask):
         ]
 
     def is_finite(self, result: Any) -> bool:
-        """Whether both are numbers, which they always are."""
+        """Return True: both counts are always valid."""
         return True
 
     def tensors(self, results: Sequence[Any]) -> Arrays:

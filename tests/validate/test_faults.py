@@ -19,7 +19,7 @@ def verdict(exported, copied):
     def make(model, edit, *, graph="model.onnx", options=None, **manifest):
         artifact = faults.break_graph(copied(exported(*model)), edit, graph=graph, **manifest)
         report = validate_model(artifact, **(options or {}))
-        assert report.passed == (artifact.open(artifact.path).failed() is None)
+        assert report.passed == (artifact.open(artifact.path).failed_verdict() is None)
         return report
 
     return make

@@ -92,7 +92,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
     from enginery.core.model.source import resolve_source
-    from enginery.runtime.builtin_inputs import SENTENCES
+    from enginery.runtime.sample_inputs import SENTENCES
 
     artifact = export_model(minilm, out=tmp_path / "minilm")
     report = validate_model(artifact)
@@ -241,7 +241,7 @@ def test_images_of_different_sizes_are_all_compared(exported, copied):
 
 def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
     text = copied(exported(*TEXT))
-    with pytest.raises(InputError, match="there is nothing of that name"):
+    with pytest.raises(InputError, match="no such file or folder"):
         validate_model(text, data=str(tmp_path / "none.csv"))
     audio = exported("wav2vec2", "audio-classification").copy_to(tmp_path / "audio")
     with pytest.raises(InputError, match=r"takes input_values.*Leave the data out"):

@@ -16,9 +16,9 @@ from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import Feeds
-from enginery.core.profile_choice import choose_profile
-from enginery.runtime.engines.profiles import sizes_of
-from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_of
+from enginery.core.shapes import choose_profile
+from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
 from enginery.runtime.providers.specification import ProviderSpec
@@ -132,7 +132,7 @@ class OrtSessionBackend:
             allow_fallback=allow_fallback,
             allow_build=False,
         )
-        paths: list[Path] = [wrapper_of(engine) for engine in engines]
+        paths: list[Path] = [wrapper_path(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record = record
         self._profiles = [reachable_profile(engine.record) for engine in engines]
@@ -164,7 +164,7 @@ class OrtSessionBackend:
         """Return the session whose engine accepts the inputs; raise ShapeError if none does."""
         if not self._sessions:
             raise ProviderError("the session is closed.")
-        sizes = sizes_of(self._record.inputs, feeds) if self._profiles else {}
+        sizes = dim_sizes(self._record.inputs, feeds) if self._profiles else {}
         return self._sessions[choose_profile(self._profiles, sizes) if self._profiles else 0]
 
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import ctypes
 import sys
 from typing import Any
 
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import ProviderError
 from enginery.runtime.providers import gpus
 
@@ -36,7 +36,7 @@ class _Process(ctypes.Structure):
     )
 
 
-class Nvml(Closing):
+class Nvml(Closeable):
     """A GPU in NVML. A context manager."""
 
     def __init__(self, library: Any, bus_id: bytes) -> None:

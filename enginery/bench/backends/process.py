@@ -13,12 +13,12 @@ from typing import Any
 from enginery.bench.backends.plan import BackendPlan
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import ProviderError
-from enginery.core.subprocess import Answer, ChildWorker
+from enginery.core.subprocess import WorkerProcess, WorkerResult
 
 
-class BenchmarkProcess(Closing):
+class BenchmarkProcess(Closeable):
     """A process that has loaded a backend. A context manager; closing it ends the process."""
 
     def __init__(self, plan: BackendPlan, target: Target, config: BenchConfig, log: Path) -> None:
@@ -34,10 +34,10 @@ class BenchmarkProcess(Closing):
             EngineryError: the backend cannot run.
         """
         self.plan = plan
-        self.worker = ChildWorker(
+        self.worker = WorkerProcess(
             "enginery.bench.backends.worker",
             log=log,
-            what=plan.name,
+            description=plan.name,
             error=ProviderError,
             environment={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         )
@@ -57,14 +57,14 @@ class BenchmarkProcess(Closing):
             self.close()
             raise
 
-    def request(self, command: str, **values: Any) -> Answer:
+    def request(self, command: str, **values: Any) -> WorkerResult:
         """Send a command to the process and return its answer.
 
         Raises:
             EngineryError: the backend raised it.
             ProviderError: the process died.
         """
-        return self.worker.ask(command, **values)
+        return self.worker.request(command, **values)
 
     def close(self) -> None:
         """End the process; may be called again."""

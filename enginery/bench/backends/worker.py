@@ -36,8 +36,11 @@ from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
 from enginery.core.errors import MissingPackageError, ProviderError  # noqa: E402
-from enginery.core.memory import peak_rss_bytes  # noqa: E402
-from enginery.core.subprocess import Answer, answer_requests  # noqa: E402
+from enginery.core.subprocess import (  # noqa: E402
+    WorkerResult,
+    peak_rss_bytes,
+    serve_requests,
+)
 
 
 def open_backend(
@@ -102,9 +105,9 @@ class BenchmarkWorker:
         self._run: Run | None = None
         self._feeds: dict[str, Any] = {}
         self._device_id = 0
-        self._device_memory: Answer = {}
+        self._device_memory: WorkerResult = {}
 
-    def answer(self, command: Mapping[str, Any]) -> Answer:
+    def answer(self, command: Mapping[str, Any]) -> WorkerResult:
         """Run a command and return its answer; raise EngineryError if it fails."""
         commands = {
             "load": self.load,
@@ -116,7 +119,7 @@ class BenchmarkWorker:
         }
         return commands[command["do"]](command)
 
-    def load(self, command: Mapping[str, Any]) -> Answer:
+    def load(self, command: Mapping[str, Any]) -> WorkerResult:
         """Load the model. The time includes the imports that the backend needs."""
         manifest = Manifest.model_validate(command["manifest"])
         artifact = Artifact(Path(command["artifact"]), manifest)
@@ -141,7 +144,7 @@ class BenchmarkWorker:
             "rss_bytes": peak_rss_bytes(),
         }
 
-    def prepare(self, command: Mapping[str, Any]) -> Answer:
+    def prepare(self, command: Mapping[str, Any]) -> WorkerResult:
         """Read inputs from a file, and warm up on them if `seconds` is above 0."""
         with np.load(command["feeds"], allow_pickle=False) as stored:
             self._feeds = {name: stored[name] for name in stored.files}
@@ -154,7 +157,7 @@ class BenchmarkWorker:
         note = backend.note_for(self._feeds) if isinstance(backend, EngineryBackend) else ""
         return {**vars(found), "notes": [note] if note else []}
 
-    def turn(self, command: Mapping[str, Any]) -> Answer:
+    def turn(self, command: Mapping[str, Any]) -> WorkerResult:
         """Run a turn and return its times; with `cold`, time a single run without a warm-up."""
         run = self._require_run()
         if command.get("cold"):
@@ -166,7 +169,7 @@ class BenchmarkWorker:
         self._sample_device_memory()
         return {"times_ms": times}
 
-    def copies(self, command: Mapping[str, Any]) -> Answer:
+    def copies(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the copies to and from the device."""
         backend = self._require_backend()
         if not isinstance(backend, OrtSessionBackend):
@@ -177,7 +180,7 @@ class BenchmarkWorker:
         )
         return {**vars(found), "share": found.share}
 
-    def energy(self, command: Mapping[str, Any]) -> Answer:
+    def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the energy of a run in joules.
 
         The average is taken over some seconds, because the counter is updated only every 20 to
@@ -191,13 +194,13 @@ class BenchmarkWorker:
                 runs += 1
             return {"joules": (nvml.energy_joules() - before) / runs}
 
-    def memory(self, command: Mapping[str, Any]) -> Answer:  # noqa: ARG002
+    def memory(self, command: Mapping[str, Any]) -> WorkerResult:  # noqa: ARG002
         """Return peak memory and the facts of the session.
 
         Memory is read first, because collecting the facts opens further sessions.
         """
         self._sample_device_memory()
-        found: Answer = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
+        found: WorkerResult = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
         if self._backend is not None:
             found["facts"] = self._backend.facts()
         return found
@@ -235,4 +238,4 @@ class BenchmarkWorker:
 
 
 if __name__ == "__main__":
-    answer_requests(BenchmarkWorker().answer)
+    serve_requests(BenchmarkWorker().answer)

@@ -94,7 +94,7 @@ def tokens_of(sizes: Mapping[str, int], target: Target) -> int | None:
 
 def check_positions(target: Target, case: Case) -> None:
     """Raise ShapeError if a sequence is longer than the model's position embeddings."""
-    limit = target.limits.hard_limit
+    limit = target.limits.position_limit
     if limit is None:
         return
     for dim in (dim for spec in target.record.inputs for dim in spec.dims):
@@ -124,7 +124,7 @@ def _axes(
     fixed = fixed_dims(first.record.inputs)
     for name, text in (("batch", config.batch), ("sequence", config.sequence)):
         if name in names:
-            limits = [s.limits.hard_limit or s.limits.max_positions for s in targets]
+            limits = [s.limits.position_limit or s.limits.max_positions for s in targets]
             sizes = _auto(min(limits)) if text == AUTO else read_sizes(text, name)
             axes[name] = sizes
         elif text not in (AUTO, BenchConfig.batch) and read_sizes(text, name) != (fixed.get(name),):

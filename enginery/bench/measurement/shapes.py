@@ -22,7 +22,7 @@ from enginery.bench.target import Target
 from enginery.core.artifact.reports import BenchCase, Comparison, CopyTimes, Measurement
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
-from enginery.core.subprocess import Answer
+from enginery.core.subprocess import WorkerResult
 
 _GPU_SECONDS = 1.0
 """Duration of a measurement of energy or copies."""
@@ -70,7 +70,7 @@ def measure_case(
         EngineryError: enginery's runner, or a backend named in `against`, fails at the shape.
     """
     first = next(iter(targets.values()))
-    prepared: dict[str, Answer] = {}
+    prepared: dict[str, WorkerResult] = {}
     problems: dict[str, str] = {}
     files = _feed_files(case, targets, config, scratch)
     for name, process in processes.items():

@@ -17,7 +17,7 @@ from enginery.core.artifact.reports import (
     ContenderRecord,
     Measurement,
 )
-from enginery.runtime import advice as shared
+from enginery.runtime.onnxruntime import session
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
@@ -52,7 +52,7 @@ def searching_convolutions(result: BenchResult) -> Iterator[Advice]:
         search = facts.get("provider_options", {}).get(CUDA, {}).get("cudnn_conv_algo_search", "")
         if not facts.get("convolutions") or search != "EXHAUSTIVE" or shapes < 2:
             continue
-        yield shared.exhaustive_search(
+        yield session.exhaustive_search(
             f"{record.name} has {facts['convolutions']} convolutions, ran {shapes} shapes, and "
             f"cudnn_conv_algo_search is EXHAUSTIVE{_first_runs(result, record.name)}"
         )
@@ -206,7 +206,7 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
     """Advise at most one thread per core: two threads of a core share its arithmetic units."""
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
-    found = shared.too_many_threads(
+    found = session.too_many_threads(
         threads,
         cores,
         evidence=f"{threads} threads on {cores} cores",

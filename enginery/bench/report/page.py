@@ -36,10 +36,10 @@ from enginery.core.artifact.reports import (
     named_versions,
     worst_by_output,
 )
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.paths import resolve_inside
 
 PAGE = f"{REPORTS}/report.html"
@@ -99,7 +99,7 @@ def store_reports(path: Path, files: Mapping[str, bytes], *, replacing_figures: 
     for name in removed:
         (path / name).unlink(missing_ok=True)
     for name, content in files.items():
-        write_beside(path / name, content)
+        write_atomically(path / name, content)
 
 
 def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
@@ -192,7 +192,7 @@ def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
         file = resolve_inside(path, f"{REPORTS}/{name}", what=str(path))
         if not file.exists():
             return []
-        svg = document_bytes(file, most_bytes=_MAX_FIGURE_BYTES)
+        svg = read_document(file, max_bytes=_MAX_FIGURE_BYTES)
     except (ArtifactError, OSError) as error:
         problem = error.strerror if isinstance(error, OSError) else error.message
         return [Figure("", f"{REPORTS}/{name} cannot be read: {problem}")]

@@ -1,10 +1,10 @@
-"""An artifact: a directory that any stage takes and any stage leaves.
+"""An artifact: the directory that stages read and write.
 
-It is data from a stranger: every path that it names is resolved inside it and through no link.
+>>> artifact.manifest.task, artifact.model.name
+('feature-extraction', 'model.onnx')
 
-    >>> artifact = Artifact.open("minilm")
-    >>> artifact.manifest.task, artifact.model.name
-    ('feature-extraction', 'model.onnx')
+Artifacts are untrusted: every path in a manifest must lie inside the artifact, and symbolic links
+are not followed.
 """
 
 from __future__ import annotations
@@ -34,46 +34,47 @@ from enginery.core.artifact.staging import (
     CARD,
     LISTING,
     MANIFEST,
-    refuse_foreign,
+    check_overwritable,
     staging,
-    write_beside,
+    write_atomically,
 )
 from enginery.core.errors import ArtifactError, RejectedArtifactError
-from enginery.core.json_file import document_bytes, parse_json, unsealed_bytes
-from enginery.core.locks import named_lock
+from enginery.core.home import file_lock
+from enginery.core.json_file import parse_json, read_document, verify_checksum
 from enginery.core.paths import resolve_inside
 
 __all__ = [
     "MANIFEST",
     "REPORTS",
     "Artifact",
+    "check_overwritable",
     "commit_artifact",
     "copy_file",
     "link_or_copy",
-    "refuse_foreign",
     "staging",
 ]
 
-_REMEDY = "Make it again from what it was made from; the directory cannot be trusted."
+_REMEDY = "Do not use it. Make it again from its source."
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A whole artifact on disk, every file of it as its manifest says."""
+    """A verified artifact on disk."""
 
     path: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, path: str | Path, *, verify: bool = False) -> Artifact:
-        """Opens an artifact and checks every file against the manifest.
+        """Open an artifact and check every file against the manifest.
 
-        A file whose hash was computed earlier and whose size, inode and times are unchanged is
-        not read again; `verify` reads them all.
+        Args:
+            path: directory of the artifact.
+            verify: hash all files again even if cached hashes are valid; see `sha256_of`.
 
         Raises:
-            ArtifactError: not an artifact, made by a newer enginery, or a file of it is missing,
-                truncated or altered; the message names the file.
+            ArtifactError: the directory is not an artifact, another version of enginery made it,
+                or one of its files is missing, truncated or altered; the message names the file.
         """
         path = Path(path)
         manifest = _read_manifest(path)
@@ -84,7 +85,7 @@ class Artifact:
         try:
             _check_reports(path, manifest, verify=verify)
         except ArtifactError:
-            # Another process may have written a report since the manifest was read.
+            # Another process may have written a report after the manifest was read.
             if _read_manifest(path) == manifest:
                 raise
             return cls.open(path, verify=verify)
@@ -98,11 +99,11 @@ class Artifact:
 
     @property
     def model(self) -> Path:
-        """The path of the only graph, or of the first of several."""
+        """Path of the first graph; most artifacts have only one."""
         return self.path / self.manifest.graphs[0].file
 
     def graph(self, file: str) -> GraphRecord:
-        """The record of one ONNX file; raises ArtifactError where there is none of that name."""
+        """Return the record of an ONNX file; raise ArtifactError if there is no such graph."""
         for graph in self.manifest.graphs:
             if graph.file == file:
                 return graph
@@ -110,27 +111,27 @@ class Artifact:
         raise ArtifactError(f"{self.path} has no graph '{file}'; it has {files}.")
 
     def content_sha256(self) -> str:
-        """One digest over the model: all files but the manifest, reports and engines.
+        """Return one digest of the model: all files except the manifest, reports and engines.
 
-        Engines are made from the graphs, and what was found about those holds with and without.
+        Engines are built from the graphs, so verdicts on the graphs hold with and without them.
         """
         files = self.manifest.files
         return combined_sha256(
             {n: record.sha256 for n, record in files.items() if not n.startswith("engines/")}
         )
 
-    def failed(self) -> Verdict | None:
-        """The verdict that closes this artifact to later stages, if there is one."""
+    def failed_verdict(self) -> Verdict | None:
+        """Return the failed verdict because of which later stages reject the artifact, or None."""
         newest = {verdict.stage: verdict for verdict in self.manifest.verdicts}
         return next((verdict for verdict in newest.values() if not verdict.passed), None)
 
     def require_passed(self, *, allow_failed: bool) -> None:
-        """Raises RejectedArtifactError if a check of this artifact failed."""
-        verdict = self.failed()
+        """Raise RejectedArtifactError if a check of this artifact failed."""
+        verdict = self.failed_verdict()
         if verdict and not allow_failed:
             raise RejectedArtifactError(
                 f"{self.path} failed its validation: {verdict.summary}",
-                do=f"Read {self.path / verdict.report}, or pass --allow-failed to go on anyway.",
+                do=f"Read {self.path / verdict.report}, or pass --allow-failed to use it anyway.",
             )
 
     def annotate(
@@ -143,20 +144,20 @@ class Artifact:
     ) -> Artifact:
         """Add a verdict, its report and other reports in place, and record their hashes.
 
-        A verdict of the same stage is replaced. One process writes at a time: each keeps the
-        verdicts and reports that are there by then. A process that is killed in between leaves the
-        earlier verdict, and the report that it was writing is no longer recorded.
+        An earlier verdict of the same stage is replaced. A lock lets one process write at a time,
+        so concurrent additions are kept. A process that is killed while writing leaves the earlier
+        verdict, and the report that it was writing is no longer recorded.
 
         Args:
-            verdict: of a checking stage.
-            report: the content of `verdict.report`; None where nobody has it any more.
-            reports: other files, by name (`reports/benchmark.json`).
-            removed: reports that are removed, by name; one that is not there is ignored.
+            verdict: verdict of a checking stage.
+            report: content of `verdict.report`; None if it is not available.
+            reports: content of other reports, by name (`reports/benchmark.json`).
+            removed: names of reports to remove; missing ones are ignored.
 
         Raises:
-            ArtifactError: the artifact is gone, its manifest is damaged, or a report's path leads
-                through a link.
-            EngineryError: the store, where the lock is, cannot be written.
+            ArtifactError: the artifact is missing, its manifest is damaged, or the path of a report
+                contains a symbolic link.
+            EngineryError: the store, which holds the lock, cannot be written.
         """
         written = dict(reports or {})
         if verdict and report is not None:
@@ -165,14 +166,14 @@ class Artifact:
         with self._lock():
             current = _read_manifest(self.path)
             kept = {n: record for n, record in current.reports.items() if n not in paths}
-            # The order matters: a report whose record is out of date would look damaged.
+            # Remove the records first: a report with an outdated record would look damaged.
             if kept != current.reports:
                 _write_manifest(self.path, current.model_copy(update={"reports": kept}))
             for name in removed:
                 paths[name].unlink(missing_ok=True)
             for name, content in written.items():
                 paths[name].parent.mkdir(parents=True, exist_ok=True)
-                write_beside(paths[name], content)
+                write_atomically(paths[name], content)
                 kept[name] = FileRecord(
                     sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
                 )
@@ -185,9 +186,9 @@ class Artifact:
         return Artifact(self.path, manifest)
 
     def report(self, name: str) -> Path | None:
-        """Return the path of `reports/<name>`; None where the manifest records no such report.
+        """Return the path of `reports/<name>`; None if the manifest does not record it.
 
-        Only what is recorded is of the artifact: nobody checked any other file in that folder.
+        Other files in that folder are not verified, so they are not returned.
         """
         recorded = f"{REPORTS}/{name}"
         path = self._inside(recorded)
@@ -197,7 +198,7 @@ class Artifact:
         return resolve_inside(self.path, name, what=f"the artifact {self.path}")
 
     def copy_side_files(self, directory: Path) -> None:
-        """Copies everything but graphs, engines and reports: tokenizer, configuration, pooling."""
+        """Copy all files except graphs, engines and reports: tokenizer, configuration, pooling."""
         graphs = {n for graph in self.manifest.graphs for n in (graph.file, *graph.data_files)}
         for name in self.manifest.files:
             if name not in graphs and not name.startswith("engines/"):
@@ -205,9 +206,13 @@ class Artifact:
                 shutil.copyfile(self.path / name, directory / name)
 
     def copy_to(self, out: Path) -> Artifact:
-        """Leave the same artifact at `out`, which is never overwritten unless it is one itself.
+        """Copy the artifact to `out` and return the copy.
 
-        Only what the manifest records is copied, and the card and the listing of a published one.
+        Files that the manifest does not record are not copied, except the card and the listing of a
+        published artifact.
+
+        Raises:
+            ArtifactError: `out` exists and is not an artifact, or cannot be written.
         """
         external = self.external_data()
         with staging(out) as directory:
@@ -222,20 +227,20 @@ class Artifact:
         return Artifact(out, current)
 
     def _lock(self) -> FileLock:
-        """Return the lock of those who write reports and verdicts, not yet taken.
+        """Return the lock for writing reports and verdicts, not acquired yet.
 
-        It is no file of the artifact's own, which would have to be whole without it.
+        The lock file is in the store, because an artifact may only hold recorded files.
         """
-        place = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
-        return named_lock(f"annotate-{place[:16]}")
+        path_sha256 = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
+        return file_lock(f"annotate-{path_sha256[:16]}")
 
     def external_data(self) -> set[str]:
-        """Return the names of the files that hold weights outside their graphs."""
+        """Return the names of all external data files."""
         return {name for graph in self.manifest.graphs for name in graph.data_files}
 
 
 def commit_artifact(directory: Path, manifest: Manifest) -> None:
-    """Hash every file of a staged directory and write its manifest, last of all."""
+    """Hash every file of a staging directory and write its manifest."""
     files: dict[str, FileRecord] = {}
     reports: dict[str, FileRecord] = {}
     for path in sorted(directory.rglob("*")):
@@ -246,20 +251,20 @@ def commit_artifact(directory: Path, manifest: Manifest) -> None:
         group[name] = FileRecord(sha256=sha256_of(path), size_bytes=path.stat().st_size)
     complete = manifest.model_copy(update={"files": files, "reports": reports})
     (directory / MANIFEST).write_bytes(complete.to_bytes())
-    # onnx writes external data with mode 0600, and a server runs as another user.
+    # onnx writes external data with mode 0600, but a server may run as another user.
     mode = (directory / MANIFEST).stat().st_mode
     for name in {n for graph in manifest.graphs for n in graph.data_files} & files.keys():
         (directory / name).chmod(mode)
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    write_beside(path / MANIFEST, manifest.to_bytes())
+    write_atomically(path / MANIFEST, manifest.to_bytes())
 
 
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
-        content = document_bytes(file)
+        content = read_document(file)
     except (FileNotFoundError, NotADirectoryError):
         found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
         raise ArtifactError(
@@ -295,34 +300,32 @@ def _other_version(content: bytes) -> int:
 
 
 def _check_graphs(root: Path, manifest: Manifest) -> None:
-    """Every graph and its external data must be among the files that are hashed."""
+    """Raise ArtifactError unless every graph and its external data have a recorded hash."""
     if not manifest.graphs:
-        raise ArtifactError(f"{root / MANIFEST} names no graph.")
+        raise ArtifactError(f"{root / MANIFEST} lists no graph.", do=_REMEDY)
     for graph in manifest.graphs:
         for name in (graph.file, *graph.data_files):
             if name not in manifest.files:
-                raise ArtifactError(f"{root / MANIFEST}: {name} has no hash among the files.")
+                raise ArtifactError(f"{root / MANIFEST} records no sha256 of {name}.", do=_REMEDY)
 
 
 def _check_unlisted(root: Path, manifest: Manifest) -> None:
-    """Refuse settings that the manifest does not list: whoever loads the model would read them."""
+    """Raise ArtifactError for a JSON file that is not in the manifest: loaders would read it."""
     for path in sorted(root.rglob("*.json")):
         inside = path.relative_to(root)
         if inside.parts[0] in (REPORTS, MANIFEST) or inside.parts[0].startswith("."):
             continue
         if inside.as_posix() not in manifest.files:
             raise ArtifactError(
-                f"{path} is not among the files of {MANIFEST}, so nothing says that it is the "
-                "model's.",
-                do="Take it out of the artifact, if it is yours; else make the artifact again.",
+                f"{path} is not listed in {MANIFEST}, so it cannot be verified.",
+                do="Move it out of the artifact if it is yours; else make the artifact again.",
             )
 
 
 def _check_reports(root: Path, manifest: Manifest, *, verify: bool) -> None:
-    """Compare the reports with their records.
+    """Check the reports against their records.
 
-    A report that somebody has removed is missed when everything is verified; the stage that wrote
-    it can make it again.
+    A removed report is only an error with `verify`: the stage that wrote it can write it again.
     """
     for name, record in manifest.reports.items():
         if verify or resolve_inside(root, name, what=f"the artifact {root}").is_file():
@@ -330,12 +333,12 @@ def _check_reports(root: Path, manifest: Manifest, *, verify: bool) -> None:
 
 
 def _check_published(root: Path) -> None:
-    """Compare the card and the listing that publishing added with what the listing says."""
+    """Check the card that `publish` added against the listing that it added."""
     listing = resolve_inside(root, LISTING, what=f"the artifact {root}")
     if not listing.is_file():
         return
     try:
-        files = parse_json(unsealed_bytes(document_bytes(listing)))["files"]
+        files = parse_json(verify_checksum(read_document(listing)))["files"]
         card = FileRecord.model_validate(files[CARD])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{listing} is damaged: {error}.", do=_REMEDY) from error
@@ -350,7 +353,7 @@ def _check_file(
         raise ArtifactError(f"{path} is missing from the artifact.", do=_REMEDY)
     try:
         size = path.stat().st_size
-        # A file of another size is not read: it may be terabytes, or endless.
+        # A file of another size is not read: it may have terabytes.
         found = sha256_of(path, trust_stat=not verify) if size == record.size_bytes else ""
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
@@ -367,24 +370,24 @@ def _check_file(
 
 
 def link_or_copy(source: Path, target: Path, *, linked: bool = True) -> None:
-    """Put a file in place: large ones as hard links where the file system allows.
+    """Copy a file, or create a hard link if it is large and the file system allows it.
 
     Args:
-        source: the file.
-        target: where it goes; its directory is made.
-        linked: False for external data. onnx-ir and newer versions of onnx refuse to read external
-            data with several hard links, because a link may lead to somebody else's file.
+        source: path of the file.
+        target: path of the copy; its directory is created.
+        linked: False for external data. onnx-ir and newer versions of onnx reject external data
+            with several hard links, because a link may lead to a file outside the model.
     """
     if linked and source.stat().st_size >= 1 << 20:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # another file system, or one without links: copy
+        with suppress(OSError):  # another file system, or one without hard links
             os.link(source, target)
             return
     copy_file(source, target)
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file with its mode and times, sharing blocks where the file system can."""
+    """Copy a file with its mode and times; share blocks if the file system supports it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         _share_blocks(source, target)
@@ -394,11 +397,11 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _share_blocks(source: Path, target: Path) -> None:
-    """Copy inside the kernel: btrfs, XFS and NFS make it a reflink, which takes no space."""
+    """Copy in the kernel: btrfs, XFS and NFS create a reflink, which takes no space."""
     with source.open("rb") as reader, target.open("wb") as writer:
         remaining = os.fstat(reader.fileno()).st_size
         while remaining:
             copied = os.copy_file_range(reader.fileno(), writer.fileno(), remaining)
-            if copied == 0:  # special file systems say so of files that do have content
+            if copied == 0:  # special file systems return 0 for files that have content
                 raise OSError(f"{source} cannot be copied in the kernel")
             remaining -= copied

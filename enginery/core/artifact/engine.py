@@ -1,10 +1,11 @@
-"""One built engine on disk: its plan, the list of its layers, and what `engine.json` says of them.
+"""One built TensorRT engine on disk: its plan, its layers and its record (`engine.json`).
 
-Takes the directory of an engine, in an artifact or in the store:
+    engine = Engine.open(Path("minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815"))
+    engine.plan.name                  # 'model.plan'
+    engine.record.fused_attentions    # 6
+    len(engine.layers())              # 75
 
-    >>> engine = Engine.open(Path("minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815"))
-    >>> engine.plan.name, engine.record.fused_attentions, len(engine.layers())
-    ('model.plan', 6, 75)
+The directory may be in an artifact or in the store.
 """
 
 from __future__ import annotations
@@ -17,29 +18,31 @@ from pydantic import TypeAdapter, ValidationError
 from enginery.core.artifact.engine_record import ENGINE_FILE, EngineRecord, LayerRecord
 from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes
+from enginery.core.json_file import read_document
 from enginery.core.paths import resolve_inside
 
-_REMEDY = "It cannot be trusted: make its artifact again; whole engines come from the store."
+_REMEDY = "Do not use it. Build the artifact again; undamaged engines are taken from the store."
 _LAYERS = TypeAdapter(list[LayerRecord])
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A whole engine on disk, its plan and its layers as its record says."""
+    """A verified engine on disk."""
 
     path: Path
     record: EngineRecord
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = False) -> Engine:
-        """Opens an engine and checks its plan by its sha256 and the number of its layers.
+        """Open an engine; check the sha256 of its plan and the number of its layers.
 
-        A plan whose hash was computed earlier and whose size, inode and times are unchanged is
-        not read again; `verify` reads it.
+        Args:
+            path: directory of the engine.
+            verify: hash the plan again even if a cached hash is valid; see `sha256_of`.
 
         Raises:
-            ArtifactError: not an engine, or a file of it is missing, truncated or altered.
+            ArtifactError: the directory is not an engine, or one of its files is missing,
+                truncated or altered.
         """
         path = Path(path)
         engine = cls(path, EngineRecord.read(path))
@@ -83,41 +86,41 @@ class Engine:
 
     @property
     def plan(self) -> Path:
-        """The serialized engine."""
+        """Path of the serialized engine."""
         return self.path / self.record.plan
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What the engine was made from."""
+        """Fingerprint of the build."""
         return Fingerprint(self.record.flavor, self.record.fields)
 
     def layers(self) -> list[LayerRecord]:
-        """Read every layer in the order that they run.
+        """Read all layers in execution order.
 
         Raises:
-            ArtifactError: the list is missing, or is no list of layers.
+            ArtifactError: the list is missing or invalid.
         """
         file = self.path / self.record.layer_list
         try:
-            return _LAYERS.validate_json(document_bytes(file))
+            return _LAYERS.validate_json(read_document(file))
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.", do=_REMEDY) from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
             raise ArtifactError(
-                f"{file} is no list of layers: {where}: {first['msg']}.", do=_REMEDY
+                f"{file} is not a list of layers: {where}: {first['msg']}.", do=_REMEDY
             ) from error
 
 
 def _check_record(path: Path, record: EngineRecord) -> None:
-    """What the record says of the engine must be what its key was made from."""
-    said = {
+    """Raise ArtifactError if the record does not match the fields of its fingerprint."""
+    stated = {
         "graph": record.graph_sha256,
         "capabilities": ",".join(record.capabilities) or "portable",
         "profiles": "; ".join(record.profiles) or "none",
     }
-    altered = [name for name, value in said.items() if record.fields.get(name, value) != value]
+    altered = [name for name, value in stated.items() if record.fields.get(name, value) != value]
     if Fingerprint(record.flavor, record.fields).key != record.key:
         altered.append("key")
     if altered:

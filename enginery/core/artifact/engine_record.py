@@ -1,10 +1,11 @@
-"""What an engine says of itself: `engine.json`, beside its plan and its ONNX wrapper.
+"""The record of a TensorRT engine: `engine.json`, in the directory of the engine.
 
-Takes and leaves JSON, in `engines/<flavor>-<sm>-<key16>/` of the artifact that it was built from:
+    record = EngineRecord.read(Path("minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815"))
+    record.tensorrt    # '1.7.1'
+    record.profiles    # ('batch=1:8:32,sequence=8:128:512',)
 
-    >>> record = EngineRecord.read(Path("minilm/engines/tensorrt-rtx-sm89-3f2a91c04be7d815"))
-    >>> record.tensorrt, record.profiles
-    ('1.7.1', ('batch=1:8:32,sequence=8:128:512',))
+The directory is `engines/<flavor>-<sm>-<first 16 digits of the key>/` in the artifact that the
+engine was built from. It also holds the plan, an ONNX model that wraps it, and the list of layers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.fingerprint import combined_sha256
-from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord
+from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes
-from enginery.core.paths import InsideName, resolve_inside
+from enginery.core.json_file import read_document
+from enginery.core.paths import resolve_inside
 from enginery.core.shapes import TensorSpec
 
 ENGINES = "engines"
@@ -28,8 +29,8 @@ ENGINE_FILE = "engine.json"
 SCHEMA_VERSION: Literal[1] = 1
 _KEY_DIGITS = 16
 
-Kind = Literal["gemm", "convolution", "attention", "other"]
-"""Of a layer, whatever TensorRT calls it."""
+LayerKind = Literal["gemm", "convolution", "attention", "other"]
+"""Type of a layer, independent of TensorRT's names."""
 
 
 class _Record(BaseModel):
@@ -37,7 +38,7 @@ class _Record(BaseModel):
 
 
 class GpuRecord(_Record):
-    """The GPU that an engine was built on; empty for a flavor that builds without one."""
+    """The GPU that an engine was built on; empty if the flavor builds without one."""
 
     name: str = ""
     driver: str = ""
@@ -45,86 +46,86 @@ class GpuRecord(_Record):
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer of an engine, as `layers.json` lists it."""
+    """One layer of an engine, an entry of `layers.json`."""
 
     name: str
-    kind: Kind
+    kind: LayerKind
     precision: str
-    """What a GEMM, a convolution or an attention multiplies, and any other layer gives its result
-    in: fp32, fp16, bf16, fp8, int8, or TensorRT's name of another type."""
+    """Precision of the multiplied values for a GEMM, a convolution or an attention, and of the
+    output for other layers: fp32, fp16, bf16, fp8, int8, or TensorRT's name of another type."""
     type: str
-    """TensorRT's own word: gemm, kgen (a generated kernel), runtime_fusion, CaskConvolution, …"""
+    """TensorRT's layer type: gemm, kgen (a generated kernel), runtime_fusion, CaskConvolution, …"""
     inputs: tuple[str, ...]
-    """The types of the activations that it takes."""
+    """Types of the input activations."""
     constants: tuple[str, ...]
-    """The types of its weights and scales."""
+    """Types of the weights and scales."""
     outputs: tuple[str, ...]
     nodes: tuple[str, ...]
-    """The ONNX nodes that are in it."""
+    """Names of the ONNX nodes that the layer computes."""
     tactic: str
 
 
 class EngineRecord(_Record):
-    """The whole of `engine.json`: one graph, one plan."""
+    """The content of `engine.json`: one plan of one graph."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     flavor: str
     """`tensorrt` or `tensorrt-rtx`."""
     tensorrt: str
-    """TensorRT's version; a plan runs with this one alone, unless it is `version_compatible`."""
+    """Version of TensorRT; a plan only runs with this one, unless it is `version_compatible`."""
     capabilities: tuple[str, ...]
-    """The compute capabilities it was built for, `8.9`; none for a portable plan."""
+    """Compute capabilities that it was built for, such as `8.9`; empty for a portable plan."""
     gpu: GpuRecord = GpuRecord()
     hardware_compatibility: str = "none"
     """Classic TensorRT: `none`, `ampere-plus` or `same-compute-capability`."""
     version_compatible: bool = False
-    """Classic TensorRT: later minor versions of the same major take the plan, too."""
+    """Classic TensorRT: the plan also runs with later minor versions of the same major version."""
     profiles: tuple[str, ...]
-    """`batch=1:8:32,sequence=8:128:512`, in the plan's order; none for fixed shapes."""
-    graph: InsideName
-    """The ONNX file of the artifact that the plan was built from."""
+    """`batch=1:8:32,sequence=8:128:512`, in the plan's order; empty for fixed shapes."""
+    graph: RelativePath
+    """Name of the ONNX file in the artifact that the plan was built from."""
     graph_sha256: str
-    """Over that file and its external data; see `graph_sha256`."""
+    """Digest of that file and its external data; see the function `graph_sha256`."""
     key: str
-    """The fingerprint's digest, 64 hex digits."""
+    """Digest of the fingerprint, 64 hex digits."""
     fields: dict[str, str]
-    """What went into the fingerprint."""
-    plan: InsideName
-    """File name, beside this record."""
+    """Fields of the fingerprint."""
+    plan: RelativePath
+    """File name in the engine's directory."""
     plan_sha256: str
     plan_size_bytes: Count
-    wrapper: InsideName
-    """File name of the ONNX model that ONNX Runtime opens in the graph's place."""
+    wrapper: RelativePath
+    """File name of the ONNX model that ONNX Runtime opens instead of the graph."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    """As the artifact's graph names them and their dims."""
+    """Inputs and outputs, with the names and dims of the artifact's graph."""
     layers: dict[str, Count]
-    """Layers by kind and precision: `{"gemm int8": 50, "attention fp16": 12}`."""
-    layer_list: InsideName
+    """Number of layers by kind and precision: `{"gemm int8": 50, "attention fp16": 12}`."""
+    layer_list: RelativePath
     """File name of the list of all layers, `layers.json`."""
     fused_attentions: Count
     activation_bytes: Count
-    """Device memory for activations at the profiles' largest shapes, as TensorRT counts it."""
+    """Device memory for activations at the largest shapes of the profiles, from TensorRT."""
     weights_bytes: Count
     seconds: float
-    """What TensorRT took to parse and to build."""
+    """Time that TensorRT took to parse and build."""
     peak_rss_bytes: Count
-    """Of the process that built."""
+    """Peak memory of the process that built the engine."""
     warnings: tuple[str, ...]
-    """TensorRT's warnings, each once."""
+    """Distinct warnings of TensorRT."""
     options: dict[str, Any]
-    """What the build was asked for."""
+    """Options of the build."""
 
     @classmethod
     def read(cls, directory: Path) -> EngineRecord:
-        """The record of one engine's directory.
+        """Read the record in the directory of an engine.
 
         Raises:
-            ArtifactError: there is none, it cannot be read, or a newer enginery wrote it.
+            ArtifactError: it is missing, cannot be read, or was written by a newer enginery.
         """
         file = directory / ENGINE_FILE
         try:
-            text = document_bytes(file).decode()
+            text = read_document(file).decode()
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactError(f"{directory} is not an engine: it has no {ENGINE_FILE}.") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -141,22 +142,22 @@ class EngineRecord(_Record):
             ) from error
 
     def to_json(self) -> str:
-        """The text of `engine.json`."""
+        """Return the content of `engine.json`."""
         return self.model_dump_json(indent=2) + "\n"
 
     @property
     def directory_name(self) -> str:
-        """Where the engine lies under `engines/`: `tensorrt-rtx-sm89-3f2a91c04be7d815`.
+        """Name of the directory under `engines/`: `tensorrt-rtx-sm89-3f2a91c04be7d815`.
 
-        Several capabilities are `sm80-sm89`, none is `portable`. The key tells engines of several
-        graphs apart.
+        Several capabilities give `sm80-sm89`, none gives `portable`. The key distinguishes engines
+        of several graphs.
         """
         targets = "-".join(f"sm{capability.replace('.', '')}" for capability in self.capabilities)
         return f"{self.flavor}-{targets or 'portable'}-{self.key[:_KEY_DIGITS]}"
 
     @property
-    def binding(self) -> str:
-        """Return what the engine is bound to, in the words that every registry gets.
+    def hardware_target(self) -> str:
+        """Description of the hardware that the engine needs, for registries.
 
         `hardware-bound: tensorrt-rtx 1.7.1, compute capability 8.9`
         """
@@ -170,17 +171,25 @@ class EngineRecord(_Record):
 
 
 def plan_name(graph: str) -> str:
-    """`model.plan` for `model.onnx`."""
+    """Return the file name of a graph's plan.
+
+    >>> plan_name("model.onnx")
+    'model.plan'
+    """
     return f"{Path(graph).stem}.plan"
 
 
 def wrapper_name(graph: str) -> str:
-    """`model_ctx.onnx` for `model.onnx`, as ONNX Runtime names what it compiles."""
+    """Return the file name of the ONNX model that wraps a plan, after ONNX Runtime's convention.
+
+    >>> wrapper_name("model.onnx")
+    'model_ctx.onnx'
+    """
     return f"{Path(graph).stem}_ctx.onnx"
 
 
 def engine_directories(artifact: Path) -> list[Path]:
-    """The directories of all engines of an artifact, by name."""
+    """Return the directories of all engines of an artifact, sorted by name."""
     root = resolve_inside(artifact, ENGINES, what=f"the artifact {artifact}")
     found = root.iterdir() if root.is_dir() else ()
     return sorted(
@@ -189,10 +198,10 @@ def engine_directories(artifact: Path) -> list[Path]:
 
 
 def graph_sha256(graph: GraphRecord, files: Mapping[str, FileRecord]) -> str:
-    """One digest over an ONNX file and its external data, from the artifact's own records.
+    """Return one digest of an ONNX file and its external data, from the manifest.
 
     Args:
-        graph: which graph.
-        files: of the manifest, by name.
+        graph: record of the graph.
+        files: files of the manifest, by name.
     """
     return combined_sha256({name: files[name].sha256 for name in (graph.file, *graph.data_files)})

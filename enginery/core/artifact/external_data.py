@@ -1,7 +1,8 @@
-"""ONNX external data: which files beside a graph hold its weights.
+"""Find the ONNX external data of a graph: the files that hold its weights.
 
->>> external_data_files(Path("large/model.onnx"))
-['model.onnx_data']
+    external_data_files(Path("large/model.onnx"))    # ['model.onnx_data']
+
+All files must be in the directory of the graph.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 from enginery.core.paths import resolve_inside
 
 
 def load_graph(path: Path) -> Any:
-    """The `onnx.ModelProto` of a file, without its external data, so that size does not matter.
+    """Return the `onnx.ModelProto` of a file without its external data, whatever its size.
 
     Raises:
         SourceError: the file is not an ONNX model.
@@ -27,7 +28,7 @@ def load_graph(path: Path) -> Any:
     except ImportError as error:
         raise MissingPackageError("onnx", extra="export", purpose=f"Reading {path}") from error
     try:
-        require_regular(path)
+        require_regular_file(path)
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # protobuf's own error types differ between its versions
         raise SourceError(f"{path} is not an ONNX model: {error}") from error
@@ -37,10 +38,10 @@ def load_graph(path: Path) -> Any:
 
 
 def external_data_files(path: Path, model: Any = None) -> list[str]:
-    """The external data files of a graph, as paths relative to its directory.
+    """Return the external data files of a graph, relative to its directory.
 
     Raises:
-        SourceError: a file is missing, or lies outside the graph's directory.
+        SourceError: a file is missing, or lies outside the directory of the graph.
     """
     model = load_graph(path) if model is None else model
     names = dict.fromkeys(_locations(model.graph))
@@ -50,7 +51,7 @@ def external_data_files(path: Path, model: Any = None) -> list[str]:
         except ArtifactError as error:
             raise SourceError(
                 f"{path}: its external data: {error.message}",
-                do="A model may only read files beside itself; this one cannot be trusted.",
+                do="A model may only name files in its own directory; do not trust this one.",
             ) from None
         if not target.is_file():
             raise SourceError(f"{path}: its external data '{name}' is missing.")
@@ -66,7 +67,7 @@ def _locations(graph: Any) -> Iterator[str]:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Every stored tensor: initializers, and constants inside nodes and their subgraphs."""
+    """Yield every stored tensor: initializers, and constants in nodes and subgraphs."""
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:

@@ -1,11 +1,11 @@
-"""What a finished artifact depends on, as named fields and one digest.
+"""Fingerprints: the inputs of a finished artifact as named fields and one digest.
 
-    >>> fingerprint = Fingerprint("export", {"source": "9c1f…", "opset": "20"})
-    >>> fingerprint.changes({"source": "9c1f…", "opset": "17"})
-    ['opset: 17 → 20']
+>>> fingerprint = Fingerprint("export", {"source": "9c1f", "opset": "20"})
+>>> fingerprint.changes({"source": "9c1f", "opset": "17"})
+['opset: 17 → 20']
 
-File hashes are remembered by path, size, inode and both times in `$ENGINERY_HOME/hashes.sqlite`,
-so that opening a large artifact twice reads it once.
+Hashes of files are cached in `$ENGINERY_HOME/hashes.sqlite` by path, size, inode, mtime and ctime,
+so that a large artifact is only read when it is opened for the first time.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.home import enginery_home
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 
-# Kernels stamp files with a clock that ticks every 1 to 10 ms: an edit right after another one can
-# leave all times as they were. A file this old can only be edited into a later tick.
+# The clock of file times ticks every 1 to 10 ms, so two quick edits may have equal times. Editing a
+# file that is at least this old changes its times.
 _SETTLED_NS = 20_000_000
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The inputs of one stage's run, by content."""
+    """The inputs of one run of a stage, by content."""
 
     stage: str
     fields: dict[str, str]
 
     @cached_property
     def key(self) -> str:
-        """sha256 over the stage and its fields, 64 hex digits."""
+        """sha256 of the stage and its fields, 64 hex digits."""
         canonical = json.dumps([self.stage, self.fields], sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def changes(self, before: Mapping[str, str]) -> list[str]:
-        """Which fields differ from an earlier run's, as `name: before → now`."""
+        """Return the fields that differ from an earlier run, as `name: before → now`."""
         names = list(dict.fromkeys([*before, *self.fields]))
         return [
             f"{name}: {_short(before.get(name, 'none'))} → {_short(self.fields.get(name, 'none'))}"
@@ -54,13 +54,13 @@ class Fingerprint:
 
 
 def _short(value: str) -> str:
-    """Digests by their first 12 digits, as git shows them."""
+    """Shorten a digest to its first 12 digits; return other values unchanged."""
     is_digest = len(value) == 64 and all(c in "0123456789abcdef" for c in value)
     return value[:12] if is_digest else value
 
 
 def option_fields(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as fingerprint fields."""
+    """Return options as fields of a fingerprint."""
     return {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         for name, value in options.items()
@@ -68,7 +68,7 @@ def option_fields(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tool_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Installed versions by distribution name; `none` where a package is absent."""
+    """Return the installed version of each distribution; `none` if it is not installed."""
     versions = {}
     for package in packages:
         try:
@@ -79,7 +79,7 @@ def tool_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def runtime_version() -> dict[str, str]:
-    """The ONNX Runtime distribution that is installed, by its own name."""
+    """Return name and version of the installed ONNX Runtime distribution."""
     found = tool_versions(["onnxruntime-gpu", "onnxruntime"])
     return {name: version for name, version in found.items() if version != "none"} or {
         "onnxruntime": "none"
@@ -87,23 +87,26 @@ def runtime_version() -> dict[str, str]:
 
 
 def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
-    """sha256 of a file, 64 hex digits.
+    """Return the sha256 of a file, 64 hex digits.
 
-    With `trust_stat`, a hash computed earlier is taken again while the file's path, size, inode,
-    mtime and ctime are all unchanged; ctime cannot be set by hand, so an edit is always seen.
+    With `trust_stat`, a cached hash is returned if path, size, inode, mtime and ctime are
+    unchanged. Programs cannot set ctime, so every edit is noticed.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
     """
-    require_regular(path)
+    require_regular_file(path)
     name, stat = str(path.resolve()), _settled_stat(path)
-    if trust_stat and (known := _remembered(name, stat)):
+    if trust_stat and (known := _cached_hash(name, stat)):
         return known
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    _remember(name, stat, digest)
+    _cache_hash(name, stat, digest)
     return digest
 
 
 def _settled_stat(path: Path) -> str:
-    """Size, inode, mtime and ctime of a file; an edit from here on changes them."""
+    """Return size, inode, mtime and ctime, once the file is so old that an edit changes them."""
     age_ns = time.time_ns() - path.stat().st_ctime_ns
     if age_ns < _SETTLED_NS:
         time.sleep(min(_SETTLED_NS - age_ns, _SETTLED_NS) / 1e9)
@@ -112,7 +115,7 @@ def _settled_stat(path: Path) -> str:
 
 
 def data_sha256(data: Path) -> str:
-    """Over the names and contents of a data file, or of everything in a folder."""
+    """Return one digest of a data file, or of the names and contents of all files in a folder."""
     files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
     return combined_sha256(
         {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
@@ -120,25 +123,25 @@ def data_sha256(data: Path) -> str:
 
 
 def combined_sha256(files: Mapping[str, str]) -> str:
-    """One digest over names and digests, independent of order.
+    """Return one digest of names and digests, independent of their order.
 
-    It is the sha256 of what `sha256sum` lists for the files, sorted by name.
+    It is the sha256 of the output of `sha256sum` for the files, sorted by name.
     """
-    lines = "".join(f"{digest}  {_one_line(name)}\n" for name, digest in sorted(files.items()))
+    lines = "".join(f"{digest}  {_escape_name(name)}\n" for name, digest in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _one_line(name: str) -> str:
-    """A file name that cannot pass for two lines of the listing."""
+def _escape_name(name: str) -> str:
+    """Escape newlines, so that one name cannot look like two lines of the list."""
     return name.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-# The table only saves time: a broken, locked or read-only one must not stop anybody.
-_NO_TABLE = (sqlite3.Error, OSError, UnicodeError)
+# The cache only saves time, so a damaged, locked or read-only one is ignored.
+_CACHE_ERRORS = (sqlite3.Error, OSError, UnicodeError)
 
 
 @contextmanager
-def _hashes() -> Iterator[sqlite3.Connection]:
+def _hash_cache() -> Iterator[sqlite3.Connection]:
     home = enginery_home()
     home.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(home / "hashes.sqlite", timeout=10)) as connection, connection:
@@ -150,22 +153,22 @@ def _hashes() -> Iterator[sqlite3.Connection]:
         yield connection
 
 
-def _remembered(path: str, stat: str) -> str | None:
+def _cached_hash(path: str, stat: str) -> str | None:
     try:
-        with _hashes() as connection:
+        with _hash_cache() as connection:
             row = connection.execute(
                 "select sha256 from file_hashes where path=? and stat=?", (path, stat)
             ).fetchone()
-    except _NO_TABLE:
+    except _CACHE_ERRORS:
         return None
     return str(row[0]) if row else None
 
 
-def _remember(path: str, stat: str, digest: str) -> None:
+def _cache_hash(path: str, stat: str, digest: str) -> None:
     try:
-        with _hashes() as connection:
+        with _hash_cache() as connection:
             connection.execute(
                 "insert or replace into file_hashes values (?, ?, ?)", (path, stat, digest)
             )
-    except _NO_TABLE:
+    except _CACHE_ERRORS:
         return

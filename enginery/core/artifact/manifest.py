@@ -1,11 +1,12 @@
-"""The record of an artifact: `manifest.json`.
+"""The manifest of an artifact, `manifest.json`, as pydantic models.
 
-The last member of the file, `self_sha256`, is the sha256 of everything before it, so that a changed
-byte anywhere in the file is found. The schema is generated from these models:
+>>> Manifest.from_bytes((artifact.path / "manifest.json").read_bytes()).task
+'feature-extraction'
+
+The last member of the file, `self_sha256`, is the sha256 of everything before it, so that every
+changed byte is found. The JSON schema is generated from these models:
 
     $ python -m enginery.core.artifact.manifest > docs/manifest.schema.json
-    >>> Manifest.from_bytes(Path("minilm/manifest.json").read_bytes()).task
-    'feature-extraction'
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.json_file import SEAL, sealed_bytes, unsealed_bytes
-from enginery.core.paths import InsideName
+from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
+from enginery.core.paths import require_relative_path
 from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -35,9 +36,12 @@ def _require_below_reports(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""A number of bytes or of things, in 64 bits as other programs hold it."""
+"""A size in bytes or a number of items, which fits into a signed 64-bit integer."""
 
-ReportName = Annotated[InsideName, AfterValidator(_require_below_reports)]
+RelativePath = Annotated[str, AfterValidator(require_relative_path)]
+"""A normalized relative path, with `/` between its parts."""
+
+ReportName = Annotated[RelativePath, AfterValidator(_require_below_reports)]
 
 
 class _Record(BaseModel):
@@ -45,62 +49,62 @@ class _Record(BaseModel):
 
 
 class FileRecord(_Record):
-    """One file of the artifact, by content."""
+    """Hash and size of one file."""
 
     sha256: str
     size_bytes: Count
 
 
 class SourceRecord(_Record):
-    """Where the model came from, exactly enough to load it in PyTorch again."""
+    """The source model, with everything that is needed to load it in PyTorch again."""
 
     kind: Literal["hub", "directory", "package", "onnx"]
     id: str
     revision: str
-    """The Hub commit; empty for files on disk."""
+    """Commit on the Hub; empty for files on disk."""
     sha256: str
-    """Over the names and contents of `files`."""
+    """Digest of `files`; see `combined_sha256`."""
     files: dict[str, str]
-    """Name -> sha256 of each source file that was read."""
+    """Name of each source file -> sha256."""
 
     @property
     def name(self) -> str:
-        """A short readable name, for directories and reports."""
+        """Short name for directories and reports."""
         tail = self.id.partition(":")[2] or self.id
         return PurePath(tail).stem if self.kind == "onnx" else PurePath(tail).name
 
 
 class GraphRecord(_Record):
-    """One ONNX file with its interface. A sequence-to-sequence model has several."""
+    """One ONNX file with its inputs and outputs. A sequence-to-sequence model has several."""
 
-    file: InsideName
+    file: RelativePath
     opset: Count
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    data_files: tuple[InsideName, ...]
-    """External data, beside the graph."""
+    data_files: tuple[RelativePath, ...]
+    """External data files, relative to the artifact."""
 
 
 class StageRecord(_Record):
-    """One stage that made this artifact."""
+    """One of the stages that made this artifact."""
 
     stage: str
     key: str
-    """The fingerprint's digest."""
+    """Digest of the fingerprint."""
     fields: dict[str, str]
-    """What went into the fingerprint, so that a later miss can say which field changed."""
+    """Fields of the fingerprint, so that a later cache miss can report which field changed."""
     options: dict[str, Any]
     tools: dict[str, str]
     finished: str
-    """UTC, ISO 8601."""
+    """Time in UTC, ISO 8601."""
     seconds: float
     peak_rss_bytes: Count
     notes: tuple[str, ...] = ()
-    """Choices that the stage made, with their reasons."""
+    """Decisions of the stage, with their reasons."""
 
 
 class Verdict(_Record):
-    """What a checking stage found. `passed=False` closes the artifact to later stages."""
+    """Result of a checking stage. Later stages reject an artifact with `passed=False`."""
 
     stage: str
     key: str
@@ -108,12 +112,12 @@ class Verdict(_Record):
     passed: bool
     summary: str
     report: ReportName
-    """Path of the full report inside the artifact, below `reports/`."""
+    """Path of the full report in the artifact, below `reports/`."""
     finished: str
 
     @classmethod
     def of(cls, key: Fingerprint, *, passed: bool, summary: str, report: str) -> Self:
-        """The verdict of the run with this fingerprint, finished now."""
+        """Return the verdict of a run with this fingerprint, with the current time."""
         return cls(
             stage=key.stage,
             key=key.key,
@@ -126,7 +130,7 @@ class Verdict(_Record):
 
 
 class Manifest(_Record):
-    """The whole of `manifest.json` but its own hash."""
+    """The content of `manifest.json`, without its checksum."""
 
     schema_version: Literal[2] = SCHEMA_VERSION
     source: SourceRecord
@@ -134,47 +138,47 @@ class Manifest(_Record):
     model_type: str
     library: str
     precision: str
-    """fp32, fp16 or bf16: what the graph's float tensors are."""
+    """fp32, fp16 or bf16: the type of the graph's float tensors."""
     target: str
-    """`onnx` for a plain export; the optimize and quantize stages set cuda, tensorrt or cpu."""
+    """`onnx` for a plain export; `optimize` and `quantize` set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
-    """The export was allowed to run the model's own Python code. A record, never a permission."""
+    """True if the export was allowed to run the model's own code. This grants no permission."""
     graphs: tuple[GraphRecord, ...]
     stages: tuple[StageRecord, ...]
-    files: dict[InsideName, FileRecord]
-    """Every file but manifest.json and those under reports/."""
+    files: dict[RelativePath, FileRecord]
+    """All files except manifest.json and those under reports/."""
     reports: dict[ReportName, FileRecord] = {}
-    """The files under reports/. They change as checks are run again; the model does not."""
+    """Files under reports/. They change when checks run again; the model does not."""
     verdicts: tuple[Verdict, ...] = ()
 
     def verdict(self, stage: str) -> Verdict | None:
-        """The newest verdict of `stage`."""
+        """Return the newest verdict of a stage; None if there is none."""
         return next((v for v in reversed(self.verdicts) if v.stage == stage), None)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Self:
-        """Read the content of a manifest.json.
+        """Parse the content of a manifest.json.
 
         Raises:
-            ValueError: its hash of itself is missing or does not match (`UnsealedError`), or a
-                value is not what is expected (pydantic's `ValidationError`).
+            ValueError: the checksum is missing or does not match (`ChecksumError`), or a value is
+                invalid (pydantic's `ValidationError`).
         """
-        return cls.model_validate_json(unsealed_bytes(content))
+        return cls.model_validate_json(verify_checksum(content))
 
     def to_bytes(self) -> bytes:
-        """Return the content of a manifest.json, its hash of itself included."""
-        return sealed_bytes(self.model_dump_json(indent=2))
+        """Return the content of a manifest.json, with its checksum."""
+        return append_checksum(self.model_dump_json(indent=2))
 
 
 def schema_json() -> str:
-    """The JSON schema of manifest.json, as `docs/manifest.schema.json` holds it."""
+    """Return the JSON schema of manifest.json, the content of docs/manifest.schema.json."""
     schema = Manifest.model_json_schema()
-    schema["properties"][SEAL] = {
+    schema["properties"][CHECKSUM_KEY] = {
         "description": "sha256 of the file's text before this member, closed with a brace.",
         "pattern": "^[0-9a-f]{64}$",
         "type": "string",
     }
-    schema["required"].append(SEAL)
+    schema["required"].append(CHECKSUM_KEY)
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

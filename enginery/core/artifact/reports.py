@@ -1,13 +1,12 @@
-"""The reports under `reports/`: what stages write, and what the card and the page read.
+"""The reports in `reports/`: their content, as stages write it and the card and the page read it.
 
->>> report = ValidationReport.read(Path("minilm/reports/validation.json"))
->>> report.summary
-'23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 allowed (…)'
+    report = ValidationReport.read(Path("minilm/reports/validation.json"))
+    report.summary    # '23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 …'
 
-A report may come with a stranger's artifact. Its values are checked against the types below as it
-is read, strictly: `"1"` is no number. Members that nobody here knows are ignored, because a later
-version may write more. JSON has neither NaN nor infinities; both are written as null, and null is
-read as NaN where a number is expected.
+Reports may come with an untrusted artifact, so values are checked strictly against the types below:
+`"1"` is not a number. Unknown members are ignored, because a later version may write more. JSON has
+neither NaN nor infinities: both are written as null, and null is read as NaN if a number is
+expected.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import REPORTS, Count
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes, json_bytes, parse_json
+from enginery.core.json_file import json_bytes, parse_json, read_document
 from enginery.core.paths import resolve_inside
 
 
@@ -34,31 +33,31 @@ def _null_is_nan(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_null_is_nan)]
-"""A float that may be NaN or infinite: what could not be measured, or has no limit."""
+"""A float that may be NaN (not measured) or infinite (no limit)."""
 Interval = tuple[float, float]
-"""Low and high end."""
+"""(lower end, upper end)."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One JSON file below `reports/`."""
+    """Base class of a JSON file in `reports/`."""
 
     FILE: ClassVar[str]
-    """Its name, without `reports/`."""
+    """File name, without `reports/`."""
 
     def to_json(self) -> bytes:
-        """Return the file's content, with null for NaN and infinities."""
+        """Return the content of the file, with null for NaN and infinities."""
         return json_bytes(asdict(self))
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
-        """Return what `to_json` wrote.
+        """Parse the content of the file.
 
         Raises:
-            ValueError: it is no JSON, a member is missing, or one has another type; the message
-                names the member, what was found and what is expected.
+            ValueError: the content is not JSON, a member is missing, or a member has a wrong type;
+                the message has the member, what was found and what was expected.
         """
-        parse_json(content)  # raises for what is nested too deeply
+        parse_json(content)  # raises ValueError for deeply nested content
         try:
             return TypeAdapter(cls).validate_json(content, strict=True)
         except ValidationError as error:
@@ -69,11 +68,11 @@ class Report:
         """Read a report.
 
         Raises:
-            ArtifactError: the file cannot be read, or holds something else; the message names it,
-                the member, what was found and what is expected.
+            ArtifactError: the file cannot be read or is invalid; the message has the file, the
+                member, what was found and what was expected.
         """
         try:
-            return cls.from_json(document_bytes(file))
+            return cls.from_json(read_document(file))
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(
@@ -82,7 +81,7 @@ class Report:
 
     @classmethod
     def of(cls, artifact: Artifact) -> Self | None:
-        """Read the report that an artifact's manifest records; None where it records none.
+        """Read the report that an artifact's manifest records; return None if it records none.
 
         Raises:
             ArtifactError: as `read` does.
@@ -92,17 +91,17 @@ class Report:
 
     @classmethod
     def below(cls, path: Path) -> Self | None:
-        """Read the report of the artifact at `path`; None where it has none.
+        """Read the report of the artifact at `path`; return None if it has none.
 
         Raises:
-            ArtifactError: the report leads out of the artifact, or `read` cannot read it.
+            ArtifactError: the path contains a symbolic link, or the report is invalid.
         """
         file = resolve_inside(path, f"{REPORTS}/{cls.FILE}", what=str(path))
         return cls.read(file) if file.is_file() else None
 
 
 def _first_problem(error: ValidationError) -> str:
-    """`cases.0.graph: found 3, expected a valid string`."""
+    """Describe pydantic's first problem: `cases.0.graph: found 3, expected a valid string`."""
     problem = error.errors()[0]
     where = ".".join(map(str, problem["loc"])) or "the document"
     if problem["type"] == "missing":
@@ -114,12 +113,12 @@ def _first_problem(error: ValidationError) -> str:
     return f"{where}: found {found}, expected {problem['msg'].removeprefix('Input should be ')}"
 
 
-# What several reports have
+# Shared by several reports
 
 
 @with_config(ConfigDict(extra="allow"))
 class ProviderRecord(TypedDict):
-    """An execution provider, and why it was used."""
+    """An execution provider and the reason why it was used."""
 
     name: str
     reason: str
@@ -148,7 +147,7 @@ class OutputMetrics:
     noise_floor: Number
     """PyTorch's own largest error at this precision on the same inputs."""
     limit: Number
-    """Largest absolute error that passes; infinite for no limit, which is NaN once read."""
+    """Largest absolute error that passes; infinite for no limit, which is read back as NaN."""
     cosine_limit: Number
     """Smallest cosine that passes; -1 if the output is no larger than the noise, so that its
     direction means nothing."""
@@ -273,17 +272,17 @@ class AccuracyMetrics:
 
 @dataclass(frozen=True)
 class MixAccuracy(AccuracyMetrics):
-    """The accuracy of one mix of quantized layers and others."""
+    """Accuracy of one combination of quantized layers."""
 
     left_out: Count
-    """How many layers are not quantized."""
+    """Number of layers that are not quantized."""
     share: float
-    """Of the multiply-adds that is quantized."""
+    """Quantized share of the multiply-adds, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Layers that could be quantized, and those that were."""
+    """Number of layers that could be quantized, and of those that were."""
 
     quantized: Count
     all: Count
@@ -291,7 +290,7 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """What ranges were measured on, and how."""
+    """The calibration: its data and its method."""
 
     inputs: str
     kind: str
@@ -300,10 +299,10 @@ class CalibrationRecord:
 
 @dataclass(frozen=True)
 class MultiplyAdds:
-    """The work of the graph on one input, and the shares of it that are quantized."""
+    """Multiply-adds of the graph for one input, and the quantized shares of them."""
 
     counted: str
-    """What counts, in words."""
+    """Description of what is counted."""
     positions: Count
     all: Count
     attention: Count
@@ -313,7 +312,7 @@ class MultiplyAdds:
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """How the mix was chosen."""
+    """How the quantized layers were chosen."""
 
     budget: str
     about: str
@@ -322,9 +321,9 @@ class SearchRecord:
     allowed: float
     simulated: AccuracyMetrics
     effects: dict[str, Number]
-    """By layer: what quantizing it alone costs."""
+    """Layer -> loss of accuracy when it alone is quantized."""
     curve: list[MixAccuracy]
-    """Measured mixes, from the smallest share to the largest."""
+    """Measured combinations, from the smallest quantized share to the largest."""
 
 
 @dataclass(frozen=True)
@@ -355,26 +354,26 @@ class QuantizationReport(Report):
     scheme: str
     notes: list[str]
     fields: dict[str, str]
-    """Of the stage's fingerprint."""
+    """Fields of the stage's fingerprint."""
     residual: str = ""
-    """What the rest of the graph is in; empty for dynamic quantization."""
+    """Precision of the rest of the graph; empty for dynamic quantization."""
     per_channel: bool | None = None
     layers: LayerCounts | None = None
     quantized_layers: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Layers that are not quantized, with the reasons."""
+    """Layers that are not quantized -> reason."""
     fp32_nodes: dict[str, str] = field(default_factory=dict)
-    """Nodes whose numbers leave FP16's range, with the reasons."""
+    """Nodes that stay in FP32 because they exceed the range of FP16 -> reason."""
     calibration: CalibrationRecord | None = None
     activations: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Scale and smoothing by activation; the vectors themselves are in ranges.json."""
+    """Activation -> scale and smoothing; the vectors are in ranges.json."""
     engines: list[EngineTrial] = field(default_factory=list)
     multiply_adds: MultiplyAdds | None = None
-    """None where ranges were reused, like the two below."""
+    """None if the ranges were reused, like the two members below."""
     search: SearchRecord | None = None
     accuracy: AccuracyMetrics | None = None
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
-    """Dynamic quantization: integer nodes by type, for each graph."""
+    """Dynamic quantization: graph -> op type -> number of integer nodes."""
 
 
 # engines.json
@@ -382,7 +381,7 @@ class QuantizationReport(Report):
 
 @with_config(ConfigDict(extra="allow"))
 class BuiltEngine(TypedDict):
-    """An engine's record with its directory; see `EngineRecord` for the rest of its members."""
+    """The record of an engine with its directory; see `EngineRecord` for the other members."""
 
     directory: str
     from_store: NotRequired[bool]
@@ -404,12 +403,12 @@ class BuildReport(Report):
     earlier_engines: list[str] = field(default_factory=list)
     """The artifact's other engines, from earlier builds."""
     left_out: list[dict[str, Any]] = field(default_factory=list)
-    """Graphs without an engine, with the reasons."""
+    """Graphs without an engine, with reasons."""
     profiles: dict[str, Any] = field(default_factory=dict)
     lengths: dict[str, Any] | None = None
-    """Buckets of the data that profiles were made from."""
+    """Length buckets of the data that the profiles were made from."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Of the stage's fingerprint."""
+    """Fields of the stage's fingerprint."""
 
 
 # benchmark.json
@@ -417,7 +416,7 @@ class BuildReport(Report):
 
 @dataclass(frozen=True)
 class Advice:
-    """What was seen, and what to do about it."""
+    """A finding about speed, and what to do about it."""
 
     rule: str
     finding: str
@@ -427,7 +426,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Latency:
-    """The times of one contender at one shape, in milliseconds."""
+    """Latency of one contender at one shape, in milliseconds."""
 
     runs: Count
     rounds: Count
@@ -437,13 +436,13 @@ class Latency:
     p99_ms: float | None
     """None for fewer than 100 runs."""
     median_ms: float
-    """The median of the turns' medians, which `interval_ms` is about."""
+    """Median of the medians of the rounds."""
     interval_ms: Interval | None
-    """Where that median lies; None where the turns were too few to say."""
+    """Confidence interval of `median_ms`; None if there were too few rounds."""
 
     @property
     def half_width(self) -> float:
-        """Half the interval's width, as a share of the median; infinite without an interval."""
+        """Half the width of the interval divided by the median; infinite without an interval."""
         if self.interval_ms is None:
             return math.inf
         return (self.interval_ms[1] - self.interval_ms[0]) / 2 / self.median_ms
@@ -451,21 +450,21 @@ class Latency:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much faster one contender is than another at one shape, by rounds that both ran."""
+    """Speedup of one contender over another at one shape, from the rounds that both ran."""
 
     contender: str
     base: str
     speedup: float
-    """The base's time over the contender's: above 1, the contender is faster."""
+    """Latency of the base divided by that of the contender; above 1, the contender is faster."""
     interval: Interval | None
-    """None where the rounds were too few to say."""
+    """Confidence interval of the speedup; None if there were too few rounds."""
     different: bool
-    """Whether the interval lies on one side of 1, and beyond the smallest difference."""
+    """True if the interval lies on one side of 1, beyond the smallest relevant difference."""
     words: str
 
 
 class PlacedProvider(TypedDict):
-    """What one provider runs of a graph."""
+    """The part of a graph that one provider runs."""
 
     name: str
     nodes: Count
@@ -474,8 +473,8 @@ class PlacedProvider(TypedDict):
     op_types: dict[str, Count]
 
 
-class PlacedNode(TypedDict):
-    """A compute node on the CPU although another provider was asked for."""
+class FallbackNode(TypedDict):
+    """A compute node that runs on the CPU although another provider was requested."""
 
     name: str
     op_type: str
@@ -483,22 +482,22 @@ class PlacedNode(TypedDict):
 
 
 class PlacementRecord(TypedDict):
-    """Which nodes run where; what `Placement.as_json` leaves."""
+    """Providers of the nodes of a graph, from `Placement.as_json`."""
 
     providers: list[PlacedProvider]
     copies: list[str]
     multiply_adds_counted: bool
-    fallen: list[PlacedNode]
+    fallen: list[FallbackNode]
 
 
 @with_config(ConfigDict(extra="allow"))
 class ContenderFacts(TypedDict, total=False):
-    """What a contender says of its session; each has members of its own, too."""
+    """Facts about the session of a contender; some contenders have additional members."""
 
     placement: PlacementRecord | list[Any]
-    """A list in results of early versions, which nothing reads."""
+    """A list in results of early versions, which is ignored."""
     no_placement: str
-    """Why the placement is not known."""
+    """Reason why the placement is unknown."""
     provider_options: dict[str, dict[str, str]]
     profiles: list[str]
     convolutions: Count | None
@@ -507,7 +506,7 @@ class ContenderFacts(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ContenderRecord:
-    """One contender, over all shapes."""
+    """One contender of the benchmark: a target in one backend."""
 
     name: str
     kind: str
@@ -516,27 +515,27 @@ class ContenderRecord:
     providers: list[ProviderRecord]
     tools: dict[str, str]
     start_seconds: float
-    """Of the process, until it could load: Python and the imports of the measuring itself."""
+    """Start of the process, before loading: Python and the imports of the benchmark itself."""
     load_seconds: float
-    """Opening the model, with the imports that it needs."""
+    """Loading of the model, including the imports that it needs."""
     peak_rss_bytes: Count
-    """The most host memory that its process had, over all shapes."""
+    """Peak host memory of its process, over all shapes."""
     device_memory_bytes: Count | None
-    """The most of the GPU's memory that its process was seen to hold after a turn."""
+    """Largest GPU memory of its process measured after a round; None if unknown."""
     device_memory: str
-    """Why that is not known; empty where it is."""
+    """Reason why the GPU memory is unknown; empty otherwise."""
     facts: ContenderFacts
     notes: list[str]
 
     @property
     def placement(self) -> PlacementRecord | None:
-        """Which nodes run where; None where that is not known."""
+        """Providers of the nodes; None if unknown."""
         found = self.facts.get("placement")
         return None if isinstance(found, list) else found
 
 
 class CopyTimes(TypedDict):
-    """Medians of one run's parts on a GPU, in milliseconds, and the share that is copying."""
+    """Median times of the parts of a run on a GPU, in milliseconds, and the share of copies."""
 
     in_ms: float
     device_ms: float
@@ -550,18 +549,18 @@ class Measurement:
 
     contender: str
     first_ms: float
-    """The very first run at the shape."""
+    """Time of the very first run at the shape."""
     warm_up_runs: Count
     settled: bool
-    """Whether the warm-up ended because the times had settled."""
+    """True if the warm-up ended because the times were stable."""
     latency: Latency
     inputs_per_second: float
     tokens_per_second: float | None
-    """Padding included; None where inputs are no tokens."""
+    """Including padding; None if the inputs are not tokens."""
     joules_per_run: float | None = None
     copies: CopyTimes | None = None
     notes: list[str] = field(default_factory=list)
-    """What was otherwise at this shape: it ran without a CUDA graph."""
+    """Peculiarities of this shape: it ran without a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -574,9 +573,9 @@ class BenchCase:
     measurements: list[Measurement]
     comparisons: list[Comparison]
     problems: dict[str, str]
-    """Contenders that could not run this shape, with the reason."""
+    """Contenders that could not run this shape -> reason."""
     unknown: dict[str, str]
-    """What a GPU did not tell of this shape, with the reason."""
+    """Metrics that the GPU did not report -> reason."""
     rounds_ended: str
 
     @property
@@ -587,15 +586,15 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class ImageTimes:
-    """One image, by contender."""
+    """Times of one image, by contender."""
 
     file: str
     shape: list[Count]
-    """Of the graph's input."""
+    """Shape of the graph's input."""
     first_ms: dict[str, float]
-    """The first run, in the first pass over the folder: a new shape may cost more."""
+    """First run, in the first pass over the folder; a new shape may take longer."""
     median_ms: dict[str, float]
-    """Of the later passes."""
+    """Median over the later passes."""
 
 
 @dataclass(frozen=True)
@@ -605,61 +604,61 @@ class ImagesResult:
     folder: str
     images: list[ImageTimes]
     shapes: Count
-    """Distinct ones."""
+    """Number of distinct shapes."""
     prepare_ms: float
-    """Reading and scaling an image, the median; outside all other times."""
+    """Median time to read and scale an image; not part of the other times."""
     first_total_ms: dict[str, float]
     totals: dict[str, Latency]
-    """Of the later passes, each over all images."""
+    """Times of the later passes, each over all images."""
     comparisons: list[Comparison]
     passes: Count
     layout: Literal["first", "last"] = "first"
-    """Where the channels are in the shapes: before height and width, or behind them."""
+    """Position of the channels in the shapes: before height and width, or after them."""
     problems: dict[str, str] = field(default_factory=dict)
-    """Contenders that could not run the images, with the reason."""
+    """Contenders that could not run the images -> reason."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What texts of a file cost in padding at one batch size."""
+    """Padding of the texts of a file at one batch size."""
 
     batch: Count
     in_order: float
-    """The share of padded tokens with texts in the file's order."""
+    """Share of tokens that are padding, with texts in the order of the file."""
     sorted: float
-    """The same with texts of like length together."""
+    """The same with texts sorted by length."""
 
 
 @with_config(ConfigDict(extra="allow"))
 class GpuName(TypedDict):
-    """A GPU of the machine; its other members are those of `runtime.gpus.Gpu`."""
+    """A GPU of the machine; see `runtime.providers.gpus.Gpu` for the other members."""
 
     name: str
 
 
 @with_config(ConfigDict(extra="allow"))
 class Machine(TypedDict):
-    """The machine that was measured on; what could not be read is empty or 0."""
+    """The machine of the benchmark; values that could not be read are empty or 0."""
 
     cpu: str
     physical_cores: Count
     usable_cpus: Count
     cpu_flags: list[str]
     load: float | None
-    """Processes that wanted to run over the last minute, before anything was measured."""
+    """Load average over the last minute, before the benchmark."""
     memory_bytes: Count
     system: str
     python: str
     gpus: list[GpuName]
     no_gpu: str
-    """Why there is none."""
+    """Reason why there is no GPU."""
     driver: str
     tools: dict[str, str]
 
 
 @with_config(ConfigDict(extra="allow"))
 class SubjectRecord(TypedDict):
-    """What was measured, by content."""
+    """The measured artifact or graph."""
 
     name: str
     path: str
@@ -673,7 +672,7 @@ class SubjectRecord(TypedDict):
 
 @dataclass(frozen=True)
 class BenchResult(Report):
-    """The whole of `reports/benchmark.json`."""
+    """The content of `reports/benchmark.json`."""
 
     FILE = "benchmark.json"
 
@@ -682,38 +681,42 @@ class BenchResult(Report):
     options: dict[str, Any]
     contenders: list[ContenderRecord]
     left_out: dict[str, str]
-    """Contenders of `auto` that could not run, with the reasons."""
+    """Contenders of `auto` that could not run -> reason."""
     cases: list[BenchCase]
     images: ImagesResult | None
     padding: list[Padding]
     advice: list[Advice]
     unknown: dict[str, str]
-    """What could not be measured here, with the reasons."""
+    """Metrics that could not be measured on this machine -> reason."""
     notes: list[str]
     finished: str
-    """UTC, ISO 8601."""
+    """Time in UTC, ISO 8601."""
     seconds: float
     schema_version: Literal[1] = field(default=1)
 
     def contender(self, name: str) -> ContenderRecord:
-        """The record of one contender; raises KeyError where there is none."""
+        """Return the record of one contender; raise KeyError if there is none."""
         return {record.name: record for record in self.contenders}[name]
 
 
 def named_versions(tools: dict[str, str]) -> str:
-    """`torch 2.13.0, onnxruntime 1.31.1`."""
+    """Join names and versions.
+
+    >>> named_versions({"torch": "2.13.0", "onnxruntime": "1.31.1"})
+    'torch 2.13.0, onnxruntime 1.31.1'
+    """
     return ", ".join(f"{tool} {version}" for tool, version in tools.items())
 
 
 def gpu_names(machine: Machine) -> str:
-    """The names of the machine's GPUs; empty where there are none."""
+    """Return the names of the machine's GPUs; empty if there are none."""
     return ", ".join(gpu["name"] for gpu in machine["gpus"])
 
 
 def worst_by_output(
     cases: Sequence[ValidationCaseResult],
 ) -> list[tuple[ValidationCaseResult, OutputMetrics]]:
-    """The case in which each output of each graph is farthest off, in the outputs' order."""
+    """Return the case with the largest error for each output of each graph."""
     worst: dict[tuple[str, str], tuple[ValidationCaseResult, OutputMetrics]] = {}
     for case in cases:
         for output in case.outputs:
@@ -725,13 +728,13 @@ def worst_by_output(
 
 @dataclass(frozen=True)
 class Reports:
-    """What an artifact's reports say; None where there is none."""
+    """The reports of an artifact; None for those that it lacks."""
 
     validation: ValidationReport | None
     quantization: QuantizationReport | None
     benchmark: BenchResult | None
     benchmark_sha256: str
-    """Of the file; empty where there is none."""
+    """sha256 of the file; empty without a benchmark."""
 
     @classmethod
     def of(cls, artifact: Artifact) -> Self:

@@ -1,12 +1,13 @@
-"""Written beside, then renamed: a directory or a file appears whole or not at all.
+"""Write atomically: a directory or a file appears complete or not at all.
 
-Takes a path; leaves the finished directory there, and nothing else beside it.
+>>> with staging(tmp_path / "out") as directory:
+...     _ = (directory / "model.onnx").write_bytes(b"graph")
+>>> [path.name for path in (tmp_path / "out").iterdir()]
+['model.onnx']
 
-    >>> with staging(Path("minilm")) as directory:
-    ...     (directory / "model.onnx").write_bytes(graph)
-
-A staging directory is held by a lock on itself. The kernel lets go of it when the process dies,
-however it dies: what nobody holds is a leftover, and the next run removes it.
+A process holds a lock on each staging directory that it creates. The kernel releases the lock when
+the process ends, in whatever way. A staging directory without a lock was left by a killed run, and
+the next run removes it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import document_bytes, load_json
+from enginery.core.json_file import load_json, read_document
 
 MANIFEST = "manifest.json"
 CARD = "README.md"
-"""The model card that publishing adds; no file of the model."""
+"""The model card that `publish` adds to an artifact; not a file of the model."""
 LISTING = "reports/publication.json"
-"""The listing that it leaves of all files."""
+"""The list of all files, with their hashes, that `publish` adds to an artifact."""
 STAGING_PREFIX = ".tmp-"
 # linux/fs.h and fcntl.h
 _RENAME_EXCHANGE = 2
@@ -39,68 +40,68 @@ _LEFTOVER = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
 
 @contextmanager
 def staging(out: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `out` that becomes `out` when the block ends well.
+    """Yield an empty directory that is renamed to `out` at the end of the block.
 
-    When the block raises, or the process is killed, nothing is left that looks finished. Where
-    `out` is a link, the directory that it points to is replaced and the link stays.
+    If the block raises, or the process is killed, nothing is left that looks finished. If `out` is
+    a symbolic link, the directory that it points to is replaced and the link stays.
 
     Raises:
-        ArtifactError: `out` exists and is not an artifact, which is never overwritten; or its
+        ArtifactError: `out` exists and is not an artifact (it is never overwritten then), or its
             parent cannot be written.
     """
-    refuse_foreign(out)
+    check_overwritable(out)
     out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        directory, handle = _claim(out)
+        directory, handle = _create_locked(out)
     except OSError as error:
         raise ArtifactError(
             f"{out} cannot be written: {error.strerror}: {error.filename}.",
-            do="Name another --out.",
+            do="Choose another --out.",
         ) from error
     try:
         remove_leftovers(out.parent, out.name)
         yield directory
         _sync(directory)
-        _swap(directory, out)
+        _publish(directory, out)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(handle)
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raises ArtifactError if `out` holds anything that is not an artifact, or not of it."""
+def check_overwritable(out: Path) -> None:
+    """Raise ArtifactError if `out` is not an artifact, or has files that do not belong to it."""
     if not out.exists():
         return
-    if _is_ours(out / MANIFEST):
-        if others := _strangers(out):
+    if _is_manifest(out / MANIFEST):
+        if others := _untracked_files(out):
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             raise ArtifactError(
-                f"{out} is an artifact, but holds files that are not its own and would be lost: "
+                f"{out} is an artifact with files that do not belong to it and would be lost: "
                 f"{', '.join(others[:3])}{more}.",
-                do="Move them elsewhere, or name another --out.",
+                do="Move them elsewhere, or choose another --out.",
             )
         return
     if out.is_dir() and not any(out.iterdir()):
         return
     raise ArtifactError(
         f"{out} exists and is not an enginery artifact, so it is not overwritten.",
-        do="Name another --out, or remove it yourself.",
+        do="Choose another --out, or remove it yourself.",
     )
 
 
 def remove_leftovers(parent: Path, target: str = "") -> None:
-    """Removes the staging directories in `parent` that no living process holds.
+    """Remove the staging directories in `parent` that no process holds a lock on.
 
     Args:
-        parent: where to look.
-        target: only those that were to become this name; empty for all.
+        parent: directory to look in.
+        target: name of the final directory; empty for any.
     """
     for path in parent.iterdir() if parent.is_dir() else ():
         match = _LEFTOVER.match(path.name)
         if not match or target not in ("", match["target"]) or not path.is_dir():
             continue
-        with suppress(OSError):  # held, gone meanwhile, or a file system without locks
+        with suppress(OSError):  # locked, removed meanwhile, or no locks in this file system
             handle = os.open(path, os.O_RDONLY)
             try:
                 _lock(handle, wait=False)
@@ -109,24 +110,24 @@ def remove_leftovers(parent: Path, target: str = "") -> None:
                 os.close(handle)
 
 
-def put_in_place(directory: Path, out: Path, *, old: Path) -> None:
-    """Renames a directory to `out`; one that is there keeps its content, under another name.
+def replace_directory(directory: Path, out: Path, *, old: Path) -> None:
+    """Rename a directory to `out`; keep the content of an existing `out` under another name.
 
-    Where the system can exchange two names, `out` is never missing, and `directory` has the old
-    content afterwards. Elsewhere `old` has it, and for the moment between two renames that alone.
+    If the system can exchange two names, `out` is never missing, and `directory` has the old
+    content afterwards. Otherwise `old` has it, and `out` is missing between the two renames.
 
     Args:
-        directory: what is to be at `out`, on the same file system.
-        out: a directory, or nothing.
-        old: a name that is free, likewise.
+        directory: the new directory, on the same file system.
+        out: path of a directory, or of nothing.
+        old: unused path on the same file system.
 
     Raises:
-        OSError: a rename failed; `out` is as it was.
+        OSError: a rename failed; `out` is unchanged.
     """
     if not out.exists():
         os.replace(directory, out)
         return
-    if _exchanged(directory, out):
+    if _exchange(directory, out):
         return
     os.replace(out, old)
     try:
@@ -136,9 +137,9 @@ def put_in_place(directory: Path, out: Path, *, old: Path) -> None:
         raise
 
 
-def write_beside(path: Path, content: bytes) -> None:
-    """Replaces one file at once: readers see the old content or the new, never a part."""
-    fresh = _beside(path)
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file atomically: readers see the old content or the new one, never a part."""
+    fresh = _temporary_sibling(path)
     try:
         with fresh.open("xb") as stream:
             stream.write(content)
@@ -149,21 +150,21 @@ def write_beside(path: Path, content: bytes) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def _claim(out: Path) -> tuple[Path, int]:
-    """Makes a staging directory and holds its lock, which is on the handle returned."""
+def _create_locked(out: Path) -> tuple[Path, int]:
+    """Create a staging directory; return it with the file descriptor that holds its lock."""
     while True:
-        directory = _beside(out)
+        directory = _temporary_sibling(out)
         directory.mkdir()
         handle = os.open(directory, os.O_RDONLY)
-        with suppress(OSError):  # without locks here, nobody removes it either
+        with suppress(OSError):  # without locks, no process removes it either
             _lock(handle, wait=True)
         if directory.is_dir():
             return directory, handle
-        os.close(handle)  # another process took it for a leftover before it was held
+        os.close(handle)  # another process removed it before it was locked
 
 
 def _lock(handle: int, *, wait: bool) -> None:
-    """Raises OSError where the lock is held (unless `wait`) or the file system has none."""
+    """Lock a directory; raise OSError if it is locked (unless `wait`) or locks do not work."""
     if sys.platform == "win32":
         raise OSError("a directory cannot be locked on Windows")
     import fcntl
@@ -171,8 +172,8 @@ def _lock(handle: int, *, wait: bool) -> None:
     fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
-def _is_ours(manifest: Path) -> bool:
-    """Whether a manifest.json is an artifact's, of whatever version; browsers have them, too."""
+def _is_manifest(manifest: Path) -> bool:
+    """Return True for an artifact's manifest.json of any version; web apps have such a file too."""
     try:
         found = load_json(manifest, error=ArtifactError)
     except ArtifactError:
@@ -182,8 +183,8 @@ def _is_ours(manifest: Path) -> bool:
     return isinstance(found["files"], dict)
 
 
-def _strangers(artifact: Path) -> list[str]:
-    """Files below an artifact that neither its manifest nor a report accounts for."""
+def _untracked_files(artifact: Path) -> list[str]:
+    """Return the files of an artifact that are neither in its manifest nor reports."""
     try:
         known = load_json(artifact / MANIFEST, error=ArtifactError)["files"]
     except (ArtifactError, KeyError):
@@ -193,42 +194,39 @@ def _strangers(artifact: Path) -> list[str]:
         name.as_posix()
         for name in names
         if name.as_posix() not in known
-        and name.as_posix() not in (MANIFEST, *_card(artifact))
+        and name.as_posix() not in (MANIFEST, *_published_card(artifact))
         and name.parts[0] != "reports"
         and not name.name.startswith(STAGING_PREFIX)
     )
 
 
-def _card(artifact: Path) -> tuple[str, ...]:
-    """The card, where it is the one that publishing wrote; a text of one's own is none."""
+def _published_card(artifact: Path) -> tuple[str, ...]:
+    """Return (CARD,) if the README.md is the unchanged card that `publish` wrote, else ()."""
     try:
         listed = load_json(artifact / LISTING, error=ArtifactError)["files"]
-        found = hashlib.sha256(document_bytes(artifact / CARD)).hexdigest()
+        found = hashlib.sha256(read_document(artifact / CARD)).hexdigest()
         return (CARD,) if listed[CARD]["sha256"] == found else ()
     except (ArtifactError, OSError, KeyError, TypeError):
         return ()
 
 
 def _sync(directory: Path) -> None:
-    """Flushes every file, so that the rename cannot reach the disk before the content."""
+    """Flush every file, so that the rename cannot reach the disk before the content."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
 
 
-def _swap(directory: Path, out: Path) -> None:
-    old = _beside(out)
-    put_in_place(directory, out, old=old)
-    for left in (directory, old):  # one of the two has the old content now
+def _publish(directory: Path, out: Path) -> None:
+    old = _temporary_sibling(out)
+    replace_directory(directory, out, old=old)
+    for left in (directory, old):  # one of them has the old content
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _exchanged(one: Path, other: Path) -> bool:
-    """Swaps two directories at once; False, and nothing done, where the system cannot.
-
-    Without it there is a moment between two renames in which neither is in its place.
-    """
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories atomically; return False if the system does not support it."""
     if sys.platform != "linux":
         return False
     try:
@@ -239,6 +237,6 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(renameat2(here, names[0], here, names[1], _RENAME_EXCHANGE) == 0)
 
 
-def _beside(path: Path) -> Path:
-    """A fresh hidden name in the same directory, so that a rename to `path` is atomic."""
+def _temporary_sibling(path: Path) -> Path:
+    """Return a new hidden name in the same directory, so that a rename to `path` is atomic."""
     return path.parent / f"{STAGING_PREFIX}{path.name}-{uuid.uuid4().hex[:12]}"

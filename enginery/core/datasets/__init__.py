@@ -1,1 +1,1 @@
-"""The one reader of data files: tables, lines, folders of images, arrays, rows from Python."""
+"""Reading of data: tables, text lines, folders of images, arrays, and rows from Python."""

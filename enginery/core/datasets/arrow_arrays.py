@@ -1,11 +1,11 @@
-"""Python values as Arrow arrays of a known type.
+"""Convert Python values to Arrow arrays of a known type, and Arrow arrays to numpy.
 
-    >>> array_of(["warm", None], pa.string()).to_pylist()
-    ['warm', None]
+>>> import pyarrow as pa
+>>> to_arrow(["warm", None], pa.string()).to_pylist()
+['warm', None]
 
-`pyarrow.array` would import pandas, where that is installed, to see whether a list is a Series: a
-third of a second and 60 MB. Arrays are made of their buffers here, as Arrow's columnar format
-lays them out.
+If pandas is installed, `pyarrow.array` imports it to check whether a list is a Series, which takes
+a third of a second and 60 MB. So arrays are built from buffers here, in Arrow's columnar format.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NUMBERS = {"int64": np.int64, "float": np.float32, "double": np.float64}
-"""Arrow's names of the numbers that rows have."""
+"""Arrow type -> numpy type."""
 
 
-def array_of(values: Sequence[Any], kind: Any) -> Any:
-    """A `pyarrow.Array`.
+def to_arrow(values: Sequence[Any], kind: Any) -> Any:
+    """Return a `pyarrow.Array` with the values.
 
     Args:
-        values: None for null; strings, numbers, lists, or dicts with a struct's fields.
-        kind: string, bool, int64, float32, float64, or lists and structs of these. A fixed-size
-            list takes numpy arrays of its size.
+        values: strings, numbers, lists, or dicts with the fields of a struct; None for null.
+        kind: `pyarrow.DataType`: string, bool, int64, float32, float64, or lists and structs of
+            these. For a fixed-size list the values are float32 arrays of its size.
 
     Raises:
-        TypeError: another type.
-        OverflowError: an integer that has more than 64 bits.
+        TypeError: the type is not supported.
+        OverflowError: an integer has more than 64 bits, or a column more than 2 GiB of text.
     """
     import pyarrow as pa
 
@@ -40,7 +40,7 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         cells = [b"" if value is None else value.encode() for value in values]
         offsets = _offsets([len(cell) for cell in cells])
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise OverflowError("a column of one piece has more than 2 GiB of text")
+            raise OverflowError("a column of one batch has more than 2 GiB of text")
         buffers = [valid, _buffer(offsets), pa.py_buffer(b"".join(cells))]
         return pa.Array.from_buffers(kind, len(values), buffers)
     if pa.types.is_fixed_size_list(kind):
@@ -52,12 +52,12 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         return pa.Array.from_buffers(kind, len(values), [valid], children=[child])
     if pa.types.is_list(kind):
         lists = [() if value is None else value for value in values]
-        child = array_of([item for items in lists for item in items], kind.value_type)
+        child = to_arrow([item for items in lists for item in items], kind.value_type)
         buffers = [valid, _buffer(_offsets([len(items) for items in lists]))]
         return pa.Array.from_buffers(kind, len(values), buffers, children=[child])
     if pa.types.is_struct(kind):
         children = [
-            array_of([None if value is None else value[field.name] for value in values], field.type)
+            to_arrow([None if value is None else value[field.name] for value in values], field.type)
             for field in kind
         ]
         return pa.Array.from_buffers(kind, len(values), [valid], children=children)
@@ -65,15 +65,15 @@ def array_of(values: Sequence[Any], kind: Any) -> Any:
         ones = np.fromiter((bool(value) for value in values), bool, len(values))
         return pa.Array.from_buffers(kind, len(values), [valid, _bits(ones)])
     if str(kind) not in _NUMBERS:
-        raise TypeError(f"no arrays of {kind} are made here")
+        raise TypeError(f"arrays of {kind} are not supported")
     numbers = np.array([0 if value is None else value for value in values], _NUMBERS[str(kind)])
     return _numbers(numbers, kind, valid)
 
 
-def numbers_in(array: Any) -> NDArray[Any]:
-    """The numbers of a `pyarrow.Array` of one of the types above, or int32, as a view.
+def numeric_view(array: Any) -> NDArray[Any]:
+    """Return a view of a `pyarrow.Array` of int32, int64, float32 or float64 as a numpy array.
 
-    Those of nulls mean nothing. `to_numpy` would import pandas, too.
+    The values of nulls are undefined. `to_numpy` would import pandas as well.
     """
     dtype = np.dtype(np.int32 if str(array.type) == "int32" else _NUMBERS[str(array.type)])
     data = array.buffers()[1]
@@ -83,8 +83,8 @@ def numbers_in(array: Any) -> NDArray[Any]:
     return np.frombuffer(data, dtype, count, array.offset * dtype.itemsize)
 
 
-def lengths_in(array: Any) -> NDArray[Any]:
-    """The sizes in bytes of a `pyarrow.Array` of strings or binaries; a null's mean nothing."""
+def value_lengths(array: Any) -> NDArray[Any]:
+    """Return the sizes in bytes of strings or binaries; those of nulls are undefined."""
     import pyarrow as pa
 
     is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -100,14 +100,14 @@ def _numbers(numbers: NDArray[Any], kind: Any, valid: Any) -> Any:
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[Any]:
-    """int32, or int64 where that overflows: where each item begins, and where the last ends."""
+    """Return the start of each item and the end of the last: int32, or int64 if that overflows."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets.astype(np.int32) if offsets[-1] <= np.iinfo(np.int32).max else offsets
 
 
 def _bits(flags: NDArray[np.bool_]) -> Any:
-    """A bitmap, the lowest bit first."""
+    """Return a bitmap, least significant bit first."""
     return _buffer(np.packbits(flags, bitorder="little"))
 
 

@@ -1,11 +1,10 @@
-"""Rows on their way from a file: batches with a bounded size, and what every reader checks.
+"""Batches of rows with a bounded size, and the checks that all readers share.
 
-    >>> for batch in reader.read(skip=0):
-    ...     batch.kept.num_rows, batch.values[0]
-    (1024, ('The engine is warm.',))
+A batch is bounded by rows and by bytes, so that memory depends neither on the size of the file nor
+on the length of its longest cell times the rows.
 
-A batch is bounded by rows and by bytes, so that memory depends neither on the file's size nor on
-its longest cell times the rows.
+>>> list(batch_rows([(3, "a"), (3, "b"), (3, "c")], max_rows=2))
+[['a', 'b'], ['c']]
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from enginery.core.errors import InputError, nearest
 Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
 
 BATCH_BYTES = 4 << 20
-"""A batch ends after the row that reaches this."""
+"""A batch ends with the row that reaches this size."""
 CELL_BYTES = 64 << 20
-"""The longest line or cell that is read. A longer one is a missing line break or quotation mark."""
+"""Longest line or cell. A longer one is due to a missing line break or quotation mark."""
 MAX_COLUMNS = 4096
-"""More columns than this are values that became names, or a transposed table. Parquet takes minutes
-to write them: each column of each row group has a header, a page and statistics of its own."""
+"""Largest number of columns. More are probably values instead of names, or a transposed table.
+Parquet would take minutes to write them: each column of each row group has a header, a page and
+statistics."""
 _SHOWN_COLUMNS = 30
-"""Names of columns in a message."""
+"""Largest number of column names in a message."""
 
 RAW_LINE = "line"
-"""The one column that is kept of JSONL that becomes JSONL: the line as it was."""
+"""The only column kept if JSONL is converted to JSONL: the unchanged line."""
 
 Values = tuple[Any, ...]
 Item = TypeVar("Item")
@@ -38,61 +38,61 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a file is read, and what is kept of it besides the values of the requested columns."""
+    """Options of reading a file, and what to keep besides the values of the requested columns."""
 
     format: Format = "auto"
-    """`auto` goes by the suffix."""
+    """`auto` is decided by the suffix."""
     delimiter: str = "auto"
-    """What separates a CSV's fields; `auto` is a tab for TSV and a comma for CSV."""
+    """Delimiter of a CSV file; `auto` is a tab for TSV and a comma for CSV."""
     encoding: str = "utf-8"
-    """Of CSV, TSV, JSONL and text lines."""
+    """Encoding of CSV, TSV, JSONL and text lines."""
     rows: int = 1024
-    """The most rows of a batch."""
+    """Largest number of rows in a batch."""
     keep: Literal["columns", "lines", "nothing"] = "nothing"
-    """`columns`: all columns, as Arrow arrays. `lines`: likewise, but JSONL's lines as they are."""
+    """`columns`: all columns as Arrow arrays. `lines`: the same, but unchanged lines for JSONL."""
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Neighbouring rows of a data set."""
+    """Consecutive rows of a dataset."""
 
     first: int
-    """The number of its first row, from 0."""
+    """Index of the first row, from 0."""
     kept: Any
-    """`pyarrow.RecordBatch` of what the options keep; None for nothing."""
+    """`pyarrow.RecordBatch` of the kept columns; None if nothing is kept."""
     values: list[Values]
-    """What the requested columns hold, one tuple a row."""
+    """Values of the requested columns, one tuple per row."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Why a row of the batch cannot be used, by its place in the batch."""
+    """Index in the batch -> reason why the row cannot be used."""
 
 
 class DatasetReader(Protocol):
-    """An opened data set with known columns."""
+    """An open dataset with known columns."""
 
     schema: Any
-    """`pyarrow.Schema` of what can be kept."""
+    """`pyarrow.Schema` of the columns that can be kept."""
     names: list[str]
-    """The data set's own columns."""
+    """Names of the columns of the dataset."""
 
     def read(self, skip: int) -> Iterator[RowBatch]:
         """Yield the rows after the first `skip`, in order.
 
         Raises:
-            InputError: the data cannot be read to their end; the message has the line or the row.
+            InputError: the data cannot be read; the message has the line or the row.
         """
 
-    def done(self) -> float:
-        """Return the share of the data that was read, 0 to 1."""
+    def fraction_read(self) -> float:
+        """Return the share of the data that has been read, 0 to 1."""
 
 
-def cut_batches(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[Item]]:
-    """Yield lists of up to `most` rows, given each row with its size in bytes."""
+def batch_rows(rows: Iterable[tuple[int, Item]], max_rows: int) -> Iterator[list[Item]]:
+    """Yield lists of up to `max_rows` rows and about `BATCH_BYTES`, given (size in bytes, row)."""
     batch: list[Item] = []
     size = 0
     for row_bytes, row in rows:
         batch.append(row)
         size += row_bytes
-        if len(batch) >= most or size >= BATCH_BYTES:
+        if len(batch) >= max_rows or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
@@ -100,17 +100,17 @@ def cut_batches(rows: Iterable[tuple[int, Item]], most: int) -> Iterator[list[It
 
 
 def open_text(path: Path, encoding: str, *, newline: str | None = "") -> Any:
-    """Open a text stream in which bytes that are no characters become lone surrogates."""
-    # Excel begins its UTF-8 files with a byte order mark.
+    """Open a text stream in which invalid bytes become lone surrogates (PEP 383)."""
+    # Excel writes a byte order mark at the start of UTF-8 files.
     named = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     return path.open(encoding=named, errors="surrogateescape", newline=newline)
 
 
-def lines_of(stream: IO[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a text stream, with their ends.
+def read_lines(stream: IO[str], path: Path) -> Iterator[str]:
+    """Yield the lines of a text stream, with their line breaks.
 
     Raises:
-        InputError: a line is longer than any text.
+        InputError: a line is longer than `CELL_BYTES`, or cannot be decoded.
     """
     number = 0
     try:
@@ -119,18 +119,15 @@ def lines_of(stream: IO[str], path: Path) -> Iterator[str]:
             if len(line) > CELL_BYTES:
                 raise InputError(
                     f"data '{path}': line {number} is longer than {CELL_BYTES >> 20} MiB.",
-                    do="Is it a text file with line breaks?",
+                    do="Check that it is a text file with line breaks.",
                 )
             yield line
-    except UnicodeError as error:  # of encodings that cannot go on after a bad byte
+    except UnicodeError as error:  # some encodings cannot continue after an invalid byte
         raise InputError(f"data '{path}': line {number + 1}: {error}.") from error
 
 
-def is_clean(text: str) -> bool:
-    """Return whether every byte of a text was a character of its encoding.
-
-    Bad bytes are read as lone surrogates (PEP 383), which no text has.
-    """
+def is_valid_text(text: str) -> bool:
+    """Return True if a text has no lone surrogates, which stand for invalid bytes (PEP 383)."""
     if text.isascii():
         return True
     try:
@@ -140,9 +137,9 @@ def is_clean(text: str) -> bool:
     return True
 
 
-def escaped(text: str) -> str:
-    r"""Return a text with what is no character written out, `caf\xe9`, so that nothing is lost."""
-    if is_clean(text):
+def escape_invalid(text: str) -> str:
+    r"""Return a text with invalid bytes written as escapes: `caf\xe9`."""
+    if is_valid_text(text):
         return text
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -153,10 +150,10 @@ def escaped(text: str) -> str:
 def require_columns(
     columns: Sequence[str], names: Sequence[str], path: Path, *, hint: str = ""
 ) -> None:
-    """Raise InputError for a column that is not there; the message has the nearest names."""
+    """Raise InputError for a missing column; the message has the most similar name."""
     for column in columns:
         if column not in names:
-            shown = ", ".join(escaped(name) for name in names[:_SHOWN_COLUMNS]) or "none"
+            shown = ", ".join(escape_invalid(name) for name in names[:_SHOWN_COLUMNS]) or "none"
             more = len(names) - _SHOWN_COLUMNS
             raise InputError(
                 f"data '{path}' has no column '{column}'{nearest(column, names)}",
@@ -166,16 +163,16 @@ def require_columns(
 
 
 def require_few_columns(count: int, path: Path) -> None:
-    """Raise InputError for more columns than a table has."""
+    """Raise InputError for more than `MAX_COLUMNS` columns."""
     if count > MAX_COLUMNS:
         raise InputError(
             f"data '{path}' has {count:,} columns or more, expected at most {MAX_COLUMNS:,}.",
-            do="Write a file with the columns that are needed.",
+            do="Write a file with fewer columns.",
         )
 
 
 def require_distinct(names: Sequence[str], path: Path) -> None:
-    """Raise InputError for two columns of one name."""
+    """Raise InputError if two columns have the same name."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -1,11 +1,13 @@
-"""CSV and TSV tables and lines of text, row by row, every cell as the text that it is.
+r"""Read CSV and TSV tables and lines of text; every cell is text.
 
-    >>> CsvReader(Path("reviews.csv"), ("text",), ReadOptions()).names
-    ['id', 'text', 'stars']
+>>> file = tmp_path / "reviews.csv"
+>>> _ = file.write_text("id,text\n1,Great value.\n")
+>>> CsvReader(file, ("text",), ReadOptions()).names
+['id', 'text']
 
-Python's reader and not pyarrow's: pyarrow 26 takes a quotation mark that is never closed for a row
-of all the lines that follow, without an error; it needs blocks that hold the longest row; and what
-it reports of a row with too many fields or bad bytes does not say where in the output it belongs.
+This uses Python's csv module instead of pyarrow. If a quotation mark is not closed, pyarrow 26
+reads all following lines as one row, without an error. It also needs blocks that hold the longest
+row, and its report of a row with too many fields or invalid bytes lacks the row's position.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import (
     CELL_BYTES,
     ReadOptions,
     RowBatch,
-    cut_batches,
-    escaped,
-    is_clean,
-    lines_of,
+    batch_rows,
+    escape_invalid,
+    is_valid_text,
     open_text,
+    read_lines,
     require_columns,
     require_distinct,
     require_few_columns,
@@ -35,17 +37,17 @@ _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 
 
 class CsvReader:
-    """A table with a header line. An empty line is no row, as in pyarrow and pandas.
+    """A table with a header line. Empty lines are skipped, as in pyarrow and pandas.
 
-    A row with too few or too many fields is kept as a bad row: what is too much stays in its last
-    cell. A row that is not in the encoding is kept likewise, its bytes written out.
+    A row with too few or too many fields is kept as a bad row; extra fields are joined into its
+    last cell. A row with invalid bytes is also kept as a bad row, with the bytes escaped.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
         """Read the header.
 
         Raises:
-            InputError: the file is empty, not in the encoding, or has no such column.
+            InputError: the file is empty, has another encoding, or lacks a column.
         """
         import pyarrow as pa
 
@@ -58,16 +60,16 @@ class CsvReader:
         self._path, self._options = path, options
         self._bytes = max(path.stat().st_size, 1)
         self._at = 0
-        # The limit is the module's own, one for the process; it is only ever raised.
+        # The limit is global, so it is only ever raised.
         csv.field_size_limit(max(csv.field_size_limit(), CELL_BYTES))
         with open_text(path, options.encoding) as stream:
             header = next(self._rows(stream), None)
         if header is None:
-            raise InputError(f"data '{path}' is empty; expected a line with the columns' names.")
-        if not all(is_clean(name) for name in header):
+            raise InputError(f"data '{path}' is empty; expected a header line.")
+        if not all(is_valid_text(name) for name in header):
             raise InputError(
                 f"data '{path}': its first line is not {options.encoding}.",
-                do="Write it as UTF-8, or name its encoding: predict takes --encoding cp1252.",
+                do="Save it as UTF-8, or pass its encoding: predict has --encoding cp1252.",
             )
         require_few_columns(len(header), path)
         require_columns(columns, header, path, hint=self._delimiter_hint(header))
@@ -86,28 +88,28 @@ class CsvReader:
                 next(rows, None)
             first = skip
             sized = ((sum(map(len, row)), row) for row in rows)
-            for batch in cut_batches(sized, self._options.rows):
+            for batch in batch_rows(sized, self._options.rows):
                 self._at = stream.buffer.tell()
                 yield self._batch(first, batch)
                 first += len(batch)
 
-    def done(self) -> float:
+    def fraction_read(self) -> float:
         """Return the share of the file's bytes that was read."""
         return min(self._at / self._bytes, 1.0)
 
     def _rows(self, stream: IO[str]) -> Iterator[list[str]]:
-        """Yield the fields of each row, the header's first.
+        """Yield the fields of each row, starting with the header.
 
-        A quotation mark that is never closed would swallow the lines up to the next one or to the
-        end. Strict reading finds it: after the next mark comes no delimiter, or the file ends.
-        Where text follows a closed quotation within one line, `"5" nails`, nothing was swallowed,
-        and the line is read as pandas reads it.
+        A quotation mark that is not closed includes all lines up to the next mark, or to the end of
+        the file. The csv module's strict mode finds it: the next mark is not followed by a
+        delimiter, or the file ends. If text follows a closed quotation within one line, as in
+        `"5" nails`, no other line was included, and the line is read as pandas reads it.
         """
         line = ""
 
         def lines() -> Iterator[str]:
             nonlocal line
-            for text in lines_of(stream, self._path):
+            for text in read_lines(stream, self._path):
                 line = text
                 yield text
 
@@ -120,8 +122,8 @@ class CsvReader:
                 if reader.line_num > start or "expected after" not in str(error):
                     raise InputError(
                         f"data '{self._path}': line {start}: a quotation mark is not closed; the "
-                        f"row was read up to line {reader.line_num}: {error}.",
-                        do='Close it, and double quotation marks inside a text: "".',
+                        f"row extends to line {reader.line_num}: {error}.",
+                        do='Close it; write "" for a quotation mark inside a text.',
                     ) from error
                 row = next(csv.reader([line], delimiter=self._delimiter))
             if row is None:
@@ -140,42 +142,42 @@ class CsvReader:
                 extra = self._delimiter.join(row[width - 1 :])
                 row[:] = [*row[: width - 1], *([extra] if len(row) >= width else [])]
                 row.extend("" for _ in range(width - len(row)))
-            if not is_clean("".join(row)):
+            if not is_valid_text("".join(row)):
                 errors[index] = f"the row is not {self._options.encoding}"
-                row[:] = [escaped(cell) for cell in row]
+                row[:] = [escape_invalid(cell) for cell in row]
         values = [tuple(row[place] for place in self._places) for row in rows]
         if self._options.keep == "nothing":
             return RowBatch(first, None, values, errors)
-        columns = [array_of(column, pa.string()) for column in zip(*rows, strict=True)]
+        columns = [to_arrow(column, pa.string()) for column in zip(*rows, strict=True)]
         kept = pa.RecordBatch.from_arrays(columns, schema=self.schema)
         return RowBatch(first, kept, values, errors)
 
     def _delimiter_hint(self, header: Sequence[str]) -> str:
-        """Say what a header that was not cut seems to be cut by."""
+        """Return a hint at the delimiter if the header has only one column."""
         if len(header) != 1:
             return ""
         for mark, name in _DELIMITERS.items():
             if mark in header[0] and mark != self._delimiter:
                 expected = _DELIMITERS.get(self._delimiter, repr(self._delimiter))
                 return (
-                    f" It seems to be separated by {name}, expected {expected}: write it so, or "
-                    f"name the delimiter; predict takes --delimiter '{mark}'."
+                    f" The file seems to be separated by {name}, expected {expected}. Convert it "
+                    f"or pass the delimiter: predict has --delimiter '{mark}'."
                 )
         return ""
 
 
 class LineReader:
-    """One text a line; the column is named `text`."""
+    """A file with one text per line; the column is named `text`."""
 
     def __init__(self, path: Path, options: ReadOptions) -> None:
-        """Look at the size; raise InputError for an empty file."""
+        """Check the size; raise InputError for an empty file."""
         import pyarrow as pa
 
         self._path, self._options = path, options
         self._bytes = path.stat().st_size
         self._at = 0
         if not self._bytes:
-            raise InputError(f"data '{path}' is empty; expected one text a line.")
+            raise InputError(f"data '{path}' is empty; expected one text per line.")
         self.names = ["text"]
         self.schema = pa.schema([("text", pa.string())])
 
@@ -183,29 +185,29 @@ class LineReader:
         """Yield the lines after the first `skip`; see `DatasetReader`."""
         import pyarrow as pa
 
-        # A file's lines, not those of splitlines(): a text may hold U+2028 and the like.
+        # Do not use splitlines(): a text may contain U+2028 and similar characters.
         with open_text(self._path, self._options.encoding, newline=None) as stream:
-            lines = lines_of(stream, self._path)
+            lines = read_lines(stream, self._path)
             for _ in range(skip):
                 next(lines, None)
             first = skip
             sized = ((len(line), line) for line in lines)
-            for batch in cut_batches(sized, self._options.rows):
+            for batch in batch_rows(sized, self._options.rows):
                 self._at = stream.buffer.tell()
                 texts = [line.removesuffix("\n") for line in batch]
                 errors = {
                     index: f"the line is not {self._options.encoding}"
                     for index, text in enumerate(texts)
-                    if not is_clean(text)
+                    if not is_valid_text(text)
                 }
-                texts = [escaped(text) for text in texts]
+                texts = [escape_invalid(text) for text in texts]
                 kept = None
                 if self._options.keep != "nothing":
-                    column = array_of(texts, pa.string())
+                    column = to_arrow(texts, pa.string())
                     kept = pa.RecordBatch.from_arrays([column], schema=self.schema)
                 yield RowBatch(first, kept, [(text,) for text in texts], errors)
                 first += len(batch)
 
-    def done(self) -> float:
+    def fraction_read(self) -> float:
         """Return the share of the file's bytes that was read."""
         return min(self._at / self._bytes, 1.0)

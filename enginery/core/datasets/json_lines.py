@@ -1,11 +1,13 @@
-"""JSONL, row by row.
+"""Read JSONL, row by row.
 
-    >>> JsonLinesReader(Path("reviews.jsonl"), ("text",), ReadOptions()).schema
-    text: string
-    stars: int64
+>>> file = tmp_path / "reviews.jsonl"
+>>> _ = file.write_text('{"text": "Great value.", "stars": 5}')
+>>> JsonLinesReader(file, ("text",), ReadOptions()).schema
+text: string
+stars: int64
 
-Python's `json` and not pyarrow's: lines are kept byte for byte, a broken one is named by its
-number, and a column may hold values of several kinds.
+This uses Python's json instead of pyarrow: lines are kept byte for byte, an invalid line is
+reported with its number, and a column may have values of several types.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginery.core.datasets.arrow_arrays import array_of
+from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import (
     RAW_LINE,
     ReadOptions,
     RowBatch,
-    cut_batches,
-    escaped,
-    is_clean,
-    lines_of,
+    batch_rows,
+    escape_invalid,
+    is_valid_text,
     open_text,
+    read_lines,
     require_columns,
     require_few_columns,
 )
@@ -33,23 +35,22 @@ from enginery.core.errors import InputError
 _Row = tuple[str, dict[str, Any]]
 _INT64 = 1 << 63
 _EXACT = 1 << 53
-"""Integers up to this are floats without loss."""
+"""Integers up to this magnitude are exact as floats."""
 
 
 class JsonLinesReader:
-    """One JSON object a line.
+    """A file with one JSON object per line.
 
-    A row need not have every key, so all columns are known when the last row is read. The file is
-    therefore read once before anything else: the columns, their types and lines that are no JSON
-    object are known then. A column whose values are not all of one plain type, and one that holds
-    lists or objects, is kept as JSON text.
+    Rows may lack keys, so all columns are only known at the end of the file. The file is therefore
+    read once first, to find the columns, their types, and invalid lines. A column with values of
+    several types, or with lists or objects, is kept as JSON text.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
         """Read the file once.
 
         Raises:
-            InputError: a line is no JSON object, or no row has such a column.
+            InputError: a line is not a JSON object, or no row has one of the columns.
         """
         import pyarrow as pa
 
@@ -62,9 +63,9 @@ class JsonLinesReader:
                 kinds.setdefault(name, set()).add(_kind(value))
             require_few_columns(len(kinds), path)
         self.names = list(kinds)
-        """The keys of all rows, in the order in which they first appear."""
+        """Keys of all rows, in order of appearance."""
         if not kinds:
-            raise InputError(f"data '{path}' is empty; expected one JSON object a line.")
+            raise InputError(f"data '{path}' is empty; expected one JSON object per line.")
         require_columns(columns, self.names, path)
         types = {name: _type(found) for name, found in kinds.items()}
         self._as_json = {
@@ -72,7 +73,7 @@ class JsonLinesReader:
             for name, found in kinds.items()
             if types[name] == "string" and found - {"null"} != {"str"}
         }
-        fields = [(escaped(name), getattr(pa, kind)()) for name, kind in types.items()]
+        fields = [(escape_invalid(name), getattr(pa, kind)()) for name, kind in types.items()]
         raw = options.keep == "lines"
         self.schema = pa.schema([(RAW_LINE, pa.string())] if raw else fields)
 
@@ -80,17 +81,17 @@ class JsonLinesReader:
         """Yield the rows after the first `skip`; see `DatasetReader`."""
         sized = ((len(line), (line, row)) for line, row in self._rows(skip))
         first = skip
-        for batch in cut_batches(sized, self._options.rows):
+        for batch in batch_rows(sized, self._options.rows):
             yield self._batch(first, batch)
             first += len(batch)
 
-    def done(self) -> float:
+    def fraction_read(self) -> float:
         """Return the share of the file's bytes that was read."""
         return min(self._at / self._bytes, 1.0)
 
     def _rows(self, skip: int = 0) -> Iterator[_Row]:
         with open_text(self._path, self._options.encoding, newline=None) as stream:
-            for number, line in enumerate(lines_of(stream, self._path), start=1):
+            for number, line in enumerate(read_lines(stream, self._path), start=1):
                 if not line.strip():
                     continue
                 if skip > 0:
@@ -114,7 +115,7 @@ class JsonLinesReader:
         errors = {
             index: f"the line is not {self._options.encoding}"
             for index, (line, _) in enumerate(rows)
-            if not is_clean(line)
+            if not is_valid_text(line)
         }
         values = [tuple(row.get(column) for column in self._columns) for _, row in rows]
         return RowBatch(first, self._kept(rows, errors), values, errors)
@@ -125,15 +126,15 @@ class JsonLinesReader:
         if self._options.keep == "nothing":
             return None
         if self._options.keep == "lines":
-            # A bad byte becomes JSON's own escape: `\\udce9`.
+            # An invalid byte becomes a JSON escape: `\\udce9`.
             lines = [
                 json.dumps(row) if index in errors else line
                 for index, (line, row) in enumerate(rows)
             ]
-            arrays = [array_of(lines, pa.string())]
+            arrays = [to_arrow(lines, pa.string())]
         else:
             arrays = [
-                array_of([self._cell(name, row.get(name)) for _, row in rows], field.type)
+                to_arrow([self._cell(name, row.get(name)) for _, row in rows], field.type)
                 for name, field in zip(self.names, self.schema, strict=True)
             ]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
@@ -142,8 +143,8 @@ class JsonLinesReader:
         if value is None:
             return None
         if name in self._as_json:
-            return escaped(json.dumps(value, ensure_ascii=False))
-        return escaped(value) if isinstance(value, str) else value
+            return escape_invalid(json.dumps(value, ensure_ascii=False))
+        return escape_invalid(value) if isinstance(value, str) else value
 
 
 def _kind(value: Any) -> str:
@@ -158,7 +159,7 @@ def _kind(value: Any) -> str:
 
 
 def _type(found: set[str]) -> str:
-    """Return the pyarrow type, by name, that holds all these kinds without loss."""
+    """Return the name of the pyarrow type that can hold all these kinds without loss."""
     kinds = found - {"null"}
     if kinds == {"bool"}:
         return "bool_"

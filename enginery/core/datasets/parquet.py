@@ -1,11 +1,12 @@
-"""Parquet, in batches that are bounded by rows and by bytes.
+"""Read Parquet in batches that are bounded by rows and by bytes.
 
-    >>> ParquetReader(Path("reviews.parquet"), ("text",), ReadOptions()).names
-    ['id', 'text', 'stars']
+    reader = ParquetReader(Path("reviews.parquet"), ("text",), ReadOptions())
+    reader.names    # ['id', 'text', 'stars']
 
-A small file can hold gigabytes: one long text a thousand times is stored once. Columns of text stay
-dictionaries until a batch is cut from them, and the rows that are decoded at a time follow from
-what the file's own footer says of their size. What cannot be bounded so is refused.
+A small file can decompress to gigabytes: a long text that occurs a thousand times is stored once.
+So text columns stay dictionary-encoded until they are split into batches, and the number of rows
+decoded at a time is computed from the sizes in the file's footer. Files that cannot be read in
+bounded memory are rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.datasets.arrow_arrays import lengths_in, numbers_in
+from enginery.core.datasets.arrow_arrays import numeric_view, value_lengths
 from enginery.core.datasets.batches import (
     BATCH_BYTES,
     CELL_BYTES,
@@ -30,24 +31,24 @@ from enginery.core.datasets.batches import (
 from enginery.core.errors import InputError
 
 _PAGES_BYTES = 1 << 20
-"""Of a column that are read at one time; without, it is a whole row group."""
+"""Bytes of a column that are read at a time; by default pyarrow reads a whole row group."""
 _DECODED_BYTES = 16 << 20
-"""Of rows that are decoded at one time."""
+"""Bytes of rows that are decoded at a time."""
 _BOMB_BYTES = 256 << 20
 _BOMB_RATIO = 200
-"""A column chunk that is larger, and so many times larger than what is stored, has pages that no
-reader can open in bounded memory. Text compresses by 2 to 10."""
+"""A column chunk above both limits (decompressed size, ratio to the stored size) has pages that no
+reader can decode in bounded memory. Text compresses by a factor of 2 to 10."""
 
 
 class ParquetReader:
-    """A table with typed columns, which are kept as they are."""
+    """A table with typed columns, whose types are kept."""
 
     def __init__(self, path: Path, columns: Sequence[str], options: ReadOptions) -> None:
         """Read the footer.
 
         Raises:
-            InputError: not a Parquet file, no rows, no such column, or a row group that
-                decompresses to more than memory should hold.
+            InputError: the file is not Parquet, has no rows, lacks a column, or decompresses to
+                more memory than allowed.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -62,7 +63,7 @@ class ParquetReader:
         self.names = list(schema.names)
         require_columns(columns, self.names, path)
         if not self._rows:
-            raise InputError(f"data '{path}' holds no rows.")
+            raise InputError(f"data '{path}' has no rows.")
         keep = options.keep != "nothing"
         read = [field for field in schema if keep or field.name in columns]
         require_distinct([field.name for field in read], path)
@@ -97,14 +98,14 @@ class ParquetReader:
                         yield self._batch(first, part)
                         first += part.num_rows
 
-    def done(self) -> float:
-        """Return the share of the file's rows that was read."""
+    def fraction_read(self) -> float:
+        """Return the share of the rows that has been read."""
         return self._rows_read / self._rows
 
     def _batch(self, first: int, batch: Any) -> RowBatch:
         import pyarrow as pa
 
-        # The file's own types: dictionaries are written out now.
+        # Convert to the types in the file: expand dictionaries.
         columns = [(batch.column(field.name), field.type) for field in self.schema]
         arrays = [column if column.type == kind else column.cast(kind) for column, kind in columns]
         plain = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
@@ -126,10 +127,10 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _bounded_groups(metadata: Any, path: Path) -> list[tuple[int, int]]:
-    """Return the rows and the decompressed bytes of each row group.
+    """Return (number of rows, decompressed bytes) of each row group.
 
     Raises:
-        InputError: a column of one decompresses to more than memory should hold.
+        InputError: a column chunk decompresses to more memory than allowed.
     """
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     for index, group in enumerate(groups):
@@ -141,13 +142,13 @@ def _bounded_groups(metadata: Any, path: Path) -> list[tuple[int, int]]:
                 raise InputError(
                     f"data '{path}': row group {index} of column '{chunk.path_in_schema}' "
                     f"decompresses from {stored:,} to {large:,} bytes, {row_bytes:,} a row.",
-                    do="Write the file anew with smaller row groups, if it is meant to be so.",
+                    do="If this is intended, write the file with smaller row groups.",
                 )
     return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
 def _cut(batch: Any) -> Iterator[Any]:
-    """Yield parts of a batch that are small once their dictionaries are written out."""
+    """Yield slices of a batch that stay small when their dictionaries are expanded."""
     sizes = np.zeros(batch.num_rows)
     for column in batch.columns:
         sizes += _row_bytes(column)
@@ -162,18 +163,18 @@ def _cut(batch: Any) -> Iterator[Any]:
 
 
 def _row_bytes(column: Any) -> Any:
-    """Return float64 (rows,): the size of each cell, or the average size for all of them."""
+    """Return the size of each cell, float64 (rows,), or the average size of all cells."""
     import pyarrow as pa
 
     if not len(column):
         return 0.0
     kind = column.type
     if pa.types.is_dictionary(kind) and _has_length(kind.value_type) and len(column.dictionary):
-        lengths = lengths_in(column.dictionary)
-        places = numbers_in(column.indices)
-        return lengths[np.clip(places, 0, len(lengths) - 1)]  # a null's place may be anything
+        lengths = value_lengths(column.dictionary)
+        places = numeric_view(column.indices)
+        return lengths[np.clip(places, 0, len(lengths) - 1)]  # the index of a null is undefined
     if _has_length(kind):
-        return lengths_in(column)
+        return value_lengths(column)
     return column.nbytes / len(column)
 
 

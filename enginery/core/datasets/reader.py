@@ -1,13 +1,14 @@
-"""The one reader of data files: for predict, calibration, validation, profiles and benchmarks.
+r"""Open any data file: for predict, calibration, validation, profiles and benchmarks.
 
-    >>> reader = open_dataset(Path("reviews.csv"), ("text",))
-    >>> reader.names
-    ['id', 'text', 'stars']
-    >>> for batch in reader.read(skip=0):
-    ...     batch.values[0]
-    ('The engine is warm.',)
+>>> file = tmp_path / "reviews.csv"
+>>> _ = file.write_text("id,text\n1,The engine is warm.\n")
+>>> reader = open_dataset(file, ("text",))
+>>> reader.names
+['id', 'text']
+>>> [row for batch in reader.read(skip=0) for row in batch.values]
+[('The engine is warm.',)]
 
-Every format is read in batches of bounded size, and a row that cannot be used keeps its place.
+Every format is read in batches of bounded size. A row that cannot be used keeps its position.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ _FORMATS: dict[str, Format] = {
 def open_dataset(
     path: Path, columns: Sequence[str] = (), options: ReadOptions = _DEFAULT
 ) -> DatasetReader:
-    """Open a file or a folder of images; its columns are known and no batch is read yet.
+    """Open a file or a folder of images and find its columns.
 
     Args:
-        path: a file, or a folder of images.
-        columns: those whose values are read; of no effect for lines and images, which have one.
-        options: format, delimiter, encoding, the rows of a batch, and what is kept of a row.
+        path: path of a file, or a folder of images.
+        columns: columns whose values to read; ignored for text lines and images, which have one.
+        options: format, delimiter, encoding, rows per batch, and what to keep of a row.
 
     Raises:
-        InputError: it cannot be read, is empty, or lacks a column; the message names the nearest.
+        InputError: the data cannot be read, is empty, or lacks a column; the message has the most
+            similar name.
     """
-    kind = find_format(path, options)
+    kind = detect_format(path, options)
     try:
         if kind == "images":
             return ImageReader(path, options)
@@ -64,9 +66,9 @@ def open_dataset(
 
 
 def column_names(path: Path, options: ReadOptions = _DEFAULT) -> list[str]:
-    """Return the names of a file's columns, `text` for lines and `path` for images.
+    """Return the names of the columns; `text` for text lines and `path` for images.
 
-    The first line of a CSV and the footer of a Parquet file say them; JSONL is read to its end.
+    Only the header of a CSV file or the footer of a Parquet file is read, but a whole JSONL file.
 
     Raises:
         InputError: the file cannot be read, or is empty.
@@ -74,19 +76,19 @@ def column_names(path: Path, options: ReadOptions = _DEFAULT) -> list[str]:
     return open_dataset(path, (), options).names
 
 
-def find_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
-    """Return the format of a file, by the option or by its suffix.
+def detect_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
+    """Return the format of a file, from the option or the suffix.
 
     Raises:
-        InputError: there is nothing of that name, it is neither a file nor a folder, or its suffix
-            is not known.
+        InputError: the path does not exist, is neither a file nor a folder, or has an unknown
+            suffix.
     """
     if not path.exists():
-        raise InputError(f"data '{path}': there is nothing of that name.")
+        raise InputError(f"data '{path}': no such file or folder.")
     if path.is_dir() and options.format not in ("auto", "images"):
         raise InputError(f"data '{path}' is a folder, expected a {options.format} file.")
     if not path.is_dir() and not path.is_file():
-        # Opening a named pipe waits for somebody who writes, and a device may have no end.
+        # Opening a named pipe blocks until another process writes, and a device may be endless.
         raise InputError(
             f"data '{path}' is a named pipe, a socket or a device, expected a file or a folder.",
             do="Write it to a file first.",
@@ -100,8 +102,8 @@ def find_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
         raise InputError(
             f"data '{path}': found a {suffix} file, expected {', '.join(filter(None, _FORMATS))} "
             "or a folder of images.",
-            do="Write one JSON object a line, as .jsonl."
+            do="Write one JSON object per line, as .jsonl."
             if suffix == ".json"
-            else "Name its format: predict takes --format.",
+            else "Pass its format: predict has --format.",
         )
     return _FORMATS[suffix]

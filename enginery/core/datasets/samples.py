@@ -1,14 +1,14 @@
-"""Samples of real inputs: some texts or images of a file, of a Dataset or of what Python iterates.
+"""Take samples of real inputs: texts or images from a file, a Dataset or a Python iterable.
 
-    >>> read_texts(Path("reviews.csv"), "text", rows=64)
-    ['Great value.', …]
-    >>> sample = sample_rows(dataset, iterate(dataset, 512), "text", "label", rows=512)
-    >>> sample.items[0], sample.labels[0], sample.label_names
-    ('Great value.', 1, ('bad', 'good'))
+    read_texts(Path("reviews.csv"), "text", rows=64)    # ['Great value.', …]
+    sample = sample_rows(dataset, iterate(dataset, 512), "text", "label", rows=512)
+    sample.items[0]        # 'Great value.'
+    sample.labels[0]       # 1
+    sample.label_names     # ('bad', 'good')
 
-A file is read twice, once to count its texts and once to take some of them, and is never in memory
-as a whole. A source of Python whose rows can be had by number gives rows evenly spread over it; any
-other is read from its start, no further than needed. The package `datasets` is not imported.
+A file is read twice, to count its texts and to take some of them, and is never in memory as a
+whole. From an indexable Python source, rows are taken at even intervals; any other is read from its
+start, no further than needed. The package `datasets` is not imported.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ from typing import Any
 import numpy as np
 
 from enginery.core.datasets.batches import DatasetReader, Item, Values
-from enginery.core.datasets.images import spread
-from enginery.core.datasets.reader import find_format, open_dataset
+from enginery.core.datasets.images import take_evenly
+from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import InputError, nearest
 
 ARRAY_SUFFIXES = (".npz", ".npy")
 _ARRAY_BYTES = 2 << 30
-"""Of the arrays of one .npz, which are decompressed as a whole; an .npy is mapped."""
+"""Largest size of the arrays in an .npz file, in bytes. An .npy file is memory-mapped."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One column of the rows that have a value there, and what another column holds beside it."""
+    """Values of one column, without empty ones, and the labels of the same rows."""
 
     items: Sequence[Any]
     """Texts or images."""
     labels: list[Any]
-    """As they stand in the label column; empty where none was requested."""
+    """Values of the label column; empty if no labels were requested."""
     left_out: int
-    """Rows that have no text, or no image: of a whole file, of what was read of other sources."""
+    """Number of rows without a text or image, among the rows that were read."""
     label_names: tuple[str, ...] = ()
-    """What labels that are numbers stand for, where the source says it."""
+    """Names of numeric labels, if the source has them."""
 
 
 class DatasetImages(Sequence[Any]):
-    """A column of images that are read anew when they are asked for: decoded, they are large."""
+    """A column of images, which are decoded at each access because they are large."""
 
-    def __init__(self, source: Any, places: Sequence[int], column: str) -> None:
+    def __init__(self, source: Any, indices: Sequence[int], column: str) -> None:
         self._source = source
-        self._places = places
+        self._indices = indices
         self._column = column
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return DatasetImages(self._source, self._places[index], self._column)
-        return self._source[self._places[index]][self._column]
+            return DatasetImages(self._source, self._indices[index], self._column)
+        return self._source[self._indices[index]][self._column]
 
 
 def read_texts(path: Path, column: str, *, rows: int) -> list[str]:
-    """Return up to `rows` texts, evenly spread over the file, in its order, without empty ones.
+    """Return up to `rows` non-empty texts, at even intervals from the file.
 
     Raises:
-        InputError: the file or the column is missing, cannot be read, or holds no text.
+        InputError: the file or the column is missing, cannot be read, or has no text.
     """
     return list(read_text_rows(path, column, rows=rows).items)
 
 
 def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = "") -> Sample:
-    """Return up to `rows` texts as `read_texts` takes them, and the labels beside them.
+    """Return up to `rows` texts like `read_texts`, with the labels of their rows.
 
     Raises:
-        InputError: the file or a column is missing, cannot be read, or holds no text.
+        InputError: the file or a column is missing, cannot be read, or has no text.
     """
     reader, where = _open_texts(path, column, label_column)
     count, left_out, other = 0, 0, None
@@ -87,37 +87,37 @@ def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = ""
             other = text if other is None else other
     if not count:
         found = _found(other) if left_out else "no rows"
-        raise InputError(f"{where} holds no text (found {found}).")
+        raise InputError(f"{where} has no text (found {found}).")
     with_text = (row for row in _values(reader, path) if is_text(row[0]))
-    chosen = list(_taken(with_text, spread(range(count), rows)))
+    chosen = list(_take_at(with_text, take_evenly(range(count), rows)))
     labels = [label for _, *beside in chosen for label in beside]
     return Sample([text for text, *_ in chosen], labels, left_out)
 
 
 def require_texts(path: Path, column: str, *, label_column: str = "") -> None:
-    """Read a file up to its first text.
+    """Check that a file has a text, reading it up to the first one.
 
     Raises:
-        InputError: the file or a column is missing, cannot be read, or holds no text.
+        InputError: the file or a column is missing, cannot be read, or has no text.
     """
     reader, where = _open_texts(path, column, label_column)
     if not any(is_text(text) for text, *_ in _values(reader, path)):
-        raise InputError(f"{where} holds no text.")
+        raise InputError(f"{where} has no text.")
 
 
 def _open_texts(path: Path, column: str, label_column: str) -> tuple[DatasetReader, str]:
-    """Open a file with texts; return its reader, and what holds them in words."""
-    kind = find_format(path)
+    """Open a file with texts; return its reader and a description for messages."""
+    kind = detect_format(path)
     if kind == "images":
         raise InputError(f"data '{path}' is a folder or an image, expected a file with texts.")
     if kind == "text" and label_column:
-        raise InputError(f"data '{path}': labels need a file with columns, as CSV or Parquet.")
+        raise InputError(f"data '{path}': labels need a file with columns, such as CSV or Parquet.")
     reader = open_dataset(path, [column, label_column] if label_column else [column])
     return reader, f"data '{path}'" if kind == "text" else f"data '{path}': column '{column}'"
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a text with something in it."""
+    """Return True if a value is a text with a character other than white space."""
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -130,29 +130,29 @@ def sample_rows(
     rows: int,
     images: bool = False,
 ) -> Sample:
-    """Return the texts or images of up to `rows` rows; those without one are left out.
+    """Return the texts or images of up to `rows` rows; rows without one are left out.
 
     Args:
-        given: what Python handed over: a Dataset, a streamed one, an iterable of mappings.
-        stream: its rows, as `iterate` gives them.
-        column: of the texts or images.
-        label_column: of the labels; empty for none.
-        rows: how many are kept.
-        images: whether the column holds images: Pillow's, uint8 arrays or paths.
+        given: a Dataset, a streamed Dataset or an iterable of mappings.
+        stream: its rows, from `iterate`.
+        column: column of the texts or images.
+        label_column: column of the labels; empty for none.
+        rows: largest number of rows.
+        images: True if the column has images: Pillow images, uint8 arrays or paths.
 
     Raises:
-        InputError: the first row lacks a column, a row is no mapping, or no row has a value.
+        InputError: the first row lacks a column, a row is not a mapping, or no row has a value.
     """
-    # Only what can be had again by its number need not be held.
-    places = _places(given, rows) if images else None
+    # Images of an indexable source are not held in memory, because they can be read again.
+    indices = _row_indices(given, rows) if images else None
     kept: list[Any] = []
     labels: list[Any] = []
     seen, other = 0, None
     for seen, row in enumerate(stream, start=1):
         if not isinstance(row, Mapping):
             raise InputError(
-                f"calibration row {seen - 1} is a {type(row).__name__}, expected a mapping, as the "
-                "rows before it are."
+                f"calibration row {seen - 1} is a {type(row).__name__}, expected a mapping like "
+                "the rows before it."
             )
         if seen == 1:
             _require_keys(row, [column, label_column] if label_column else [column])
@@ -160,26 +160,26 @@ def sample_rows(
         if not (value is not None if images else is_text(value)):
             other = value if other is None else other
             continue
-        kept.append(value if places is None else places[seen - 1])
+        kept.append(value if indices is None else indices[seen - 1])
         if label_column:
             labels.append(row.get(label_column))
         if len(kept) == rows:
             break
     if not kept:
         what = "image" if images else "text"
-        raise InputError(f"calibration column '{column}' holds no {what} (found {_found(other)}).")
-    items = tuple(kept) if places is None else DatasetImages(given, kept, column)
+        raise InputError(f"calibration column '{column}' has no {what} (found {_found(other)}).")
+    items = tuple(kept) if indices is None else DatasetImages(given, kept, column)
     return Sample(items, labels, seen - len(kept), _label_names(given, label_column))
 
 
 def iterate(given: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yield up to `count` items, evenly spread where they can be had by number; else all."""
-    places = _places(given, count)
-    return iter(given) if places is None else (given[place] for place in places)  # type: ignore[index]
+    """Yield up to `count` items at even intervals of an indexable source; all items of others."""
+    indices = _row_indices(given, count)
+    return iter(given) if indices is None else (given[position] for position in indices)  # type: ignore[index]
 
 
 def select_columns(given: Any, columns: Sequence[str]) -> Any:
-    """Return a Dataset without its other columns, so that images among them are never decoded."""
+    """Return a Dataset without its other columns, so that images in them are not decoded."""
     names = getattr(given, "column_names", None)
     if isinstance(names, list) and hasattr(given, "select_columns") and {*columns} <= {*names}:
         return given.select_columns(list(dict.fromkeys(columns)))
@@ -187,22 +187,22 @@ def select_columns(given: Any, columns: Sequence[str]) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str, Any]]:
-    """Return inputs of a graph from arrays: up to `rows` rows, evenly spread over the first axis.
+    """Return inputs of a graph from arrays: up to `rows` rows, at even intervals.
 
     Args:
-        path: an .npz with an array for each input, or an .npy for the one input that there is.
-        names: of the graph's inputs.
-        rows: how many are taken.
+        path: .npz file with an array for each input, or .npy file for the only input.
+        names: names of the graph's inputs.
+        rows: largest number of rows.
 
     Returns:
-        A dict for each row; its arrays keep the first axis, of length 1.
+        A dict for each row, of arrays with shape (1, …).
 
     Raises:
-        InputError: the file cannot be read, holds Python objects or other names, or its arrays
-            have different numbers of rows.
+        InputError: the file cannot be read, has Python objects or other names, or its arrays have
+            different numbers of rows.
     """
     if not path.is_file():
-        found = "it is no file" if path.exists() else "there is nothing of that name"
+        found = "it is not a file" if path.exists() else "no such file or folder"
         raise InputError(f"data '{path}': expected arrays, .npz or .npy; {found}.")
     try:
         arrays = _load_arrays(path, names)
@@ -211,23 +211,26 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
         raise InputError(f"data '{path}' cannot be read: {first}.") from error
     if set(arrays) != set(names):
         raise InputError(
-            f"data '{path}' holds {', '.join(sorted(arrays)) or 'no array'}; the graph takes "
-            f"{', '.join(names)}.",
-            do="Save an array for each input: numpy.savez(path, name=array, …).",
+            f"data '{path}' has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected the "
+            f"graph's inputs {', '.join(names)}.",
+            do="Save one array for each input: numpy.savez(path, name=array, …).",
         )
     counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(counts.values())) != 1 or not min(counts.values()):
         found = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
         raise InputError(
-            f"data '{path}': found arrays of shape {found}; expected the same number of rows, one "
-            "or more, in each."
+            f"data '{path}': found arrays of shape {found}; expected the same number of rows in "
+            "each, at least one."
         )
-    places = spread(range(min(counts.values())), rows)
-    return [{name: array[place : place + 1] for name, array in arrays.items()} for place in places]
+    indices = take_evenly(range(min(counts.values())), rows)
+    return [
+        {name: array[position : position + 1] for name, array in arrays.items()}
+        for position in indices
+    ]
 
 
 def _load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Return the arrays of a file; objects, which would be unpickled, are a ValueError."""
+    """Return the arrays of a file; raise ValueError for Python objects, which are pickled."""
     if path.suffix.lower() == ".npy":
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         return {names[0] if len(names) == 1 else path.stem: array}
@@ -235,7 +238,7 @@ def _load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
         size = sum(member.file_size for member in archive.infolist())
     if size > _ARRAY_BYTES:
         raise ValueError(
-            f"its arrays have {size:,} bytes, expected at most {_ARRAY_BYTES:,}; take fewer rows"
+            f"its arrays have {size:,} bytes, expected at most {_ARRAY_BYTES:,}; save fewer rows"
         )
     with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
@@ -252,31 +255,31 @@ def _values(reader: DatasetReader, path: Path) -> Iterator[Values]:
         yield from batch.values
 
 
-def _taken(stream: Iterator[Item], places: Sequence[int]) -> Iterator[Item]:
-    """Yield the items at some places, which ascend; read the stream no further than the last."""
-    wanted = iter(places)
-    place = next(wanted, None)
+def _take_at(stream: Iterator[Item], indices: Sequence[int]) -> Iterator[Item]:
+    """Yield the items at ascending indices; read the stream no further than the last one."""
+    wanted = iter(indices)
+    position = next(wanted, None)
     for index, item in enumerate(stream):
-        if index == place:
+        if index == position:
             yield item
-            place = next(wanted, None)
-            if place is None:
+            position = next(wanted, None)
+            if position is None:
                 return
 
 
 def _found(other: Any) -> str:
-    """Say what a column without texts holds, given one of its values."""
+    """Describe the values of a column without texts, given one of them."""
     if other is not None and not isinstance(other, str):
         return type(other).__name__
-    return "nothing but empty values"
+    return "only empty values"
 
 
-def _places(given: Any, count: int) -> list[int] | None:
-    """Return numbers of the rows to take, or None where rows cannot be had by number."""
+def _row_indices(given: Any, count: int) -> list[int] | None:
+    """Return the indices of the rows to take; None if the source cannot be indexed."""
     numbered = isinstance(given, Sequence) or (
         hasattr(given, "select_columns") and hasattr(given, "__len__")  # datasets.Dataset
     )
-    return spread(range(len(given)), count) if numbered else None
+    return take_evenly(range(len(given)), count) if numbered else None
 
 
 def _require_keys(row: Mapping[Any, Any], columns: Sequence[str]) -> None:

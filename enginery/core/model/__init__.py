@@ -1,1 +1,1 @@
-"""Models from elsewhere: where they are, what is in them, what in them is refused."""
+"""Source models: finding, screening and reading their files, and confining their code."""

@@ -1,15 +1,15 @@
-"""A Python process that may not do what no model has a use for.
+"""Confine a Python process: block what loading or tracing a model never needs.
 
-An audit hook (PEP 578) sees every import, open file, process and connection that Python code makes
-in its process, and stops those that a model being loaded or traced never needs:
+An audit hook (PEP 578) sees every import, opened file, process and connection of Python code in its
+process, and raises for those that a model does not need:
 
->>> with confined(model=Path("downloaded-model"), writable=[Path("staging")]):
-...     export(...)
+    with confined(model=Path("downloaded-model"), writable=[Path("staging")]):
+        export(...)
 
-It is the second line: `screening` has refused what is known to make a loader run foreign code, and
-pickled weights are read by PyTorch's restricted unpickler. It stops code that got through by a way
-that nobody knew of. It does not stop native code (a crafted file that exploits a parser in C++ or
-Rust), which Python's audit events do not see: that takes a container or a virtual machine.
+This is the second line of defense. The first are `screening`, which rejects files that are known to
+make a loader run foreign code, and PyTorch's restricted unpickler. The hook stops code that runs in
+a way that nobody knew of. It does not stop native code (a crafted file that exploits a parser in
+C++ or Rust), which causes no audit events: that needs a container or a virtual machine.
 
 A hook cannot be removed, so it belongs in a child process.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 from enginery.core.errors import UntrustedModelError
 
-# Code is known by its suffix, and data are never opened as code.
+# Files with code are recognized by their suffix.
 _CODE = (".py", ".pyc", ".pyo", ".so", ".pyd", ".dll", ".dylib")
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -59,7 +59,7 @@ _CONNECTIONS = (
 )
 _UNPICKLING = ("pickle.find_class",)
 
-# Event -> the positions of the paths that it changes, with the positions of their directories.
+# Event -> (index of the argument with the changed path, index of its directory descriptor or None).
 _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
     "os.chflags": ((0, None),),
     "os.chmod": ((0, 2),),
@@ -80,7 +80,7 @@ _CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-# Where systems keep what programs read: libraries, fonts, time zones, facts about the machine.
+# System directories that programs read: libraries, fonts, time zones, data about the machine.
 _SYSTEM = (
     "/usr",
     "/lib",
@@ -101,20 +101,20 @@ _DEVICES = ("/dev/null", "/dev/shm", "/proc/self")  # noqa: S108  shared memory 
 
 
 class Confinement:
-    """What a process may touch while it handles one model, and what it was stopped from doing."""
+    """The files that a process may access, and the actions that were blocked."""
 
     def __init__(self, *, model: Path, writable: Iterable[Path]) -> None:
-        """Find out where the interpreter, its packages and the system lie.
+        """Collect the directories of the interpreter, its packages and the system.
 
         Args:
-            model: the model's directory: data, never code.
-            writable: where the process may write, beside the temporary directory.
+            model: directory of the model; its files are never run as code.
+            writable: directories that the process may write to, besides the temporary directory.
         """
         temporary = Path(tempfile.gettempdir())
         outputs = [temporary, *writable]
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         hub = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
-        # transformers copies a model's code there before it is imported.
+        # transformers copies the code of a model there before importing it.
         modules = os.environ.get("HF_MODULES_CACHE") or hub / "modules"
         self._data = _real([model, *outputs, modules])
         self._code = _real(
@@ -124,36 +124,36 @@ class Confinement:
                 sys.exec_prefix,
                 *site.getsitepackages(),
                 *filter(None, sys.path),
-                *_homes_of_modules(),
+                *_module_folders(),
             ]
         )
         self._writable = _real([*outputs, *_DEVICES])
-        # A snapshot's files are links into the folder `blobs` of its repository.
+        # In the Hub cache, the files of a snapshot are links into `blobs`.
         blobs = [model.parent.parent / "blobs"] if model.parent.name == "snapshots" else []
-        # People keep weights on other disks, and leave links to them.
+        # Weights may be links to files on other disks.
         weights = [path for path in model.glob("*") if path.suffix in _WEIGHTS]
         self._readable = _real(
             [model, *self._code, *self._writable, hub, *blobs, *weights, *_SYSTEM]
         )
-        self.stopped: list[str] = []
-        """What the process tried, in words; the first is the cause of the others."""
+        self.blocked: list[str] = []
+        """Descriptions of blocked actions; the first one causes the others."""
         self.denied: list[str] = []
-        """Files that it was not given to read. Libraries look for settings, so this is no alarm."""
+        """Files that could not be read. Libraries search for settings, so this is no violation."""
 
     def error(self) -> UntrustedModelError:
-        """Return the error that names the first thing that was stopped."""
+        """Return an error with the first blocked action."""
         return UntrustedModelError(
-            f"the model tried {self.stopped[0]}, which no model has a use for; it was stopped.",
-            do="Do not use this model. If you trust its author and know why it does that, pass "
+            f"the model tried {self.blocked[0]}, which no model needs; this was blocked.",
+            do="Do not use this model. If you trust its author and know why it does this, pass "
             "--trust-remote-code.",
         )
 
-    def _stop(self, what: str) -> None:
-        self.stopped.append(what)
+    def _block(self, action: str) -> None:
+        self.blocked.append(action)
         raise self.error()
 
     def check_open(self, _: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse to write outside, to read another's files, and to open data as code."""
+        """Block writing to, and reading from, other directories, and opening data as code."""
         path, mode, flags = arguments
         if isinstance(path, int):
             return
@@ -161,15 +161,15 @@ class Confinement:
         writes = isinstance(flags, int) and flags & _WRITING
         if writes or (isinstance(mode, str) and set(mode) & set("wax+")):
             if not _below(place, self._writable):
-                self._stop(f"to write {place}")
+                self._block(f"to write {place}")
         elif place.endswith(_CODE) and self._is_data(place):
-            self._stop(f"to run {place}")
+            self._block(f"to run {place}")
         elif not _below(place, self._readable):
             self.denied.append(place)
-            raise PermissionError(f"{place} is not a file of the model")
+            raise PermissionError(f"{place} is outside the model's directory")
 
     def check_change(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse to rename, remove or change files outside of what may be written."""
+        """Block changes of files outside the writable directories."""
         for position, of_directory in _CHANGES[event]:
             path = arguments[position] if position < len(arguments) else None
             handle = -1
@@ -179,10 +179,10 @@ class Confinement:
                 continue
             place = _resolved(path, handle)
             if not _below(place, self._writable):
-                self._stop(f"to change {place} ({event})")
+                self._block(f"to change {place} ({event})")
 
     def check_code(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse to run or load a file of the model's directory or of a module cache."""
+        """Block running or loading a file from the model's directory or a module cache."""
         if event == "exec":
             file = getattr(arguments[0], "co_filename", "")
         else:  # compile has (source, file), import (module, file, …), dlopen (file,)
@@ -190,20 +190,20 @@ class Confinement:
         if isinstance(file, str | bytes | os.PathLike) and os.sep in os.fsdecode(file):
             place = _resolved(file)
             if self._is_data(place):
-                self._stop(f"to run {place}")
+                self._block(f"to run {place}")
 
-    def refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse a process, a connection or an object from a pickle."""
+    def block_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Block starting a process, opening a connection or loading an object from a pickle."""
         kind = "to start a process" if event in _PROCESSES else "to open a connection"
         kind = "to load an object from a pickle" if event in _UNPICKLING else kind
-        said = ", ".join(repr(argument)[:80] for argument in arguments[:2])
-        self._stop(f"{kind} ({event}: {said})")
+        shown = ", ".join(repr(argument)[:80] for argument in arguments[:2])
+        self._block(f"{kind} ({event}: {shown})")
 
     def _is_data(self, place: str) -> bool:
-        """Return whether a file belongs to the model and not to an installed package.
+        """Return True if a file belongs to the model and not to an installed package.
 
-        A package may lie in a model's directory (a virtual environment in the working directory),
-        and a model in a package: the longer path decides.
+        A package may be inside a model's directory (a virtual environment in the working
+        directory), and a model inside a package, so the longer path decides.
         """
         data, code = _below(place, self._data), _below(place, self._code)
         return bool(data) and len(data) >= len(code)
@@ -213,11 +213,11 @@ _CHECKS: dict[str, Callable[[Confinement, str, tuple[Any, ...]], None]] = {
     "open": Confinement.check_open,
     **dict.fromkeys(_CHANGES, Confinement.check_change),
     **dict.fromkeys(("exec", "compile", "import", "ctypes.dlopen"), Confinement.check_code),
-    **dict.fromkeys((*_PROCESSES, *_CONNECTIONS, *_UNPICKLING), Confinement.refuse),
+    **dict.fromkeys((*_PROCESSES, *_CONNECTIONS, *_UNPICKLING), Confinement.block_event),
 }
 
 _active: list[Confinement] = []
-"""The confinement in force: the hook itself stays for the life of the process."""
+"""The active confinement. The hook itself cannot be removed from the process."""
 _installed: list[bool] = []
 
 
@@ -231,38 +231,38 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def confined(*, model: Path, writable: Iterable[Path] = ()) -> Iterator[Confinement]:
     """Confine this process to loading and running one model without its code.
 
-    Enter it behind the imports that the process needs. On leaving, whatever was stopped is raised,
-    even where the model hid the error or another one came of it.
+    Enter the block after all imports. At its end the first blocked action is raised as an error,
+    even if the model suppressed it or another error followed from it.
 
     Args:
-        model: the model's directory.
-        writable: where the process writes its results, beside the temporary directory.
+        model: directory of the model.
+        writable: directories for the results, besides the temporary directory.
 
     Raises:
-        UntrustedModelError: the model tried what no model has a use for.
+        UntrustedModelError: the model tried an action that was blocked.
     """
     if not _installed:
         sys.addaudithook(_audit)
         _installed.append(True)
     confinement = Confinement(model=model, writable=writable)
-    # Bytecode would be written beside the sources of packages.
+    # Python would write bytecode into the directories of packages.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _active.append(confinement)
     try:
         yield confinement
     except Exception as error:
-        if confinement.stopped and not isinstance(error, UntrustedModelError):
+        if confinement.blocked and not isinstance(error, UntrustedModelError):
             raise confinement.error() from error
         raise
     finally:
         _active.remove(confinement)
         sys.dont_write_bytecode = before
-    if confinement.stopped:
+    if confinement.blocked:
         raise confinement.error()
 
 
 def _resolved(path: Any, handle: Any = -1) -> str:
-    """Return the absolute path that links lead to; `handle` is what a relative one starts from."""
+    """Return the absolute path without links; `handle` is the base directory of a relative path."""
     text = os.fsdecode(path)
     if isinstance(handle, int) and handle >= 0 and not text.startswith(os.sep):
         try:
@@ -277,13 +277,13 @@ def _real(places: Iterable[Any]) -> tuple[str, ...]:
 
 
 def _below(place: str, roots: tuple[str, ...]) -> str:
-    """Return the longest root that a place lies in; empty where it lies in none."""
+    """Return the longest root that contains a path; empty if there is none."""
     found = [r for r in roots if place == r or place.startswith(r.rstrip(os.sep) + os.sep)]
     return max(found, key=len, default="")
 
 
-def _homes_of_modules() -> list[str]:
-    """Return the folders of imported top-level modules: editable installs are on no path."""
+def _module_folders() -> list[str]:
+    """Return the folders of imported top-level modules; editable installs are not in sys.path."""
     files = [
         getattr(module, "__file__", None)
         for name, module in list(sys.modules.items())

@@ -1,14 +1,15 @@
-"""Made-up inputs for a graph at given sizes, and the limits that the model sets to them.
+"""Generate synthetic inputs for a graph, within the limits that the model's config.json sets.
 
-    >>> limits = FeedLimits.from_config(ModelConfig.read(Path("minilm")))
-    >>> feeds = make_feeds(graph.inputs, {"batch": 4, "sequence": 17}, limits, seed=0, ragged=True)
-    >>> feeds["input_ids"].shape
-    (4, 17)
+>>> limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+>>> inputs = artifact.manifest.graphs[0].inputs
+>>> feeds = make_feeds(inputs, {"batch": 4, "sequence": 17}, limits, seed=0, ragged=True)
+>>> feeds["input_ids"].shape
+(4, 17)
 
-Token ids are drawn from the whole vocabulary; `ragged` pads every row but the first by a different
-amount, so that masks matter: on the right as encoders are fed, on the left where the graph decodes
-(it takes past keys, or positions). These inputs are for comparing two implementations of one
-model: nothing is measured or calibrated on them.
+Token ids are drawn from the whole vocabulary. `ragged` pads every row but the first by a different
+amount, so that masks matter: on the right for encoders, on the left for decoders (graphs that take
+past keys or position ids). Use these inputs to compare two implementations of a model, not to
+measure its accuracy or to calibrate it.
 """
 
 from __future__ import annotations
@@ -28,36 +29,36 @@ from enginery.core.shapes import TensorSpec, dim_terms
 Feeds = dict[str, NDArray[Any]]
 
 MAX_ELEMENTS = 2**30
-"""Of all inputs of one run that are made up. They are drawn as 8 bytes an element, so that these
-are 8 GiB; 64 images of 1024 x 1024 pixels have a fifth of it, texts a thousandth."""
+"""Largest number of elements of all inputs of one run: 8 GiB, as they are drawn in 8 bytes each. 64
+images of 1024 x 1024 pixels have a fifth of it, texts a thousandth."""
 
 
 @dataclass(frozen=True)
 class FeedLimits:
-    """What a model's config.json says about the values that its inputs may take."""
+    """Limits on the values and sizes of a model's inputs, from its config.json."""
 
     vocab_size: int = 100
     pad_token_id: int = 0
     special_ids: tuple[int, ...] = ()
-    """Ids that heads look for (end of sequence); never drawn at random."""
+    """Ids that heads search for (end of sequence); they are never drawn."""
     type_vocab_size: int = 1
     min_sequence: int = 1
-    """The shortest sequence; for raw audio, what the convolutions need for one frame."""
+    """Shortest sequence; for raw audio, the samples that the convolutions need."""
     max_positions: int = 512
-    """The longest sequence worth trying, in the model's own unit: tokens, or samples of audio."""
-    hard_limit: int | None = None
-    """The longest sequence that the position embeddings cover; None where nothing ends."""
+    """Longest sequence to try, in the model's unit: tokens, or samples of audio."""
+    position_limit: int | None = None
+    """Longest sequence that the position embeddings cover; None if there is no limit."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The natural size of other dims: an image's height and width, a spectrogram's bins."""
+    """Usual sizes of other dims: an image's height and width, a spectrogram's bins."""
 
     @property
-    def ends(self) -> dict[str, int]:
-        """The largest sizes of named dims: the positions end the sequence, where anything does."""
-        return {} if self.hard_limit is None else {"sequence": self.hard_limit}
+    def max_sizes(self) -> dict[str, int]:
+        """Largest allowed size of each dim: of `sequence`, if the position embeddings limit it."""
+        return {} if self.position_limit is None else {"sequence": self.position_limit}
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> FeedLimits:
-        """Derive the limits from a model's config.json, and the text and vision parts inside it."""
+        """Derive the limits from a model's config.json and its text and vision parts."""
         merged = config.merged()
         pad, eos = merged.pad_token_id, merged.eos_token_id
         frames = merged.audio_samples
@@ -69,7 +70,7 @@ class FeedLimits:
             type_vocab_size=merged.type_vocab_size or 1,
             min_sequence=frames,
             max_positions=16 * frames if frames > 1 else limit,
-            hard_limit=limit if _positions_end(merged) else None,
+            position_limit=limit if _has_position_limit(merged) else None,
             sizes=_natural_sizes(merged),
         )
 
@@ -90,7 +91,7 @@ def _natural_sizes(config: ModelConfig) -> dict[str, int]:
     return sizes
 
 
-# Positions of these are distances between tokens, whatever their config.json says of a length.
+# These model types use relative positions, whatever length their config.json gives.
 _RELATIVE_POSITIONS = (
     "t5",
     "mt5",
@@ -103,8 +104,8 @@ _RELATIVE_POSITIONS = (
 )
 
 
-def _positions_end(config: ModelConfig) -> bool:
-    """Whether config.json names a length that the model cannot go beyond."""
+def _has_position_limit(config: ModelConfig) -> bool:
+    """Return True if the model cannot process sequences above the length in its config.json."""
     relative = (
         config.model_type in _RELATIVE_POSITIONS
         or not config.position_biased_input  # DeBERTa
@@ -121,11 +122,11 @@ def make_feeds(
     seed: int,
     ragged: bool = False,
 ) -> Feeds:
-    """One array for every input, of its dtype and of the shape that `sizes` gives it.
+    """Return an array for every input, of its dtype and of the shape for `sizes`.
 
     Raises:
-        ShapeError: a dim has no size, an input's dtype or rank is not one that can be made up, or
-            all of them have more than `MAX_ELEMENTS`.
+        ShapeError: a dim has no size, inputs of this dtype or rank cannot be generated, or all
+            inputs have more than `MAX_ELEMENTS` elements.
     """
     specs = tuple(inputs)
     generator = np.random.default_rng(seed)
@@ -136,7 +137,7 @@ def make_feeds(
         raise ShapeError(
             f"{largest}: the inputs have {elements:,} elements at {dict(sizes)}, expected up to "
             f"{MAX_ELEMENTS:,}.",
-            do="Take smaller sizes; where the graph fixes them, export it again.",
+            do="Choose smaller sizes; if the graph fixes them, export it again.",
         )
     feeds: Feeds = {}
     try:
@@ -146,7 +147,7 @@ def make_feeds(
             _pad_rows(feeds, specs, limits)
     except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
         listed = ", ".join(str(spec) for spec in specs)
-        raise ShapeError(f"inputs cannot be made up for {listed}: {error}.") from error
+        raise ShapeError(f"cannot generate inputs for {listed}: {error}.") from error
     return feeds
 
 
@@ -164,7 +165,7 @@ def _values(
     if spec.dtype == "bool":
         return np.ones(shape, dtype=bool)
     if not spec.dtype.startswith(("int", "uint")):
-        raise ShapeError(f"{spec}: inputs of type {spec.dtype} cannot be made up.")
+        raise ShapeError(f"{spec}: cannot generate inputs of type {spec.dtype}.")
     values: NDArray[Any]
     if name.endswith("mask"):
         values = np.ones(shape)
@@ -178,10 +179,10 @@ def _values(
         avoid = {limits.pad_token_id, *limits.special_ids}
         everything = np.arange(limits.vocab_size)
         allowed = np.setdiff1d(everything, list(avoid))
-        # A vocabulary of special tokens alone leaves nothing else to draw.
+        # If all tokens are special, draw from all of them.
         values = generator.choice(allowed if allowed.size else everything, shape)
     elif name == "bbox":
-        # Boxes are x0, y0, x1, y1 in thousandths of the page; the corners must be in order.
+        # Boxes are x0, y0, x1, y1 in thousandths of the page, with x0 <= x1 and y0 <= y1.
         corners = np.sort(generator.integers(0, 1000, (*shape[:-1], 2, 2)), axis=-2)
         values = corners.reshape(shape)
     else:
@@ -190,9 +191,9 @@ def _values(
 
 
 def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -> None:
-    """Shortens each row but the first, in the masks, and in the ids and positions that they cover.
+    """Pad each row but the first, in the masks and in the ids and positions that they cover.
 
-    Where keys of the past come first, what is new is never padding: so generation is batched.
+    In a graph with past keys only past positions are padded, as in batched generation.
     """
     decodes = any(spec.name == "position_ids" or spec.name.startswith("past_") for spec in specs)
     for mask_spec in specs:
@@ -218,12 +219,12 @@ def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -
 
 
 def is_padding_mask(spec: TensorSpec) -> bool:
-    """Whether an input says which positions of a (batch, sequence) are padding."""
+    """Return True if an input is a padding mask of shape (batch, sequence)."""
     return spec.name.endswith("attention_mask") and len(spec.dims) == 2
 
 
 def covers(mask: TensorSpec, spec: TensorSpec) -> bool:
-    """Whether `spec` is (batch, sequence, …) over the mask's positions, or over the last of them.
+    """Return True if `spec` is (batch, sequence, …) over the mask's positions or the last of them.
 
     A mask over `past_sequence + sequence` ends with the positions of `sequence`.
     """

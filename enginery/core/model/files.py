@@ -1,12 +1,12 @@
-"""Read the JSON files that come with a model into typed values with ranges.
+"""Read the JSON files of a model into typed and bounded values.
 
->>> ModelConfig.read(Path("minilm")).vocab_size
-30522
+>>> ModelConfig.read(artifact.path).model_type
+'bert'
 
-Unknown keys are ignored. Every known key may be absent, and null counts as absent, because
+Unknown keys are ignored. Every known key is optional, and null counts as missing, because
 transformers writes null for many defaults. An integer may be written as `30522`, `30522.0` or
-`"30522"`. The ranges are far beyond any published model: they keep made-up inputs and images at
-sizes that a machine can hold, whatever a file says.
+`"30522"`. The bounds are far above those of any published model. They keep synthetic inputs and
+images at sizes that fit into memory, whatever a file says.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAX_VOCABULARY = 2**24
 MAX_POSITIONS = 2**31 - 1
 """Tokens, or samples of audio."""
 MAX_IMAGE_EDGE = 2**13
-"""Pixels of the images that are made up or prepared here."""
+"""Pixels of synthetic and preprocessed images."""
 _MAX_AUDIO_FRAME = 2**20
-"""Samples of audio that make eight frames; 2**12 in wav2vec2."""
+"""Samples of audio for eight frames; 2**12 in wav2vec2."""
 _AUDIO_FRAMES = 8
 _MAX_CONVOLUTIONS = 64
-"""Of an audio encoder, one after another; 7 in wav2vec2."""
+"""Consecutive convolutions of an audio encoder; 7 in wav2vec2."""
 _MAX_FRAMES = 2**14
 """Frames of a spectrogram; 3000 in Whisper."""
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 def _expected(words: str) -> WrapValidator:
-    """Report a value that does not fit in these words, whatever pydantic tried."""
+    """Replace pydantic's message on an invalid value by these words."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -61,7 +61,7 @@ def _expected(words: str) -> WrapValidator:
 
 
 def _size_as_object(value: Any) -> Any:
-    """Write the notations of an image's size as the object that the newest files have."""
+    """Convert the older notations of an image's size to the object that new files have."""
     if isinstance(value, list) and len(value) == 2:
         return {"height": value[0], "width": value[1]}
     return value if isinstance(value, dict) else {"edge": value}
@@ -125,46 +125,46 @@ class _Values(BaseModel):
 
 
 class _File(_Values):
-    """One file in the directory of a model."""
+    """A JSON file in the directory of a model."""
 
     FILE: ClassVar[str]
 
     @classmethod
     def read(cls, directory: Path, *, error: type[EngineryError] = ArtifactError) -> Self:
-        """Read the file of a model's directory; every key is absent where there is no file.
+        """Read the file in a model's directory; if it is missing, all keys are.
 
         Args:
-            directory: an artifact, or the directory of a model.
-            error: what to raise; SourceError for a model that is being exported.
+            directory: directory of an artifact or a model.
+            error: class of the error to raise; SourceError for a model that is being exported.
 
         Raises:
             EngineryError: the file is not a JSON object, or a value has the wrong type or is out
-                of range; an error of the class `error`.
+                of range; the class is `error`.
         """
         file = directory / cls.FILE
         document = read_json(file, error=error)
         return _validated(file, lambda: cls.model_validate(document), error)
 
 
-_Edge = Annotated[int, Field(ge=1, le=2**24)]  # some processors write numbers of pixels here
+_Edge = Annotated[int, Field(ge=1, le=2**24)]  # some processors write a number of pixels here
 
 
 class ImageSize(_Values):
-    """The size of an image: an edge alone, height and width, or the shortest edge."""
+    """Size of an image: one edge, height and width, or the shortest edge."""
 
     edge: _Edge | None = None
-    """The file has one number; what it means depends on the processor."""
+    """A single number; its meaning depends on the processor."""
     height: _Edge | None = None
     width: _Edge | None = None
     shortest_edge: _Edge | None = None
 
     @property
     def longest(self) -> int:
-        """The largest of the numbers; 0 where there is none."""
+        """The largest of the numbers; 0 if there is none."""
         return max(self.edge or 0, self.height or 0, self.width or 0, self.shortest_edge or 0)
 
     def sides(self, default: int) -> tuple[int, int]:
-        """Return height and width, of a square where the size has one number."""
+        """Return (height, width); a single number gives a square."""
         edge = self.edge or self.shortest_edge or default
         return self.height or edge, self.width or edge
 
@@ -177,18 +177,18 @@ ImageSizeValue = Annotated[
 
 
 class ModelPart(_Values):
-    """What a config.json, or the part of it for texts or images, says of its inputs."""
+    """Keys of a config.json, or of its text or vision part, that concern inputs."""
 
     model_type: String = ""
     vocab_size: Vocabulary = 0
-    """0 where the file does not say it."""
+    """0 if missing."""
     type_vocab_size: Vocabulary = 0
     pad_token_id: TokenId | None = None
     eos_token_id: Annotated[TokenId | tuple[TokenId, ...], _expected("token ids")] | None = None
     max_position_embeddings: Count = 0
     n_positions: Count = 0
     position_biased_input: Flag = True
-    """DeBERTa's: false where positions are relative."""
+    """DeBERTa: false if positions are relative."""
     hidden_size: Count = 0
     d_model: Count = 0
     dim: Count = 0
@@ -205,12 +205,12 @@ class ModelPart(_Values):
 
     @property
     def positions(self) -> int:
-        """How many positions have an embedding; 0 where the file does not say it."""
+        """Number of position embeddings; 0 if missing."""
         return self.max_position_embeddings or self.n_positions
 
     @property
     def width(self) -> int:
-        """The width of the hidden states; 0 where the file does not say it."""
+        """Size of the hidden states; 0 if missing."""
         return self.hidden_size or self.d_model or self.dim or self.n_embd
 
     @property
@@ -227,7 +227,7 @@ class ModelPart(_Values):
 
     @property
     def spectrogram_frames(self) -> int | None:
-        """How many frames an audio spectrogram transformer takes; None for other models."""
+        """Number of frames of an audio spectrogram transformer; None for other models."""
         is_ast = self.model_type == "audio-spectrogram-transformer"
         return self.max_length if is_ast and self.max_length else None
 
@@ -246,19 +246,19 @@ class ModelPart(_Values):
         return self
 
     def require_audio_frame(self) -> None:
-        """Raise PydanticCustomError where convolutions do not fit together or make huge frames."""
+        """Raise PydanticCustomError if the convolutions do not match or need too many samples."""
         kernels, strides = self.conv_kernel, self.conv_stride
         if kernels is None or strides is None:
             return
         if len(kernels) != len(strides):
             raise _conflict("conv_stride", list(strides), f"{len(kernels)} numbers as conv_kernel")
         if self.audio_samples > _MAX_AUDIO_FRAME:
-            words = f"strides that make a frame of {_MAX_AUDIO_FRAME} samples at most"
+            words = f"strides that need at most {_MAX_AUDIO_FRAME} samples for eight frames"
             raise _conflict("conv_stride", list(strides), words)
 
 
-# Position ids of these start behind the padding index, so that many embeddings are never used.
-# Source: transformers' create_position_ids_from_input_ids in each model's own module.
+# Position ids of these model types start after the padding index; the first embeddings are unused.
+# Source: create_position_ids_from_input_ids in the modules of transformers.
 _OFFSET_POSITIONS = (
     "roberta",
     "xlm-roberta",
@@ -277,7 +277,7 @@ _OFFSET_POSITIONS = (
     "layoutlmv3",
 )
 _DEFAULT_POSITIONS = 512
-"""For a model that has no limit of its own: what nearly every text encoder is trained with."""
+"""For models without a limit: the length that nearly every text encoder is trained with."""
 
 
 class ModelConfig(ModelPart, _File):
@@ -286,7 +286,7 @@ class ModelConfig(ModelPart, _File):
     FILE = "config.json"
 
     architecture: String = ""
-    """The model's name in timm, whose files alone have it."""
+    """Name of the model in timm; only in files from timm."""
     architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
     problem_type: String = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
@@ -295,7 +295,7 @@ class ModelConfig(ModelPart, _File):
     vision_config: ModelPart | None = None
 
     def merged(self) -> ModelConfig:
-        """Return the config with what only its text part or its image part says."""
+        """Return the config with keys of the text and vision parts that it lacks itself."""
         values: dict[str, Any] = {}
         for part in (self.vision_config, self.text_config, self):
             if part is not None:
@@ -303,7 +303,7 @@ class ModelConfig(ModelPart, _File):
         return self.model_copy(update=values)
 
     def position_limit(self) -> int:
-        """Return the longest sequence, in tokens; 512 where no position embeddings end it."""
+        """Return the longest sequence, in tokens; 512 without a limit in the file."""
         limit = self.positions or _DEFAULT_POSITIONS
         if self.model_type in _OFFSET_POSITIONS:
             limit -= (1 if self.pad_token_id is None else self.pad_token_id) + 1
@@ -313,14 +313,14 @@ class ModelConfig(ModelPart, _File):
     def _check_positions(self) -> Self:
         whole = self.merged()
         if whole.position_limit() < 1:
-            words = f"more than pad_token_id + 1, as {self.model_type} counts its positions"
+            words = f"more than pad_token_id + 1, where {self.model_type} starts its positions"
             raise _conflict("max_position_embeddings", whole.positions, words)
-        whole.require_audio_frame()  # the two lists may come from different parts
+        whole.require_audio_frame()  # kernels and strides may come from different parts
         return self
 
 
 class SpecialTokens(_Values):
-    """The special tokens that are looked up by their role."""
+    """Special tokens by role."""
 
     pad_token: SpecialToken | None = None
     unk_token: SpecialToken | None = None
@@ -352,13 +352,13 @@ class TokenizerConfig(SpecialTokens, _File):
 
     tokenizer_class: String = ""
     model_max_length: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
-    """Tokens; 0 where the file does not say it. transformers writes 1e30 for no limit."""
+    """Tokens; 0 if missing. transformers writes 1e30 for no limit."""
     do_lower_case: Flag = True
     strip_accents: Flag | None = None
-    """None: accents are stripped where letters are made small."""
+    """None: accents are stripped if the text is lowercased."""
     tokenize_chinese_chars: Flag = True
     add_prefix_space: Flag | None = None
-    """None: as tokenizer.json has it."""
+    """None: the value in tokenizer.json."""
     added_tokens_decoder: dict[Count, AddedTokenValue] = Field(default_factory=dict)
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
@@ -366,7 +366,7 @@ class TokenizerConfig(SpecialTokens, _File):
     clean_up_tokenization_spaces: Flag = False
 
     def with_map(self, other: SpecialTokensMap) -> SpecialTokens:
-        """Return the special tokens of both files; those of tokenizer_config.json go first."""
+        """Return the special tokens of both files; tokenizer_config.json takes precedence."""
         roles = SpecialTokens.model_fields
         found = {role: getattr(other, role) for role in roles}
         found |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
@@ -379,7 +379,7 @@ class SentenceBertConfig(_File):
     FILE = "sentence_bert_config.json"
 
     max_seq_length: Count = 0
-    """0 where the file does not say it."""
+    """0 if missing."""
     do_lower_case: Flag = False
 
 
@@ -393,7 +393,7 @@ class SentenceTransformersConfig(_File):
 
 
 class PoolingConfig(_File):
-    """The config.json of a Pooling module; further `pooling_mode_…` keys are kept as extras."""
+    """config.json of a Pooling module; unknown `pooling_mode_…` keys are kept as extras."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -413,7 +413,7 @@ class PoolingConfig(_File):
     include_prompt: Flag = True
 
     def unknown_modes(self) -> list[str]:
-        """Return the keys `pooling_mode_…` that are set and have no field here."""
+        """Return the `pooling_mode_…` keys that are set but unknown."""
         extras = self.model_extra or {}
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
 
@@ -426,7 +426,7 @@ class SentenceModule(_Values):
 
     @property
     def kind(self) -> str:
-        """The name of the module's class."""
+        """Name of the module's class."""
         return self.type.rpartition(".")[2]
 
 
@@ -434,13 +434,13 @@ def read_modules(directory: Path) -> list[SentenceModule]:
     """Read the modules of a sentence-transformers model.
 
     Raises:
-        ArtifactError: modules.json is not a list of modules, or one lies outside the directory.
+        ArtifactError: modules.json is not a list of modules, or a path leaves the directory.
     """
     file = directory / "modules.json"
     document = load_json(file, error=ArtifactError)
     if not isinstance(document, list):
         raise ArtifactError(
-            f"{file} holds a {type(document).__name__}, expected a list of modules."
+            f"{file} contains a {type(document).__name__}, expected a list of modules."
         )
     modules = _validated(
         file, lambda: TypeAdapter(list[SentenceModule]).validate_python(document), ArtifactError
@@ -455,7 +455,7 @@ def read_modules(directory: Path) -> list[SentenceModule]:
 
 
 class PreprocessorConfig(_File):
-    """preprocessor_config.json. None: the processor's own default."""
+    """preprocessor_config.json. None means the default of the image processor."""
 
     FILE = "preprocessor_config.json"
 
@@ -481,17 +481,17 @@ class PreprocessorConfig(_File):
 
 
 def _conflict(key: str, value: Any, words: str) -> PydanticCustomError:
-    """Return the error of a value that does not fit those of other keys."""
+    """Return an error for a value that contradicts the values of other keys."""
     return PydanticCustomError("conflict", "{words}", {"key": key, "value": value, "words": words})
 
 
 def _validated(file: Path, validate: Callable[[], T], error: type[EngineryError]) -> T:
-    """Validate a document; raises `error` with the file, the key, the value and the expectation."""
+    """Validate a document; raise `error` with file, key, value and expectation."""
     try:
         return validate()
     except ValidationError as found:
         first = found.errors(include_url=False)[0]
-    raise error(f"{file}: {_described(first)}.")
+    raise error(f"{file}: {_describe(first)}.")
 
 
 _SHORT = reprlib.Repr()
@@ -506,8 +506,8 @@ _EXPECTED = {
 }
 
 
-def _described(found: Mapping[str, Any]) -> str:
-    """Describe one of pydantic's errors: which key, what was found, what was expected."""
+def _describe(found: Mapping[str, Any]) -> str:
+    """Describe an error of pydantic: the key, what was found and what was expected."""
     context, place = found.get("ctx", {}), [str(part) for part in found["loc"]]
     words = context.get("words") or _EXPECTED.get(found["type"]) or found["msg"]
     value = _SHORT.repr(context.get("value", found["input"]))
@@ -520,10 +520,10 @@ def _described(found: Mapping[str, Any]) -> str:
 
 
 def mask_token(directory: Path) -> str:
-    """Return the tokenizer's own mask, `[MASK]` or `<mask>`; `[MASK]` where it names none.
+    """Return the mask token of a tokenizer, such as `[MASK]` (also the default) or `<mask>`.
 
     Raises:
-        ArtifactError: a file of the tokenizer is malformed.
+        ArtifactError: a file of the tokenizer is invalid.
     """
     settings = TokenizerConfig.read(directory)
     return settings.with_map(SpecialTokensMap.read(directory)).mask_token or "[MASK]"

@@ -1,14 +1,14 @@
-"""Read the structure of an ONNX file without its weights, and without the package onnx.
+"""Read the structure of an ONNX file without its weights and without the package onnx.
 
->>> model = read_structure(Path("minilm/model.onnx"))
->>> len(model.graph.nodes), len(model.graph.initializers)
-(535, 127)
+>>> model = read_structure(artifact.model)
+>>> "MatMul" in {node.op_type for node in model.graph.nodes}
+True
 
-The file is mapped and the bytes of weights are skipped, because this is a part of every load; the
-package onnx would read and copy the whole file, and a bare install does not have it.
+Every load runs this, so the file is memory-mapped and the bytes of weights are skipped. The package
+onnx would read and copy the whole file, and is not part of the bare install.
 
-Field numbers: onnx.proto of ONNX 1.21. Wire format: protobuf's "Encoding" page. As protobuf has it,
-a field that occurs twice is merged if it is a message, and the last one counts if it is not.
+Field numbers: onnx.proto of ONNX 1.21. Wire format: protobuf's "Encoding" page. As in protobuf, a
+repeated occurrence of a singular field is merged if it is a message; otherwise the last one counts.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ArtifactError, EngineryError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 
 MAX_FIELDS = 5_000_000
-"""Fields of protobuf that are read of one file; a decoder of 10,000 nodes has 200,000."""
+"""Largest number of protobuf fields in one file; a decoder of 10,000 nodes has 200,000."""
 MAX_NODES = 1_000_000
-"""Nodes and graphs together; a field that is read costs two bytes, and a node hundreds here."""
+"""Largest number of nodes and graphs; two bytes in a file become hundreds in memory."""
 MAX_PARTS = 2_000_000
-"""Attributes and tensors together."""
+"""Largest number of attributes and tensors."""
 MAX_DEPTH = 33
-"""Graphs inside graphs; protobuf itself reads messages 100 deep, three for each graph."""
+"""Deepest nesting of graphs; protobuf allows 100 messages, three for each graph."""
 _MAX_VALUES = 256
-"""Numbers of a tensor or an attribute that are read; shapes have fewer."""
+"""Largest number of values that are read of a tensor or an attribute; shapes have fewer."""
 
 _MAX_RANK = 64
 
@@ -67,38 +67,37 @@ BITS = {
     25: 2,
     26: 2,
 }
-"""Of one element, by TensorProto.DataType; text, which is 8, has no fixed size."""
+"""TensorProto.DataType -> bits of one element; strings (8) have no fixed size."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
-"""The types of sizes and scales, as the module struct names them."""
+"""TensorProto.DataType of sizes and scales -> format character of the module struct."""
 _FLOATS, _INT32S, _INT64S, _DOUBLES, _UINT64S = 4, 5, 7, 10, 11
-"""Fields of a TensorProto that hold its numbers one by one."""
+"""Field numbers of float_data, int32_data, int64_data, double_data and uint64_data."""
 
-# Runs of an attribute's ints and floats, which are one field each: a model of decision trees has
-# millions of them.
+# Consecutive ints or floats of an attribute, one field each; decision trees have millions of them.
 _INTS_RUN = re.compile(rb"(?:\x40[\x80-\xff]{0,9}+[\x00-\x7f])++")
 _FLOATS_RUN = re.compile(rb"(?:\x3d.{4})++", re.DOTALL)
 
 
 @dataclass(slots=True)
 class Tensor:
-    """A stored tensor: what it says of itself, and how many bytes there are of it."""
+    """A stored tensor: its metadata and the number of bytes stored."""
 
     name: str = ""
     dims: list[int] = field(default_factory=list)
     data_type: int = 0
     values: tuple[Number, ...] | None = None
-    """Of a small tensor of sizes or scales."""
+    """Values of a small tensor of sizes or scales; None for other tensors."""
     raw_bytes: int | None = None
-    """The length of `raw_data`, where the tensor has it."""
-    listed: int = 0
-    """The most elements that the other fields of data can hold."""
+    """Length of `raw_data`; None without it."""
+    typed_elements: int = 0
+    """Upper bound on the number of elements in `float_data`, `int32_data` and the like."""
     external: dict[str, str] | None = None
-    """`location`, `offset` and `length` of external data."""
+    """`location`, `offset` and `length` of external data; None without it."""
 
 
 @dataclass(slots=True)
-class Sparse:
-    """A tensor that is stored by its values other than 0, and loaded whole."""
+class SparseTensor:
+    """A tensor stored as its nonzero values, which is dense once it is loaded."""
 
     name: str
     data_type: int
@@ -113,13 +112,13 @@ class Attribute:
     ints: tuple[int, ...] = ()
     floats: tuple[float, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
-    sparse: list[Sparse] = field(default_factory=list)
+    sparse: list[SparseTensor] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Node:
-    """One node, with its subgraphs in its attributes."""
+    """One node; its subgraphs are in its attributes."""
 
     name: str = ""
     op_type: str = ""
@@ -135,32 +134,32 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     initializers: list[Tensor] = field(default_factory=list)
-    sparse: list[Sparse] = field(default_factory=list)
+    sparse: list[SparseTensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
-    """Name, type and dims; a dim that is not fixed is -1. Only those that are tensors."""
+    """Tensor inputs with name, type and dims; a dynamic dim is -1."""
 
 
 @dataclass
-class Model:
-    """The graph of a file and its local functions."""
+class ModelStructure:
+    """The graph of a model and its local functions."""
 
     graph: Graph = field(default_factory=Graph)
     functions: list[Graph] = field(default_factory=list)
 
 
 class _DamagedError(Exception):
-    """The file is not what protobuf writes; the message says where."""
+    """The file is not valid protobuf; the message says where."""
 
 
-def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) -> Model:
+def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) -> ModelStructure:
     """Read the nodes of a model, and names, types, dims and byte counts of its tensors.
 
     Raises:
-        EngineryError: the file cannot be read, is damaged, or is nested or split beyond what any
-            exporter writes; an error of the class `error`.
+        EngineryError: the file cannot be read, is damaged, or exceeds the limits above; the class
+            is `error`.
     """
     try:
-        require_regular(path)
+        require_regular_file(path)
         with path.open("rb") as file:
             if not file.seek(0, 2):
                 raise _DamagedError("it is empty")
@@ -171,7 +170,7 @@ def read_structure(path: Path, *, error: type[EngineryError] = ArtifactError) ->
     except _DamagedError as problem:
         raise error(
             f"{path} is not an ONNX model, or a damaged one: {problem}.",
-            do="Make it again from what it was made from.",
+            do="Export it again.",
         ) from None
 
 
@@ -180,8 +179,8 @@ class _Reader:
         self.data = data
         self.fields_left, self.nodes_left, self.parts_left = MAX_FIELDS, MAX_NODES, MAX_PARTS
 
-    def model(self) -> Model:
-        found = Model()
+    def model(self) -> ModelStructure:
+        found = ModelStructure()
         has_graph = False
         for number, wire, low, high in self._fields(0, len(self.data)):
             if number == 7 and wire == 2:
@@ -190,11 +189,11 @@ class _Reader:
             elif number == 25 and wire == 2:
                 found.functions.append(self._function(low, high))
         if not has_graph:
-            raise _DamagedError("it holds no graph")
+            raise _DamagedError("it has no graph")
         return found
 
     def _fields(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield number and wire type of each field, and its value or the span of its bytes."""
+        """Yield (number, wire type, value or start, end) of each field."""
         at = low
         while at < high:
             self.fields_left -= 1
@@ -232,7 +231,7 @@ class _Reader:
             raise _DamagedError(f"it has more than {MAX_PARTS} attributes and tensors")
 
     def _varint(self, at: int, high: int) -> tuple[int, int]:
-        """Return an unsigned number and where it ends."""
+        """Return an unsigned integer and the offset of its end."""
         value = shift = 0
         while at < high:
             byte = self.data[at]
@@ -246,7 +245,7 @@ class _Reader:
         raise _DamagedError(f"it ends within a number at byte {at}")
 
     def _text(self, low: int, high: int) -> str:
-        # Names; a damaged one only has to stay itself.
+        # Only names; an invalid name just has to stay distinct.
         return self.data[low:high].decode("utf-8", "replace")
 
     def _read_graph(self, graph: Graph, low: int, high: int, depth: int) -> None:
@@ -302,7 +301,7 @@ class _Reader:
         graph: Graph | None = None
         at = low
         while at < high:
-            # A run is skipped at once, and read only where it is short.
+            # A run is skipped at once, and only read if it is short.
             if run := _INTS_RUN.match(self.data, at, high):
                 at = run.end()
                 if len(found.ints) < _MAX_VALUES:
@@ -352,7 +351,7 @@ class _Reader:
         return tuple(struct.unpack("<f", self.data[start:end])[0] for start, end in spans)
 
     def _varints(self, low: int, high: int) -> tuple[int, ...]:
-        """Return packed numbers; none where there are many."""
+        """Return packed integers; an empty tuple if there are too many."""
         if high - low > 10 * _MAX_VALUES:
             return ()
         found = []
@@ -362,7 +361,7 @@ class _Reader:
         return tuple(found)
 
     def _packed(self, kind: str, low: int, high: int) -> tuple[Any, ...]:
-        """Return packed numbers of fixed size; none where there are many."""
+        """Return packed numbers of fixed size; an empty tuple if there are too many."""
         count, rest = divmod(high - low, struct.calcsize(f"<{kind}"))
         if rest or count > _MAX_VALUES:
             return ()
@@ -387,14 +386,14 @@ class _Reader:
                 raw, tensor.raw_bytes = (start, end), end - start
             elif (number, wire) in ((_FLOATS, 2), (_FLOATS, 5), (_DOUBLES, 2), (_DOUBLES, 1)):
                 kind, wide = ("f", 4) if number == _FLOATS else ("d", 8)
-                tensor.listed += (end - start) // wide
+                tensor.typed_elements += (end - start) // wide
                 listed += self._packed(kind, start, end)
             elif number in (_INT32S, _INT64S, _UINT64S) and wire in (0, 2):
-                # One byte holds a number at least, and a number up to four small elements.
-                tensor.listed += 4 if wire == 0 else 4 * (end - start)
+                # A number takes at least one byte and holds up to four small elements.
+                tensor.typed_elements += 4 if wire == 0 else 4 * (end - start)
                 listed += [_signed(start)] if wire == 0 else self._varints(start, end)
             elif number == 6 and wire == 2:
-                tensor.listed += 1
+                tensor.typed_elements += 1
             elif number == 13 and wire == 2:
                 key, value = self._entry(start, end)
                 entries[key] = value
@@ -417,7 +416,7 @@ class _Reader:
         }
         return texts.get(1, ""), texts.get(2, "")
 
-    def _sparse(self, low: int, high: int) -> Sparse:
+    def _sparse(self, low: int, high: int) -> SparseTensor:
         values, dims = Tensor(), list[int]()
         for number, wire, start, end in self._fields(low, high):
             if number == 1 and wire == 2:
@@ -426,10 +425,10 @@ class _Reader:
                 dims += [_signed(start)] if wire == 0 else self._varints(start, end)
                 if len(dims) > _MAX_RANK:
                     raise _DamagedError(f"byte {low} begins a tensor of over {_MAX_RANK} dims")
-        return Sparse(values.name, values.data_type, dims)
+        return SparseTensor(values.name, values.data_type, dims)
 
     def _value_info(self, low: int, high: int) -> Tensor | None:
-        """Return a graph's input; None where it is not a tensor of a known rank."""
+        """Return a graph's input; None unless it is a tensor of known rank."""
         found = Tensor()
         has_shape = False
         for number, wire, start, end in self._fields(low, high):
@@ -446,7 +445,7 @@ class _Reader:
         return found if has_shape and len(found.dims) <= _MAX_RANK else None
 
     def _messages(self, low: int, high: int, number: int) -> Iterator[Span]:
-        """Yield the spans of the messages that one field holds."""
+        """Yield the spans of the messages in the field with this number."""
         for found, wire, start, end in self._fields(low, high):
             if found == number and wire == 2:
                 yield start, end

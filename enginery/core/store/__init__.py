@@ -1,1 +1,1 @@
-"""Finished artifacts, engines and optimized graphs by fingerprint."""
+"""The store: finished artifacts, engines and optimized graphs, by fingerprint."""

@@ -1,7 +1,7 @@
-"""What the store holds: artifacts, engines, optimized graphs; and one entry of the store.
+"""Types of entries in the store (artifacts, engines, optimized graphs) and one entry of it.
 
->>> ENGINES.open(Path("engines/tensorrt-rtx-sm89-3f2a91c04be7d815")).record.profiles
-('batch=1:8:32,sequence=8:128:512',)
+>>> ARTIFACTS.folder, [key.stage for key in ARTIFACTS.provenance(artifact)]
+('artifacts', ['export'])
 """
 
 from __future__ import annotations
@@ -14,58 +14,60 @@ from typing import Generic, TypeVar
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.store.optimized_graph import LoadedGraph
+from enginery.core.store.optimized_graph import OptimizedGraph
 
-Finished = TypeVar("Finished")
+Content = TypeVar("Content")
 Inode = tuple[int, int]
-"""Device and number: what is the same for all hard links to a file."""
+"""(device, inode number), equal for all hard links to a file."""
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Finished]):
-    """One kind of finished directory: where it lies, how it is opened, what it was made from."""
+class EntryType(Generic[Content]):
+    """A type of entry: its folder, how to open it, and what it was made from."""
 
     folder: str
-    """Below the store."""
-    open: Callable[[Path], Finished]
-    """Raises ArtifactError for one that is damaged."""
-    made_from: Callable[[Finished], Sequence[Fingerprint]]
-    """Of every step that made it, the last step last."""
-    related: Callable[[Fingerprint, Fingerprint], bool]
-    """Whether an earlier one is worth naming as what has changed."""
+    """Name of the folder in the store."""
+    open: Callable[[Path], Content]
+    """Open an entry; raise ArtifactError if it is damaged."""
+    provenance: Callable[[Content], Sequence[Fingerprint]]
+    """Return the fingerprints of the stages that made an entry, the last stage last."""
+    is_earlier_version: Callable[[Fingerprint, Fingerprint], bool]
+    """(wanted, other) -> True if a cache miss should report how `wanted` differs from `other`."""
 
 
-def _same(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
+def _same_field(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
     return field in wanted.fields and wanted.fields[field] == other.fields.get(field)
 
 
-def _same_start(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
-    """From the same thing, or from another with the very same words: its earlier version."""
-    return _same(wanted, other, field) or (
+def _same_input(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
+    """Return True if the input is the same, or if it is all that differs (an earlier version)."""
+    return _same_field(wanted, other, field) or (
         field in wanted.fields and len(wanted.changes(other.fields)) == 1
     )
 
 
-ARTIFACTS = Kind(
+ARTIFACTS = EntryType(
     "artifacts",
     Artifact.open,
     lambda artifact: [Fingerprint(s.stage, s.fields) for s in artifact.manifest.stages],
-    lambda wanted, other: _same(wanted, other, "model") or _same_start(wanted, other, "artifact"),
+    lambda wanted, other: (
+        _same_field(wanted, other, "model") or _same_input(wanted, other, "artifact")
+    ),
 )
-ENGINES = Kind(
+ENGINES = EntryType(
     "engines",
     Engine.open,
     lambda engine: [engine.fingerprint],
-    lambda wanted, other: _same_start(wanted, other, "graph"),
+    lambda wanted, other: _same_input(wanted, other, "graph"),
 )
-GRAPHS = Kind(
+GRAPHS = EntryType(
     "graphs",
-    LoadedGraph.open,
+    OptimizedGraph.open,
     lambda graph: [graph.fingerprint],
-    lambda wanted, other: _same_start(wanted, other, "graph"),
+    lambda wanted, other: _same_input(wanted, other, "graph"),
 )
-AnyKind = Kind[Artifact] | Kind[Engine] | Kind[LoadedGraph]
-KINDS: tuple[AnyKind, ...] = (ARTIFACTS, ENGINES, GRAPHS)
+AnyEntryType = EntryType[Artifact] | EntryType[Engine] | EntryType[OptimizedGraph]
+ENTRY_TYPES: tuple[AnyEntryType, ...] = (ARTIFACTS, ENGINES, GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ class StoreEntry:
     path: Path
     kind: str
     """`artifacts`, `engines` or `graphs`."""
-    content: Artifact | Engine | LoadedGraph | None
-    """None where it cannot be opened."""
+    content: Artifact | Engine | OptimizedGraph | None
+    """None if it cannot be opened."""
     problem: str
-    """Why it cannot be opened; empty when it can."""
+    """Reason why it cannot be opened; empty otherwise."""
     files: Mapping[Inode, int]
-    """The size of every file in it, in bytes."""
+    """Size of each file, in bytes."""
     used: float
-    """Seconds since the epoch of the last time it was asked for."""
+    """Time of the last use, in seconds since the epoch."""
 
     @property
     def size_bytes(self) -> int:
@@ -97,5 +99,5 @@ class StoreEntry:
         return self.content if isinstance(self.content, Engine) else None
 
     @property
-    def graph(self) -> LoadedGraph | None:
-        return self.content if isinstance(self.content, LoadedGraph) else None
+    def graph(self) -> OptimizedGraph | None:
+        return self.content if isinstance(self.content, OptimizedGraph) else None

@@ -1,11 +1,11 @@
-"""A graph as ONNX Runtime optimized it for one processor, on disk.
+"""A graph on disk that ONNX Runtime has optimized for one processor.
 
-    >>> LoadedGraph.open(Path("graphs/graph-minilm-5d0c41f9a6b27e83")).model.name
-    'model.onnx'
+    graph = OptimizedGraph.open(Path("graphs/graph-minilm-5d0c41f9a6b27e83"))
+    graph.model.name    # 'model.onnx'
 
-It loads faster than what it was made from, and its weights, in a file of their own, are mapped
-instead of copied. It runs on the kind of processor and the version of ONNX Runtime that it was made
-with, and is never part of an artifact.
+It loads faster than the graph it was made from, and its weights, which are in a separate file, are
+memory-mapped instead of copied. It only runs on the type of processor and the version of ONNX
+Runtime that it was made with, and is never part of an artifact.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from enginery.core.paths import resolve_inside
 GRAPH_FILE = "graph.json"
 MODEL_FILE = "model.onnx"
 STAGE = "graph"
-_REMEDY = "It is made anew when it is asked for."
+_REMEDY = "It will be made again when it is needed."
 
 
 @dataclass(frozen=True)
-class LoadedGraph:
-    """One optimized graph, whole."""
+class OptimizedGraph:
+    """One verified optimized graph."""
 
     path: Path
     fingerprint: Fingerprint
     source: str
-    """The graph that it was made from, for people."""
+    """Description of the graph that it was made from."""
 
     @classmethod
-    def open(cls, path: Path) -> LoadedGraph:
-        """Opens it and compares its files with what was noted of them.
+    def open(cls, path: Path) -> OptimizedGraph:
+        """Open an optimized graph and check its files against their recorded hashes.
 
         Raises:
-            ArtifactError: it is not one, or a file of it is missing or altered.
+            ArtifactError: the directory is not an optimized graph, or one of its files is missing
+                or altered.
         """
         path = Path(path)
         try:
@@ -47,7 +48,9 @@ class LoadedGraph:
             fingerprint = Fingerprint(STAGE, dict(found["fields"]))
             digests, source = dict(found["files"]), str(found["source"])
         except (ArtifactError, ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{path} is no optimized graph: {error}.", do=_REMEDY) from error
+            raise ArtifactError(
+                f"{path} is not an optimized graph: {error}.", do=_REMEDY
+            ) from error
         for name, digest in digests.items():
             file = resolve_inside(path, name, what=f"the optimized graph {path}")
             if not file.is_file() or sha256_of(file) != digest:
@@ -56,12 +59,12 @@ class LoadedGraph:
 
     @property
     def model(self) -> Path:
-        """The ONNX file."""
+        """Path of the ONNX file."""
         return self.path / MODEL_FILE
 
 
 def write_record(directory: Path, fingerprint: Fingerprint, source: str) -> None:
-    """Notes what the files of a directory are; the last step of making one."""
+    """Write graph.json, which makes a directory with its files an optimized graph."""
     files = {path.name: sha256_of(path) for path in sorted(directory.iterdir()) if path.is_file()}
     record = {"source": source, "fields": fingerprint.fields, "files": files}
     (directory / GRAPH_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,13 +1,10 @@
-"""Finished artifacts, engines and graphs by fingerprint, under `$ENGINERY_HOME`.
+"""The store of finished artifacts, engines and graphs, by fingerprint, under `$ENGINERY_HOME`.
 
-Takes a kind, a fingerprint and the function that builds; leaves one whole directory, built once
-however many processes ask for it at the same time.
+    store = Store()
+    artifact, built = store.obtain(ARTIFACTS, fingerprint, "minilm", lambda out: run(config, out))
 
-    >>> build = lambda out: run(source, config, out)
-    >>> artifact, built = Store().obtain(ARTIFACTS, fingerprint, "minilm", build)
-
-Files that several directories share by hard links, as an engine's plan and the artifacts that it
-is in, are counted once.
+Processes that need the same entry at the same time build it once. Files that several entries share
+by hard links (an engine's plan is also in the artifacts that contain the engine) are counted once.
 """
 
 from __future__ import annotations
@@ -25,29 +22,28 @@ from filelock import Timeout
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.staging import remove_leftovers
 from enginery.core.errors import ArtifactError
-from enginery.core.home import enginery_home
-from enginery.core.locks import named_lock
+from enginery.core.home import enginery_home, file_lock
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.entries import (
     ARTIFACTS,
     ENGINES,
+    ENTRY_TYPES,
     GRAPHS,
-    KINDS,
-    AnyKind,
-    Finished,
+    AnyEntryType,
+    Content,
+    EntryType,
     Inode,
-    Kind,
     StoreEntry,
 )
 
-__all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "Kind", "Store", "StoreEntry"]
+__all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "EntryType", "Store", "StoreEntry"]
 
 _KEY_DIGITS = 16
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
 
 
 class Store:
-    """The directory of finished artifacts and engines."""
+    """The directory of finished artifacts, engines and optimized graphs."""
 
     def __init__(self, home: Path | None = None) -> None:
         self.home = home or enginery_home()
@@ -60,14 +56,14 @@ class Store:
     def engines(self) -> Path:
         return self.home / ENGINES.folder
 
-    def path_for(self, kind: Kind[Finished], fingerprint: Fingerprint, name: str) -> Path:
-        """Where what has this fingerprint is or will be."""
+    def path_for(self, kind: EntryType[Content], fingerprint: Fingerprint, name: str) -> Path:
+        """Return the path of the entry with this fingerprint, which need not exist yet."""
         readable = re.sub(r"[^A-Za-z0-9._]+", "-", name)[:_NAME_LENGTH].strip("-.") or "model"
         directory = f"{fingerprint.stage}-{readable}-{fingerprint.key[:_KEY_DIGITS]}"
         return self.home / kind.folder / directory
 
-    def find(self, kind: Kind[Finished], fingerprint: Fingerprint, name: str) -> Finished | None:
-        """What is finished, verified; what is damaged counts as absent."""
+    def find(self, kind: EntryType[Content], fingerprint: Fingerprint, name: str) -> Content | None:
+        """Return the verified entry with this fingerprint; None if it is missing or damaged."""
         path = self.path_for(kind, fingerprint, name)
         if not path.is_dir():
             return None
@@ -75,25 +71,33 @@ class Store:
             found = kind.open(path)
         except ArtifactError:
             return None
-        if fingerprint not in kind.made_from(found):
+        if fingerprint not in kind.provenance(found):
             return None
-        with suppress(OSError):  # a store that others share read-only still serves
-            os.utime(path)  # the mark that pruning goes by
+        with suppress(OSError):  # the store may be shared read-only
+            os.utime(path)  # prune() removes the least recently used entries
         return found
 
     def obtain(
         self,
-        kind: Kind[Finished],
+        kind: EntryType[Content],
         fingerprint: Fingerprint,
         name: str,
-        build: Callable[[Path], Finished],
+        build: Callable[[Path], Content],
         *,
         force: bool = False,
         progress: Progress = SILENT,
-    ) -> tuple[Finished, bool]:
-        """What has this fingerprint, and whether it was built now.
+    ) -> tuple[Content, bool]:
+        """Return the entry with this fingerprint, and True if it was built now.
 
-        One process builds; others that ask for the same wait for it and take what it made.
+        Only one process builds an entry; others that need it wait and take the result.
+
+        Args:
+            kind: type of the entry.
+            fingerprint: its fingerprint.
+            name: readable part of the directory's name.
+            build: builds the entry at the given path.
+            force: build even if the entry exists.
+            progress: receives the reason for building.
         """
         path = self.path_for(kind, fingerprint, name)
         with self._lock(path, progress):
@@ -106,8 +110,8 @@ class Store:
             self._discard_damaged(kind, path)
             return build(path), True
 
-    def _discard_damaged(self, kind: Kind[Finished], path: Path) -> None:
-        """Clears the place for a build; the store is ours, so what is broken in it may go."""
+    def _discard_damaged(self, kind: EntryType[Content], path: Path) -> None:
+        """Remove a damaged entry before it is built again."""
         if path.is_dir():
             try:
                 kind.open(path)
@@ -115,23 +119,27 @@ class Store:
                 shutil.rmtree(path)
 
     def entries(self) -> list[StoreEntry]:
-        """Everything in the store, most recently used first."""
+        """Return all entries, the most recently used first."""
         found = [
-            _entry(path, kind) for kind in KINDS for path in _directories(self.home / kind.folder)
+            _entry(path, kind)
+            for kind in ENTRY_TYPES
+            for path in _directories(self.home / kind.folder)
         ]
         present = [entry for entry in found if entry]
         return sorted(present, key=lambda entry: entry.used, reverse=True)
 
     def size_bytes(self) -> int:
-        """What the store takes on the disk, the leftovers of killed runs included."""
-        roots = (self.home / kind.folder for kind in KINDS)
+        """Return the disk space used by the store, in bytes, including leftovers of killed runs."""
+        roots = (self.home / kind.folder for kind in ENTRY_TYPES)
         return sum({i: size for root in roots for i, size in _files(root).items()}.values())
 
     def prune(self, *, max_size_bytes: int = 0) -> list[StoreEntry]:
-        """Removes what is damaged and what killed runs left, then the least recently used.
+        """Remove damaged entries and leftovers, then the least recently used; return the removed.
 
-        At most `max_size_bytes` is kept, so 0 empties the store. What another process is
-        building now is left alone. Returns what was removed.
+        Entries that another process is building are kept.
+
+        Args:
+            max_size_bytes: size of the store afterwards, at most; 0 empties it.
         """
         removed = []
         entries = self.entries()
@@ -142,41 +150,41 @@ class Store:
                 holders.subtract(entry.files.keys())
                 kept -= sum(size for i, size in entry.files.items() if not holders[i])
                 removed.append(entry)
-        for kind in KINDS:
+        for kind in ENTRY_TYPES:
             remove_leftovers(self.home / kind.folder)
         return removed
 
     def _remove(self, path: Path) -> bool:
-        """Removes a directory, unless another process is building it anew."""
+        """Remove a directory and return True, unless another process is building it."""
         try:
-            with named_lock(path.name, home=self.home, timeout_seconds=0):
+            with file_lock(path.name, home=self.home, timeout_seconds=0):
                 shutil.rmtree(path, ignore_errors=True)
         except Timeout:
             return False
         return not path.exists()
 
     def _reason(
-        self, kind: Kind[Finished], fingerprint: Fingerprint, path: Path, *, force: bool
+        self, kind: EntryType[Content], fingerprint: Fingerprint, path: Path, *, force: bool
     ) -> str:
-        """Why this has to be built: the fields that differ from the nearest earlier one."""
+        """Return why an entry is built: the fields that differ from the nearest earlier one."""
         if force:
-            return "building anew, as asked (--force)"
+            return "rebuilding (--force)"
         if path.is_dir():
-            return f"building anew: {path.name} is damaged"
+            return f"rebuilding: {path.name} is damaged"
         changes = []
         for other in _directories(self.home / kind.folder):
             with suppress(ArtifactError):
-                earlier = kind.made_from(kind.open(other))[-1]
-                if earlier.stage == fingerprint.stage and kind.related(fingerprint, earlier):
+                earlier = kind.provenance(kind.open(other))[-1]
+                if earlier.stage == fingerprint.stage and kind.is_earlier_version(
+                    fingerprint, earlier
+                ):
                     changes.append(fingerprint.changes(earlier.fields))
         nearest = min(changes, key=len, default=[])
-        return (
-            f"building anew: {'; '.join(nearest)}" if nearest else "building, not in the store yet"
-        )
+        return f"rebuilding: {'; '.join(nearest)}" if nearest else "building, not in the store yet"
 
     @contextmanager
     def _lock(self, path: Path, progress: Progress) -> Iterator[None]:
-        lock = named_lock(path.name, home=self.home)
+        lock = file_lock(path.name, home=self.home)
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -189,19 +197,19 @@ class Store:
 
 
 def _directories(root: Path) -> list[Path]:
-    """What is finished below; what is being built has a hidden name."""
+    """Return the finished entries; those being built have hidden names."""
     found = root.iterdir() if root.is_dir() else ()
     return [path for path in found if path.is_dir() and not path.name.startswith(".")]
 
 
 def _files(directory: Path) -> dict[Inode, int]:
-    """The size of every file below; raises FileNotFoundError where one has just gone."""
+    """Return the size of every file below; raise FileNotFoundError if one was just removed."""
     stats = [path.stat() for path in directory.rglob("*") if path.is_file()]
     return {(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}
 
 
-def _entry(path: Path, kind: AnyKind) -> StoreEntry | None:
-    """What lies at `path`; None where another process has just removed it."""
+def _entry(path: Path, kind: AnyEntryType) -> StoreEntry | None:
+    """Return the entry at `path`; None if another process has just removed it."""
     try:
         files = _files(path)
         used = path.stat().st_mtime

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError, nearest
-from enginery.core.names import is_portable_name
+from enginery.core.paths import is_portable_name
 
 Runtime = Literal["enginery", "triton"]
 KserveProvider = Literal["cuda", "cpu", "tensorrt"]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import ENGINES
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
@@ -85,7 +85,7 @@ def run(
                 do="Choose another directory, or remove the file.",
             )
         out.mkdir(parents=True, exist_ok=True)
-        write_beside(target, manifest_text(manifest, config).encode())
+        write_atomically(target, manifest_text(manifest, config).encode())
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{target} cannot be written: {error}.") from error
     notes = _notes(name, config)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.json_file import document_bytes, parse_json
+from enginery.core.json_file import read_document, parse_json
 
 LISTING = "enginery.json"
 """File in each model's folder with the name of its export, its backend, and its files' digests."""
@@ -46,7 +46,7 @@ def read_existing_model(directory: Path, export: str) -> ExistingModel:
         return ExistingModel()
     remedy = "Move it elsewhere, or choose another --name."
     try:
-        listing = parse_json(document_bytes(directory / LISTING))
+        listing = parse_json(read_document(directory / LISTING))
         files, made_for = dict(listing["files"]), listing["export"]
         backend = str(listing.get("backend", ""))
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

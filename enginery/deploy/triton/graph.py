@@ -23,7 +23,7 @@ from enginery.deploy.triton.models import GraphInfo, TritonModel, graph_model, p
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import batch_dim, has_batch_dim
 from enginery.deploy.triton.warmup import warmup_samples
-from enginery.runtime.engines.selection import wrapper_of
+from enginery.runtime.engines.selection import wrapper_path
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import LabelResults, label_names
 
@@ -58,7 +58,7 @@ def read_graph_info(
         ShapeError: a profile does not fit the graph.
     """
     settings = ModelConfig.read(artifact.path)
-    notes = [f"{engine.name} is {engine.record.binding}" for engine in engines]
+    notes = [f"{engine.name} is {engine.record.hardware_target}" for engine in engines]
     if engines and config.profile:
         raise OptionError(
             f"option 'profile' is set, but the engine {engines[0].name} has its own profiles.",
@@ -70,7 +70,7 @@ def read_graph_info(
         profiles = profiles[:1]
     for text in config.profile:
         profile = Profile.parse(text)
-        profile.check(record.inputs, FeedLimits.from_config(settings).ends)
+        profile.check(record.inputs, FeedLimits.from_config(settings).max_sizes)
         profiles.append(profile)
     batch, most = batch_dim(record), 0
     if has_batch_dim(record):
@@ -132,7 +132,7 @@ def _graph_files(artifact: Artifact, info: GraphInfo, config: TritonConfig) -> d
     if info.engines:
         engine = info.engines[0]
         return {
-            "model.onnx/model.onnx": wrapper_of(engine),
+            "model.onnx/model.onnx": wrapper_path(engine),
             f"model.onnx/{engine.record.plan}": engine.plan,
         }
     record = info.record

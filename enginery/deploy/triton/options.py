@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError
-from enginery.core.names import is_portable_name
+from enginery.core.paths import is_portable_name
 
 Backend = Literal["onnxruntime", "tensorrt"]
 TritonProvider = Literal["cuda", "cpu", "tensorrt"]

@@ -29,10 +29,10 @@ from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place
+from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory
 from enginery.core.errors import ArtifactError
+from enginery.core.home import file_lock
 from enginery.core.json_file import json_bytes
-from enginery.core.locks import named_lock
 from enginery.deploy.triton.existing_model import (
     LISTING,
     check_newest,
@@ -105,7 +105,7 @@ def _locked(out: Path) -> Iterator[bool]:
         store's lock is held. Windows has only the store's lock, too, but one store per user.
     """
     store_lock = hashlib.sha256(os.fsencode(out)).hexdigest()[:16]
-    with named_lock(f"triton-{store_lock}"):
+    with file_lock(f"triton-{store_lock}"):
         if sys.platform == "win32":
             yield True
             return
@@ -162,7 +162,7 @@ def _install(
             }
             _write(model, fresh / "new" / model.name, listing, kept[model.name], version)
         for model in models:
-            put_in_place(
+            replace_directory(
                 fresh / "new" / model.name, out / model.name, old=fresh / _OLD / model.name
             )
         for part in gone:

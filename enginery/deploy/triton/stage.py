@@ -16,7 +16,7 @@ from pathlib import Path
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.names import portable_name
+from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.core.version import __version__
 from enginery.deploy.triton.engines import select_engines

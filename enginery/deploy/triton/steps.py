@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
-from enginery.core.json_file import document_bytes
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile
-from enginery.runtime.engines.profiles import padded_sizes, sizes_of
+from enginery.core.json_file import read_document
+from enginery.core.shapes import Profile, choose_profile
+from enginery.runtime.engines.profiles import dim_sizes, padded_sizes
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask
@@ -141,7 +140,7 @@ class TextSteps:
         fixed = next((spec.dims[0] for spec in inputs if isinstance(spec.dims[0], int)), 0)
         feeds = fill_rows(self.task.collate(rows, width), fixed)
         if self.profiles:
-            choose_profile(self.profiles, sizes_of(inputs, feeds))
+            choose_profile(self.profiles, dim_sizes(inputs, feeds))
         return feeds
 
     def _fit_width(self, width: int, longest: int) -> int:
@@ -167,7 +166,7 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
     Raises:
         ArtifactError: a file of the tokenizer is missing, or the task does not take texts.
     """
-    manifest = Manifest.from_bytes(document_bytes(directory / MANIFEST))
+    manifest = Manifest.from_bytes(read_document(directory / MANIFEST))
     # Not `Artifact.open`, because the graphs are not in this folder.
     artifact = Artifact(directory, manifest)
     graph = artifact.graph(options["graph"])

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
-from enginery.core.profile_choice import largest_volume, preference, shape_count
-from enginery.core.shapes import DimRange, Profile
+from enginery.core.shapes import DimRange, Profile, largest_volume, preference_order, shape_count
 
 _NONE = -1
 
@@ -96,7 +95,7 @@ def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
 
 def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe each pair of overlapping profiles: the common shapes, and which profile is used."""
-    order = preference(profiles)
+    order = preference_order(profiles)
     found = []
     for first, second in itertools.combinations(range(len(profiles)), 2):
         chosen, other = sorted((first, second), key=order.index)
@@ -152,7 +151,7 @@ def _assign_profiles(profiles: Sequence[Profile]) -> NDArray[np.int64]:
     """Return the index of the profile used for each box, or -1; one axis per dim."""
     cuts = _boundaries(profiles)
     taken = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
-    for index in reversed(preference(profiles)):
+    for index in reversed(preference_order(profiles)):
         taken[_region(profiles[index], cuts)] = index
     return taken
 

@@ -14,8 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from enginery.core.errors import ShapeError
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims, resolve_dim
+from enginery.core.shapes import (
+    Profile,
+    TensorSpec,
+    choose_profile,
+    dim_terms,
+    dynamic_dims,
+    resolve_dim,
+)
 from enginery.engine.profiles.coverage import (
     check_all_reachable,
     describe_overlaps,

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.errors import SourceError
-from enginery.core.json_file import require_regular
+from enginery.core.json_file import require_regular_file
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 MICROSOFT = "com.microsoft"
@@ -44,7 +44,7 @@ class LintGraph:
             SourceError: the file is missing, or is not an ONNX model.
         """
         try:
-            require_regular(path)
+            require_regular_file(path)
             model = ir.load(path)
         except Exception as error:  # the types of protobuf and onnx_ir depend on their versions
             found = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"

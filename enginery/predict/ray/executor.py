@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader
 from enginery.core.errors import EngineryError, MissingPackageError
 from enginery.predict.batch_predictor import PredictedBatch
@@ -38,7 +38,7 @@ from enginery.predict.ray.worker import (
 from enginery.predict.task_inputs import read_options, require_task
 
 
-class RayPredictor(Closing):
+class RayPredictor(Closeable):
     """Actors of a Ray cluster. Closing stops a Ray that was started for this run."""
 
     def __init__(self, artifact: Artifact, config: PredictConfig, *, base: Path) -> None:

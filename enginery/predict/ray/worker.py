@@ -62,7 +62,7 @@ class WindowSource:
                 yield _single_cell_table(
                     {
                         "rows": replace(window, kept=_batch_to_bytes(window.kept)),
-                        "done": reader.done(),
+                        "done": reader.fraction_read(),
                     }
                 )
         except EngineryError as error:

@@ -75,7 +75,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         "name": name,
         "provider": provider,
         "short_provider": short_name(provider),
-        "failed": artifact.failed(),
+        "failed": artifact.failed_verdict(),
         "graph": graph,
         "task": task,
         "images": images,

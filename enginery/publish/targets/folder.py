@@ -31,7 +31,7 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from enginery.core.artifact.artifact import MANIFEST
-from enginery.core.artifact.staging import STAGING_PREFIX, put_in_place, write_beside
+from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory, write_atomically
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -40,8 +40,7 @@ from enginery.core.errors import (
     nearest,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.names import is_portable_name
-from enginery.core.paths import resolve_inside
+from enginery.core.paths import is_portable_name, resolve_inside
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -353,7 +352,7 @@ def set_alias(folder: Path, name: str, version: str) -> None:
     try:
         fresh.symlink_to(version, target_is_directory=True)
     except OSError:  # Windows without permission, or a network share without links
-        write_beside(place, f"{version}\n".encode())
+        write_atomically(place, f"{version}\n".encode())
         return
     fresh.replace(place)
 
@@ -388,7 +387,7 @@ def write_index(root: Path) -> None:
     content = json_bytes(document)
     place = root / INDEX
     if not place.is_file() or place.read_bytes() != content:
-        write_beside(place, content)
+        write_atomically(place, content)
 
 
 def _model(folder: Path) -> dict[str, Any]:
@@ -458,7 +457,7 @@ def write_version(
     os.utime(part / LISTING, ns=(stamp_ns, stamp_ns))
     _sync(part)
     old = folder / f"{_OLD}{version}"
-    put_in_place(part, folder / version, old=old)
+    replace_directory(part, folder / version, old=old)
     for left in (part, old):  # one of them has the damaged version
         shutil.rmtree(left, ignore_errors=True)
     progress.say(f"publish: wrote {folder / version}")

@@ -95,7 +95,7 @@ class HubRegistry:
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
-            notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
+            notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
             is_new = head is None or not package.matches(listing)
             if head and listing and not is_new and self._is_current(before, listing, package):
                 commit = head
@@ -287,7 +287,9 @@ def _git_blob_id(path: Path) -> str:
 def _description(package: Package) -> str:
     manifest = package.artifact.manifest
     lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
-    return "\n".join([*lines, *(f"{r.directory_name}: {r.binding}" for r in package.engines)])
+    return "\n".join(
+        [*lines, *(f"{r.directory_name}: {r.hardware_target}" for r in package.engines)]
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.errors import InputError
-from enginery.core.json_file import document_bytes, parse_json
+from enginery.core.json_file import parse_json, read_document
 from enginery.passes.qdq.insert import ActivationQuantParams
 from enginery.passes.qdq.layers import Layer
 from enginery.passes.qdq.scheme import Vector
@@ -86,7 +86,7 @@ class CalibrationCache:
         """
         file = find_ranges_file(path)
         try:
-            found = parse_json(document_bytes(file))
+            found = parse_json(read_document(file))
             cache = cls(
                 graph_sha256=found["graph_sha256"],
                 scheme=found["scheme"],

@@ -1,7 +1,8 @@
-"""Whether an engine runs here: on this GPU, with this TensorRT, for this graph.
+"""Check whether an engine can run on this GPU, with this TensorRT and for this graph.
 
->>> incompatibility(artifact, artifact.manifest.graphs[0], engine, RTX, visible_gpus()[0], "1.7.1")
-'it is not for compute capability 8.6'
+    graph = artifact.manifest.graphs[0]
+    incompatibility(artifact, graph, engine, RTX, visible_gpus()[0], "1.7.1")
+    # 'it is not for compute capability 8.6'
 
 A plan runs with the version of TensorRT that built it, on the GPUs that it was built for. Source:
 docs.nvidia.com/deeplearning/tensorrt, "Version Compatibility" and "Hardware Compatibility".
@@ -24,9 +25,9 @@ _AMPERE = (8, 0)
 
 
 def loaded_version(flavor: Flavor) -> str:
-    """The version of the flavor's library that this process has loaded, `10.13.2`; empty if none.
+    """Return the version of the loaded TensorRT library, `10.13.2`; empty if none is loaded.
 
-    The library is never loaded for it: the execution provider brings the one that counts.
+    The library is not loaded here, because the one that the execution provider loads counts.
     """
     without_loading = getattr(os, "RTLD_NOLOAD", None)
     if without_loading is None:
@@ -48,17 +49,17 @@ def incompatibility(
     gpu: CudaGpu,
     version: str,
 ) -> str:
-    """Return why an engine cannot run here, or nothing if it can."""
+    """Return the reason why an engine cannot run here; empty if it can."""
     record = engine.record
     if record.flavor != flavor.name:
-        return f"it is of the flavor {record.flavor}"
+        return f"it is for the flavor {record.flavor}"
     for name in (record.plan, record.wrapper):
         if f"{ENGINES}/{engine.name}/{name}" not in artifact.manifest.files:
-            return f"its {name} is not among the files of the artifact"
+            return f"its {name} is not listed in the artifact's manifest"
     if record.graph_sha256 != graph_sha256(graph, artifact.manifest.files):
         return f"it was built from another {graph.file}"
     if record.version_compatible:
-        return "version-compatible plans hold code that ONNX Runtime does not allow"
+        return "version-compatible plans contain host code, which ONNX Runtime does not allow"
     if version and _first_three(record.tensorrt) != version:
         return f"this machine has TensorRT {version}"
     return _gpu_incompatibility(record, flavor, gpu)
@@ -75,12 +76,12 @@ def _gpu_incompatibility(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> 
         return f"it is not for compute capability {gpu.compute_capability}"
     bound_to_model = flavor.needs_gpu and record.hardware_compatibility == "none"
     if bound_to_model and record.gpu.name and record.gpu.name != gpu.name:
-        return f"it was built on {record.gpu.name}, and for that alone"
+        return f"it was built on {record.gpu.name} and only runs there"
     return ""
 
 
 def _first_three(version: str) -> str:
-    """`1.7.1` of `1.7.1.116`: the build does not matter to a plan."""
+    """Return `1.7.1` for `1.7.1.116`: a plan does not depend on the build number."""
     return ".".join(version.split(".")[:3])
 
 

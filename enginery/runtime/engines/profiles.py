@@ -1,12 +1,12 @@
-"""Requests beside the profiles of engines: the sizes of arrays, and the padding that they need.
+"""Compute the sizes of an input's dims, and the padding that it needs to fit an engine's profile.
 
 >>> profiles = [Profile.parse("batch=2:8:32,sequence=8:64:128")]
 >>> padded_sizes(profiles, {"batch": 1, "sequence": 5})
 {'batch': 2, 'sequence': 8}
->>> most_rows(profiles, "batch", {"sequence": 100})
+>>> max_rows(profiles, "batch", {"sequence": 100})
 32
 
-Which profile then takes the request is `core.profile_choice.choose_profile`'s to say.
+`core.shapes.choose_profile` then chooses the profile.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
-from enginery.core.profile_choice import preference
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim, dim_terms, resolve_dim
+from enginery.core.shapes import (
+    Profile,
+    TensorSpec,
+    canonical_dim,
+    dim_terms,
+    preference_order,
+    resolve_dim,
+)
 
 
-def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-    """The sizes of the named dims that arrays give them, by the names that profiles use.
+def dim_sizes(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+    """Return the sizes of the named dims of arrays, by the names in profiles.
 
     Raises:
-        ShapeError: two inputs disagree about a dim, a fixed dim has another size, or a sum of dims
-            (`past_sequence + sequence`) is not their sum.
+        ShapeError: two inputs have different sizes of a dim, a fixed dim has another size, or a sum
+            of dims (`past_sequence + sequence`) is wrong.
     """
     sizes: dict[str, int] = {}
     sums = []
@@ -36,7 +42,7 @@ def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -
         for dim, size in zip(spec.dims, shape, strict=True):
             if isinstance(dim, int):
                 if dim not in (size, -1):
-                    raise ShapeError(f"{spec.name}: found the shape {shape}, expected {spec}.")
+                    raise ShapeError(f"{spec.name}: found shape {shape}, expected {spec}.")
             elif "+" in dim:
                 sums.append((spec.name, canonical_dim(dim), size))
             elif sizes.setdefault(canonical_dim(dim), size) != size:
@@ -53,12 +59,12 @@ def sizes_of(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) -
 
 
 def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The sizes to pad a request to, so that a profile takes it with the least to compute.
+    """Return the sizes to pad an input to, so that it fits a profile with the least computation.
 
-    A size below a profile's minimum is raised to that. A request that no padding helps, beyond
-    every maximum, keeps its sizes.
+    A size below a profile's minimum is raised to it. If a size exceeds every maximum, the sizes
+    are returned unchanged.
     """
-    taking = [p for p in (profiles[i] for i in preference(profiles)) if _within(p, sizes)]
+    taking = [p for p in (profiles[i] for i in preference_order(profiles)) if _within(p, sizes)]
     raised = [
         {
             name: max(size, p.dims[name].min) if name in p.dims else size
@@ -69,17 +75,17 @@ def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[
     return min(raised, key=lambda found: math.prod(found.values()), default=dict(sizes))
 
 
-def most_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:
-    """The largest size of the dim `rows` that a profile takes beside the sizes given.
+def max_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:
+    """Return the largest size of the dim `rows` in a profile that covers the other sizes.
 
-    0 where no profile takes those at any number of rows, or none bounds the dim.
+    Return 0 if no profile covers them, or none has the dim.
     """
     fitting = [profile for profile in profiles if _within(profile, others)]
     return max((p.dims[rows].max for p in fitting if rows in p.dims), default=0)
 
 
 def _within(profile: Profile, sizes: Mapping[str, int]) -> bool:
-    """Whether no size is beyond the profile's maximum."""
+    """Return True if no size exceeds the profile's maximum."""
     return all(
         size <= profile.dims[name].max for name, size in sizes.items() if name in profile.dims
     )

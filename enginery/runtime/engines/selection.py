@@ -1,14 +1,11 @@
-"""The engines of an artifact, and which of them this machine's GPU runs.
+"""Choose the engines of an artifact that this machine's GPU can run.
 
-Takes an artifact with `engines/`; leaves the engines to open, one for each profile that a session
-of ONNX Runtime reaches, and the reason in words.
+    engines, reason = choose_engines(artifact, artifact.manifest.graphs[0], RTX)
+    wrapper_path(engines[0]).name                # 'model_ctx.onnx'
+    str(reachable_profile(engines[0].record))    # 'batch=1:8:32,sequence=8:128:512'
 
-    >>> engines, reason = choose_engines(artifact, artifact.manifest.graphs[0], RTX)
-    >>> wrapper_of(engines[0]).name, str(reachable_profile(engines[0].record))
-    ('model_ctx.onnx', 'batch=1:8:32,sequence=8:128:512')
-
-Nothing is ever built here, and what does not fit is refused before ONNX Runtime sees it. No engine
-has been run on a GPU by this project yet.
+There is one engine for each profile, because ONNX Runtime only reaches the first profile of an
+engine. Nothing is built here, and incompatible engines are rejected before ONNX Runtime loads them.
 """
 
 from __future__ import annotations
@@ -32,31 +29,31 @@ from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tensorrt.options import CLASSIC, FLAVORS, Flavor
 
 
-def wrapper_of(engine: Engine) -> Path:
-    """The ONNX model that a session opens."""
+def wrapper_path(engine: Engine) -> Path:
+    """Return the path of the ONNX model that a session opens."""
     return engine.path / engine.record.wrapper
 
 
 def reachable_profile(record: EngineRecord) -> Profile:
-    """The profile that requests must fit: the first; of no dims where all shapes are fixed.
+    """Return the first profile, which inputs must fit; without dims if all shapes are fixed.
 
     A session over an EPContext node keeps its execution context on profile 0: TensorRT's provider
-    in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 is to change it), and that of
-    TensorRT for RTX, whose `nv_profile_index` is for engines that it builds itself.
+    in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it), and that of
+    TensorRT for RTX, whose `nv_profile_index` only applies to engines that it builds itself.
     """
     return Profile.parse(record.profiles[0]) if record.profiles else Profile({})
 
 
-def flavor_of(provider: str) -> Flavor | None:
-    """The flavor whose engines an execution provider loads; None for one that needs no engine."""
+def flavor_for_provider(provider: str) -> Flavor | None:
+    """Return the flavor whose engines a provider loads; None if it needs no engine."""
     return next((flavor for flavor in FLAVORS.values() if flavor.provider == provider), None)
 
 
 def read_engines(artifact: Artifact) -> list[Engine]:
-    """All engines of an artifact, by name, their plans verified.
+    """Return all verified engines of an artifact, sorted by name.
 
     Raises:
-        ArtifactError: a file of one is missing or altered.
+        ArtifactError: a file of an engine is missing or altered.
     """
     return [Engine.open(path) for path in engine_directories(artifact.path)]
 
@@ -64,22 +61,22 @@ def read_engines(artifact: Artifact) -> list[Engine]:
 def choose_engines(
     artifact: Artifact, graph: GraphRecord, flavor: Flavor, *, device_id: int = 0
 ) -> tuple[list[Engine], str]:
-    """The engines of a graph that a GPU runs, one for each profile, and why these.
+    """Return the engines of a graph that a GPU can run, one for each profile, and the reason.
 
-    Of two with the same profile, the one built for this very GPU goes before a portable one.
+    Of two engines with the same profile, one built for this GPU is preferred to a portable one.
 
     Args:
-        artifact: where the engines are.
-        graph: the graph that they stand for.
-        flavor: of the execution provider that is to load them.
-        device_id: which of the visible GPUs.
+        artifact: artifact with the engines.
+        graph: the graph.
+        flavor: flavor of the execution provider that loads the engines.
+        device_id: index of the visible GPU.
 
     Raises:
-        ProviderError: no engine fits; the message names those that are there and what each lacks,
-            and the GPU. Or there is no such GPU.
+        ProviderError: no engine is compatible (the message lists the engines with the reasons, and
+            the GPU), or there is no such GPU.
         ArtifactError: a file of an engine is missing or altered.
     """
-    gpu = gpu_of(device_id)
+    gpu = get_gpu(device_id)
     version = loaded_version(flavor)
     fitting: dict[str, Engine] = {}
     refused = []
@@ -87,7 +84,7 @@ def choose_engines(
         if engine.record.graph != graph.file:
             continue
         if problem := incompatibility(artifact, graph, engine, flavor, gpu, version):
-            refused.append(f"{_described(engine)}: {problem}")
+            refused.append(f"{_describe(engine)}: {problem}")
         else:
             fitting.setdefault(str(reachable_profile(engine.record)), engine)
     if not fitting:
@@ -104,27 +101,26 @@ def choose_with_engines(
     allow_fallback: bool = False,
     allow_build: bool = False,
 ) -> tuple[list[Provider], list[Engine]]:
-    """What a session of a graph is given, and the engines to open; none under other providers.
+    """Return the providers for a graph's sessions, and the engines to load (none without TensorRT).
 
     Args:
-        artifact: where the engines are.
-        graph: which graph.
-        providers: in order, as `choose_providers` takes them.
-        allow_fallback: take a later provider when an earlier one, or an engine for it, cannot be
-            had.
-        allow_build: where no engine fits, leave it to ONNX Runtime to build one.
+        artifact: artifact with the engines.
+        graph: the graph.
+        providers: requested providers, see `choose_providers`.
+        allow_fallback: use a later provider if an earlier one, or an engine for it, is unavailable.
+        allow_build: if no engine is compatible, let ONNX Runtime build one.
 
     Raises:
-        ProviderError: a provider cannot be had, or no engine runs on this GPU.
+        ProviderError: a provider is unavailable, or no engine runs on this GPU.
         ArtifactError: a file of an engine is missing or altered.
     """
     specs = parse_providers(providers)
     missed: list[str] = []
     while True:
         head, *below = choose_providers(specs, allow_fallback=allow_fallback)
-        flavor = flavor_of(head.name)
+        flavor = flavor_for_provider(head.name)
         if flavor is None:
-            return [_because(head, *missed), *below], []
+            return [_add_reasons(head, *missed), *below], []
         later = specs[[one.full_name for one in specs].index(head.name) + 1 :]
         try:
             device_id = int(head.options.get("device_id", "0"))
@@ -132,45 +128,45 @@ def choose_with_engines(
         except ProviderError as error:
             if allow_build:
                 built = "ONNX Runtime builds an engine while it loads (allow_build)"
-                return [_because(head, *missed, error.message, built), *below], []
+                return [_add_reasons(head, *missed, error.message, built), *below], []
             if not allow_fallback or not later:
                 raise
             missed.append(f"{short_name(head.name)} requested, but {error.message}")
             specs = later
         else:
-            rest = Provider(CPU, "ONNX Runtime adds it; an engine leaves no operations over")
-            return [_because(head, *missed, reason), rest], engines
+            rest = Provider(CPU, "ONNX Runtime adds it; an engine contains all operations")
+            return [_add_reasons(head, *missed, reason), rest], engines
 
 
-def gpu_of(device_id: int) -> CudaGpu:
-    """The visible GPU of a provider's `device_id`.
+def get_gpu(device_id: int) -> CudaGpu:
+    """Return the visible GPU of a provider's `device_id`.
 
     Raises:
-        ProviderError: there is no such GPU, or none at all.
+        ProviderError: there is no such GPU.
     """
     gpus = visible_gpus()
     if device_id >= len(gpus):
         names = ", ".join(f"{index} {gpu.name}" for index, gpu in enumerate(gpus))
         raise ProviderError(
-            f"device_id is {device_id}, and this process sees the GPUs {names}.",
-            do="Name one of them, or show the process more: CUDA_VISIBLE_DEVICES.",
+            f"device_id is {device_id}, but this process sees the GPUs {names}.",
+            do="Choose one of them, or make more visible: CUDA_VISIBLE_DEVICES.",
         )
     return gpus[device_id]
 
 
-def _because(provider: Provider, *reasons: str) -> Provider:
-    said = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
-    return replace(provider, reason="; ".join(said) or provider.reason)
+def _add_reasons(provider: Provider, *reasons: str) -> Provider:
+    kept = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
+    return replace(provider, reason="; ".join(kept) or provider.reason)
 
 
-def _described(engine: Engine) -> str:
+def _describe(engine: Engine) -> str:
     record = engine.record
     targets = ", ".join(record.capabilities) or "all GPUs that it supports"
     return f"{engine.name} (TensorRT {record.tensorrt} for {targets})"
 
 
 def _generality(engine: Engine) -> tuple[int, str]:
-    """Engines for fewer GPUs first: they are the faster ones; then by name."""
+    """Return a sort key: engines for fewer GPUs, which are faster, come first; then by name."""
     record = engine.record
     wide = record.hardware_compatibility != "none"
     return (100 if wide or not record.capabilities else len(record.capabilities)), engine.name
@@ -180,11 +176,11 @@ def _reason(engines: Sequence[Engine], gpu: CudaGpu, version: str) -> str:
     parts = []
     for engine in engines:
         more = len(engine.record.profiles) - 1
-        unreached = f", the first of {more + 1}: ONNX Runtime reaches no other" if more else ""
+        unreached = f", the first of {more + 1}: ONNX Runtime cannot use others" if more else ""
         profile = reachable_profile(engine.record)
         shapes = f"the profile {profile}{unreached}" if profile.dims else "one shape"
-        parts.append(f"{_described(engine)} with {shapes}")
-    checked = "" if version else "; which TensorRT runs it could not be read"
+        parts.append(f"{_describe(engine)} with {shapes}")
+    checked = "" if version else "; the version of TensorRT could not be read"
     names = "; ".join(parts)
     return f"{gpu.name} ({gpu.compute_capability}) runs the engine {names}{checked}"
 
@@ -213,12 +209,12 @@ def _no_engine(
     shapes = f" --profile {profile}" if profile else ""
     line = f"enginery build {artifact.path} --flavor {flavor.name} --capability current{shapes}"
     if device_id:
-        # A build looks at the first GPU that it sees.
+        # A build uses the first visible GPU.
         line = f"CUDA_VISIBLE_DEVICES={_outer_number(device_id)} {line}"
     return ProviderError(message, do=f"Build one: {line}")
 
 
 def _outer_number(device_id: int) -> str:
-    """What CUDA_VISIBLE_DEVICES calls one of the GPUs that it leaves."""
+    """Return the entry of a visible GPU in CUDA_VISIBLE_DEVICES."""
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return visible[device_id] if device_id < len(visible) else str(device_id)

@@ -1,1 +1,1 @@
-"""ONNX Runtime: sessions, what runs them, their buffers, and where their nodes run."""
+"""ONNX Runtime: sessions, the runner, IOBinding, CUDA graphs and the placement of nodes."""

@@ -1,16 +1,16 @@
-"""A session whose inputs and outputs stay on its device, in buffers that are used again.
+"""Run a session on inputs and outputs that stay on its device, in reused buffers (IOBinding).
 
-    >>> binding = DeviceBinding(session, record.inputs, record.outputs, Device("cuda", 0))
-    >>> torch.from_dlpack(binding.run({"input_ids": ids_on_the_gpu, …})["logits"]).device
-    device(type='cuda', index=0)
+    binding = DeviceBinding(session, record.inputs, record.outputs, Device("cuda", 0))
+    logits = binding.run({"input_ids": ids_on_the_gpu, ...})["logits"]
+    torch.from_dlpack(logits).device    # device(type='cuda', index=0)
 
-Without it ONNX Runtime copies every input to the GPU and every output back, even those that are
-there already. Each combination of input shapes has a bucket: outputs are allocated once, and
-inputs from the host are copied into buffers that are there. The buckets used last are kept.
-With `capture`, a run of a bucket is recorded as a CUDA graph and replayed: then every
-input is copied, because a replay reads the addresses of the recording.
+Without binding, ONNX Runtime copies every input to the GPU and every output back, even if it is
+there already. Each combination of input shapes gets a bucket of buffers: outputs are allocated
+once, and inputs from the host are copied into existing buffers. The most recently used buckets are
+kept.
 
-Buckets, reuse and DLPack are tested on the CPU; nothing here has run on a GPU yet.
+With `capture`, the run of a bucket is recorded as a CUDA graph and replayed. Then every input is
+copied, because a replay uses the addresses of the recording.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec, canonical_dim
-from enginery.runtime.engines.profiles import sizes_of
+from enginery.runtime.engines.profiles import dim_sizes
 from enginery.runtime.onnxruntime.device_values import (
     ELEMENTS,
     Device,
@@ -36,11 +36,11 @@ from enginery.runtime.onnxruntime.device_values import (
     new_buffer,
     read_value,
     shape_of,
-    shaped_like,
+    shape_only_array,
 )
 
 BUCKETS = 8
-"""Combinations of input shapes that keep their buffers, where nobody says how many."""
+"""Default number of combinations of input shapes that keep their buffers."""
 
 _NO_CAPTURE = "-1"
 _GRAPH_ID = "gpu_graph_id"
@@ -52,18 +52,18 @@ class _Bucket:
 
     bound: Any
     inputs: dict[str, Any] = field(default_factory=dict)
-    """Buffers that inputs are copied into."""
+    """Buffers into which inputs are copied."""
     outputs: dict[str, Any] = field(default_factory=dict)
-    """Outputs whose shapes are known beforehand."""
+    """Buffers of outputs whose shapes are known before the run."""
     free: list[str] = field(default_factory=list)
-    """Outputs that ONNX Runtime allocates in each run."""
+    """Names of outputs that ONNX Runtime allocates in each run."""
     held: dict[str, Any] = field(default_factory=dict)
-    """What is bound as it was given; it must outlive the run."""
+    """Inputs that are bound without a copy; they must outlive the run."""
     graph: str = _NO_CAPTURE
 
 
-class DeviceBinding(Closing):
-    """Runs a session on bound inputs and outputs, one run at a time: threads wait in line."""
+class DeviceBinding(Closeable):
+    """A session with bound inputs and outputs. Threads are serialized: one run at a time."""
 
     def __init__(
         self,
@@ -76,21 +76,23 @@ class DeviceBinding(Closing):
         capture: bool = False,
         run_config: Mapping[str, str] | None = None,
     ) -> None:
-        """Binds nothing yet.
+        """Prepare the binding; buffers are allocated by the first run.
 
         Args:
-        session: an `onnxruntime.InferenceSession`.
-        inputs: the graph's, with their named dims.
-        outputs: likewise; what a name in them stands for is read from the inputs.
-        device: where tensors are; None for that of the session's first provider.
-        buckets: how many combinations of input shapes keep their buffers.
-        capture: record each bucket as a CUDA graph; the session has the provider's option for it.
-            Shapes beyond the number of buckets run without; what is recorded is not given up.
-        run_config: entries for ONNX Runtime's run options (`memory.enable_memory_arena_shrinkage`).
+            session: an `onnxruntime.InferenceSession`.
+            inputs: inputs of the graph, with their named dims.
+            outputs: outputs of the graph; their dims are computed from those of the inputs.
+            device: device of the tensors; None for that of the session's first provider.
+            buckets: number of combinations of input shapes that keep their buffers.
+            capture: record each bucket as a CUDA graph; the session must have the provider's option
+                for it. Shapes beyond the number of buckets run without a CUDA graph; recorded ones
+                are never discarded.
+            run_config: entries of ONNX Runtime's run options, such as
+                `memory.enable_memory_arena_shrinkage`.
 
         Raises:
-            OptionError: there is no bucket.
-            ProviderError: an input or an output is of a type that cannot be bound.
+            OptionError: `buckets` is below 1.
+            ProviderError: the dtype of an input or an output cannot be bound.
         """
         if buckets < 1:
             raise OptionError(f"buckets is {buckets}, expected 1 or more.")
@@ -113,56 +115,58 @@ class DeviceBinding(Closing):
         self._shapes_vary = False
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Runs the graph; takes what `run` takes, and returns copies on the host.
+        """Run the graph on the feeds of `run` and return copies of the outputs on the host.
 
         Raises:
-            InputError, ShapeError, ProviderError: as `run`; numpy has no bfloat16.
+            InputError, ShapeError, ProviderError: see `run`; or an output is bfloat16, which numpy
+                does not have.
         """
         with self._lock:
             found = self._run(feeds)
             on_host = self.device.kind == "cpu"
-            # There `numpy()` is the buffer itself, which the next run writes over; from a GPU it is
-            # a copy already.
+            # On the host `numpy()` returns the buffer itself, which the next run overwrites; from a
+            # GPU it returns a copy.
             return {
                 name: np.array(value.numpy()) if on_host else value.numpy()
                 for name, value in found.items()
             }
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs the graph and leaves the outputs where they are.
+        """Run the graph and leave the outputs on the device.
 
         Args:
-            feeds: for each input a numpy array, an `onnxruntime.OrtValue`, or what else speaks
-                DLPack: a torch tensor on the host or on the session's GPU, without a copy there. A
-                kernel that still writes it has to be waited for; for torch that is done here.
+            feeds: for each input a numpy array, an `onnxruntime.OrtValue` or another object with
+                DLPack, such as a torch tensor on the host or on the session's GPU (not copied
+                there). The caller must wait for kernels that still write it; torch is synchronized
+                here.
 
         Returns:
-            `onnxruntime.OrtValue` of each output, which speaks DLPack: `torch.from_dlpack(value)`.
-            The next run on the same shapes writes over them.
+            An `onnxruntime.OrtValue` for each output; use it with `torch.from_dlpack(value)`. The
+            next run on the same shapes overwrites them.
 
         Raises:
             InputError: an input is missing, unknown, on another device or of another type, or the
-                graph fails on it.
-            ShapeError: shapes disagree about a dim.
+                graph fails.
+            ShapeError: inputs have different sizes of the same dim.
             ProviderError: the binding is closed.
         """
         with self._lock:
             return self._run(feeds)
 
     def close(self) -> None:
-        """Frees the buffers and lets go of the session."""
+        """Free the buffers and release the session."""
         self._buckets.clear()
         self._captured.clear()
         self._session = None
 
     @property
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The input shapes of each bucket that is kept, the one used longest ago first."""
+        """Input shapes of all buckets, the least recently used first."""
         return (*self._captured, *self._buckets)
 
     @property
     def captured(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The input shapes, in the order of the inputs, whose runs are recorded."""
+        """Input shapes, in the order of the inputs, whose runs are recorded."""
         return tuple(self._captured)
 
     def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class DeviceBinding(Closing):
         except Exception as error:  # ONNX Runtime raises many unrelated types
             if self._try_without_buffers(bucket):
                 return self._found(bucket)
-            self._buckets.pop(key, None)  # its outputs may be half written
+            self._buckets.pop(key, None)  # its outputs may be incomplete
             self._captured.pop(key, None)
             shapes = ", ".join(
                 f"{spec.name} {shape}" for spec, shape in zip(self._inputs, key, strict=True)
@@ -190,12 +194,12 @@ class DeviceBinding(Closing):
         return self._found(bucket)
 
     def _found(self, bucket: _Bucket) -> dict[str, Any]:
-        # In the order in which they were bound, which is the graph's.
+        # Outputs come in the order of binding, which is that of the graph.
         names = (spec.name for spec in self._outputs)
         return dict(zip(names, bucket.bound.get_outputs(), strict=True))
 
     def _given(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Numpy arrays for what is on the host, OrtValues for the rest; types and ranks checked."""
+        """Return the checked inputs: numpy arrays on the host, OrtValues on devices."""
         names = [spec.name for spec in self._inputs]
         if unknown := [name for name in feeds if name not in names]:
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {', '.join(names)}.")
@@ -212,11 +216,11 @@ class DeviceBinding(Closing):
             self._buckets.move_to_end(key)
             return self._buckets[key]
         bucket = _Bucket(self._session.io_binding())
-        shapes = {name: shaped_like(value) for name, value in given.items()}
-        sizes = sizes_of(self._inputs, shapes)
+        shapes = {name: shape_only_array(value) for name, value in given.items()}
+        sizes = dim_sizes(self._inputs, shapes)
         self._bind_outputs(bucket, sizes)
         if self.capture and len(self._captured) < self._limit:
-            self._graphs += 1  # a number of its own: one that failed is not used again
+            self._graphs += 1  # the number of a failed capture is not used again
             bucket.graph = str(self._graphs)
             self._captured[key] = bucket
             return bucket
@@ -229,7 +233,7 @@ class DeviceBinding(Closing):
         import onnxruntime as ort
 
         if is_on(value, self.device) and bucket.graph == _NO_CAPTURE:
-            # A view of the caller's memory: nothing is copied.
+            # Bind the caller's memory without a copy.
             on_host = isinstance(value, np.ndarray)
             held = ort.OrtValue.ortvalue_from_numpy(value) if on_host else value
             bucket.held[spec.name] = held
@@ -240,34 +244,34 @@ class DeviceBinding(Closing):
             bucket.inputs[spec.name] = buffer
             bucket.bound.bind_ortvalue_input(spec.name, buffer)
         elif bucket.held.pop(spec.name, None) is not None:
-            # A caller's tensor of an earlier run is bound in its place.
+            # An earlier run has bound a tensor of the caller instead.
             bucket.bound.bind_ortvalue_input(spec.name, bucket.inputs[spec.name])
         bucket.inputs[spec.name].update_inplace(value)
 
     def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:
-        """Allocates what has a known shape; ONNX Runtime allocates the rest in each run."""
+        """Allocate outputs of known shape; ONNX Runtime allocates the others in each run."""
         for spec in self._outputs:
             shape = None if self._shapes_vary else _known_shape(spec, sizes)
             if shape is None:
                 if self.capture:
                     raise ProviderError(
-                        f"{spec}: its shape is not known before a run, so none can be captured.",
+                        f"{spec}: its shape is unknown before a run, so runs cannot be captured.",
                         do="Run it with cuda_graph=False.",
                     )
                 bucket.free.append(spec.name)
-                # Here too, because outputs come in the order in which they are first bound.
+                # Bind now as well, because outputs come in the order of their first binding.
                 self._bind_free(bucket)
             else:
                 bucket.outputs[spec.name] = new_buffer(spec.dtype, shape, self.device)
                 bucket.bound.bind_ortvalue_output(spec.name, bucket.outputs[spec.name])
 
     def _bind_free(self, bucket: _Bucket) -> None:
-        """Once for each run: ONNX Runtime would keep what it allocated, of the last run's shape."""
+        """Bind before each run; otherwise ONNX Runtime would reuse the last run's shape."""
         for name in bucket.free:
             bucket.bound.bind_output(name, self.device.kind, self.device.index)
 
     def _try_without_buffers(self, bucket: _Bucket) -> bool:
-        """A graph may declare other dims than it makes: whether it runs where they are not used."""
+        """Run without output buffers, in case the graph declares wrong dims; True if it runs."""
         if self.capture or not bucket.outputs:
             return False
         bucket.outputs.clear()
@@ -277,7 +281,7 @@ class DeviceBinding(Closing):
         try:
             self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
             bucket.bound.synchronize_outputs()
-        except Exception:  # the first failure is the one to tell
+        except Exception:  # the caller reports the first failure
             return False
         self._shapes_vary = True
         return True
@@ -290,7 +294,7 @@ class DeviceBinding(Closing):
 
 
 def run_options(config: Mapping[str, str]) -> Any:
-    """ONNX Runtime's run options with these entries; None for none."""
+    """Return `onnxruntime.RunOptions` with these entries; None without entries."""
     if not config:
         return None
     import onnxruntime as ort
@@ -302,7 +306,7 @@ def run_options(config: Mapping[str, str]) -> Any:
 
 
 def _known_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape that the inputs' sizes give an output; None where it depends on values."""
+    """Return the shape of an output, computed from the inputs' sizes; None if that is unknown."""
     dims = tuple(dim if isinstance(dim, int) else canonical_dim(dim) for dim in spec.dims)
     if any(isinstance(dim, int) and dim < 0 for dim in dims):
         return None

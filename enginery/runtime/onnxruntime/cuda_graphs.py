@@ -1,9 +1,9 @@
-"""Whether a graph can be captured as a CUDA graph, and the provider's option for it.
+"""Check whether a graph can be captured as a CUDA graph, and switch capturing on.
 
-    >>> with_cuda_graph([(artifact.model, feeds)], choose_providers(["cuda"]))[0].options
-    {'enable_cuda_graph': '1'}
+    with_cuda_graph([(artifact.model, feeds)], choose_providers(["cuda"]))[0].options
+    # {'enable_cuda_graph': '1'}
 
-ONNX Runtime refuses as well, without a word on which node it is. Not run on a GPU yet.
+ONNX Runtime checks this as well, but its message does not name the node.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _SHOWN = 5
 def with_cuda_graph(
     graphs: Sequence[tuple[Path, Mapping[str, NDArray[Any]]]], providers: Sequence[Provider]
 ) -> list[Provider]:
-    """The providers, the first with its option for CUDA graphs.
+    """Return the providers, with the option for CUDA graphs added to the first one.
 
     Args:
-        graphs: the ONNX file of each session with an array for each of its inputs. One run on
-            them tells arithmetic on shapes, which may be the CPU's, from the same ops on tensors,
-            and shows the copies between the devices.
-        providers: as `choose_providers` gives them.
+        graphs: (ONNX file, an array for each input) of each session. One run on them distinguishes
+            arithmetic on shapes, which may run on the CPU, from the same ops on tensors, and finds
+            the copies between devices.
+        providers: result of `choose_providers`.
 
     Raises:
-        ProviderError: the first provider has no CUDA graphs, or nodes keep them from being made;
-            the message names them. Or a file cannot be loaded.
+        ProviderError: the first provider has no CUDA graphs, nodes prevent the capture (the message
+            names them), or a file cannot be loaded.
     """
     head, *below = providers
     require_cuda_graphs(head.name)
@@ -45,8 +45,8 @@ def with_cuda_graph(
         if reasons := _reasons(_placed(path, providers, feeds)):
             raise ProviderError(
                 f"{path.name} cannot be captured as a CUDA graph: {'; '.join(reasons)}.",
-                do="Every node has to be the provider's, without If, Loop, Scan and copies between "
-                "the devices: leave cuda_graph out.",
+                do="Every node must run on the provider, without If, Loop, Scan and copies between "
+                "devices. Run without cuda_graph.",
             )
     option, on = CUDA_GRAPH_OPTIONS[head.name]
     return [replace(head, options={**head.options, option: on}), *below]
@@ -58,18 +58,18 @@ def _placed(
     try:
         return read_placement(path, providers, feeds)
     except InputError:
-        # Made-up inputs do not fit every graph. Without a run nodes are told by their ops alone;
-        # what that misses has a copy before or behind it, and ONNX Runtime refuses those.
+        # Synthetic inputs do not fit every graph. Without a run, nodes are judged by their op types
+        # only. Nodes that this misses have copies around them, which ONNX Runtime rejects.
         return read_placement(path, providers)
 
 
 def _reasons(placement: Placement) -> list[str]:
-    """What forbids a capture, by name."""
+    """Return the names of nodes and copies that prevent a capture."""
     nodes = [
         f"{node.name or 'unnamed'} ({node.op_type} on {short_name(node.provider)})"
         for node in placement.uncapturable()
     ]
-    copies = [f"the copy {name}" for name in placement.copies]
+    copies = [f"copy {name}" for name in placement.copies]
     return [
         ", ".join(names[:_SHOWN])
         + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

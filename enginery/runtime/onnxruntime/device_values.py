@@ -1,10 +1,8 @@
-"""Tensors on a session's device: numpy arrays and whatever speaks DLPack, as ONNX Runtime has them.
+"""Convert tensors to ONNX Runtime values on a session's device: numpy arrays and DLPack.
 
-    >>> read_value(spec, torch.ones(2, 3), Device()).device_name()
-    'cpu'
+    read_value(spec, torch.ones(2, 3), Device()).device_name()    # 'cpu'
 
-A tensor that is on the device already is taken without a copy. Tested with numpy and torch on the
-CPU; nothing here has run on a GPU yet.
+A tensor that is already on the device is not copied.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from enginery.core.errors import InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
 
-# onnx.TensorProto.DataType, from onnx.proto; numpy has no bfloat16, so types go by number.
+# onnx.TensorProto.DataType from onnx.proto; numpy has no bfloat16, so types are numbers.
 ELEMENTS = {
     "float32": 1,
     "uint8": 2,
@@ -37,13 +35,13 @@ ELEMENTS = {
     "uint64": 13,
     "bfloat16": 16,
 }
-# DLDeviceType of dlpack.h: the host's own memory, then CUDA's on the device and managed.
+# DLDeviceType of dlpack.h: CPU and CUDA host memory; CUDA device and managed memory.
 _HOST, _ON_CUDA = (1, 3), (2, 13)
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a session's tensors are, by ONNX Runtime's name."""
+    """A device, with ONNX Runtime's name."""
 
     kind: str = "cpu"
     index: int = 0
@@ -53,7 +51,7 @@ class Device:
 
 
 def device_of(session: Any) -> Device:
-    """The device of a session's first provider: CUDA's where that is NVIDIA's, else the host."""
+    """Return the device of a session's first provider: cuda for NVIDIA's providers, else cpu."""
     providers = session.get_providers() if hasattr(session, "get_providers") else []
     if not providers or providers[0] not in (CUDA, TENSORRT, TENSORRT_RTX):
         return Device()
@@ -62,15 +60,15 @@ def device_of(session: Any) -> Device:
 
 
 def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
-    """A numpy array of what numpy makes an array of, an `onnxruntime.OrtValue` of other tensors.
+    """Return a numpy array for array-like values, and an `onnxruntime.OrtValue` for other tensors.
 
     Args:
-        spec: the input that it is for; its type and rank are checked.
-        value: an array, a list, an OrtValue, or what else speaks DLPack.
-        device: of the session. What is on the host may go to any.
+        spec: spec of the input; dtype and rank are checked.
+        value: an array, a list, an OrtValue or another object with DLPack.
+        device: device of the session. Values on the host are accepted for every device.
 
     Raises:
-        InputError: it is no tensor, on another device, or not of the input's type and rank.
+        InputError: the value is not a tensor, is on another device, or has another dtype or rank.
     """
     import onnxruntime as ort
 
@@ -79,30 +77,30 @@ def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
     if not hasattr(value, "__dlpack_device__"):
         raise InputError(
             f"{spec.name}: found a {type(value).__name__}, expected a numpy array or a tensor "
-            "that speaks DLPack."
+            "that supports DLPack."
         )
     kind, index = (int(part) for part in value.__dlpack_device__())
     there = Device("cuda", index) if kind in _ON_CUDA else Device()
     if kind not in (*_HOST, *_ON_CUDA) or there not in (Device(), device):
-        name = str(there) if kind in _ON_CUDA else f"a device of DLPack's kind {kind}"
-        raise InputError(f"{spec.name} is on {name}, and the session on {device}.")
-    _finish(value)
+        name = str(there) if kind in _ON_CUDA else f"a device of DLPack type {kind}"
+        raise InputError(f"{spec.name} is on {name}, but the session is on {device}.")
+    _synchronize(value)
     if isinstance(value, ort.OrtValue):
         return _checked(spec, value)
     try:
-        # ONNX Runtime takes no strides; torch has a method for that, and others say no.
+        # ONNX Runtime does not support strides; torch can make tensors contiguous.
         whole = value.contiguous() if hasattr(value, "contiguous") else value
-        found = _truth_values(whole) or ort.OrtValue.from_dlpack(whole)
-    except Exception as error:  # each library raises its own: a gradient, strides, a type
-        raise InputError(f"{spec.name}: DLPack gives no tensor: {error}") from error
+        found = _bool_tensor(whole) or ort.OrtValue.from_dlpack(whole)
+    except Exception as error:  # each library raises other types: for a gradient, strides, a dtype
+        raise InputError(f"{spec.name}: DLPack failed: {error}") from error
     return _checked(spec, found)
 
 
-def _truth_values(value: Any) -> Any:
-    """A torch tensor of bool as an OrtValue; None for any other.
+def _bool_tensor(value: Any) -> Any:
+    """Return a torch tensor of bool as an OrtValue; None for other values.
 
-    torch sends DLPack's own type for them, which ONNX Runtime 1.31 does not know: it takes bytes
-    and the word that they are truth values.
+    torch uses DLPack's bool type, which ONNX Runtime 1.31 does not support. It accepts bytes with a
+    flag that they are bool.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor) or value.dtype != torch.bool:
@@ -125,7 +123,7 @@ def _checked(spec: TensorSpec, value: Any) -> Any:
 
 
 def new_buffer(dtype: str, shape: Sequence[int], device: Device) -> Any:
-    """An `onnxruntime.OrtValue` of this type and shape on the device, its values not set."""
+    """Return an uninitialized `onnxruntime.OrtValue` of this dtype and shape on the device."""
     import onnxruntime as ort
 
     return ort.OrtValue.ortvalue_from_shape_and_type(
@@ -134,17 +132,17 @@ def new_buffer(dtype: str, shape: Sequence[int], device: Device) -> Any:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a numpy array or an OrtValue."""
+    """Return the shape of a numpy array or an OrtValue."""
     return tuple(value.shape if isinstance(value, np.ndarray) else value.shape())
 
 
-def shaped_like(value: Any) -> NDArray[Any]:
-    """An array of the value's shape that takes one byte, for those who read shapes alone."""
+def shape_only_array(value: Any) -> NDArray[Any]:
+    """Return an array with the shape of the value that takes one byte of memory."""
     return np.broadcast_to(np.int8(0), shape_of(value))
 
 
 def dtype_of(value: Any) -> str:
-    """The type, as numpy names it; `bfloat16` too."""
+    """Return numpy's name of the dtype, or `bfloat16`."""
     if isinstance(value, np.ndarray):
         return str(value.dtype.name)
     number = value.element_type()
@@ -152,7 +150,7 @@ def dtype_of(value: Any) -> str:
 
 
 def is_on(value: Any, device: Device) -> bool:
-    """Whether an OrtValue or a numpy array is in the device's own memory."""
+    """Return True if an OrtValue or a numpy array is in the memory of the device."""
     if isinstance(value, np.ndarray):
         return device.kind == "cpu"
     kind, index = value.__dlpack_device__()
@@ -161,11 +159,11 @@ def is_on(value: Any, device: Device) -> bool:
     )
 
 
-def _finish(value: Any) -> None:
-    """Waits for the kernels that torch has queued for a tensor on a GPU.
+def _synchronize(value: Any) -> None:
+    """Wait for the kernels that torch has queued for a tensor on a GPU.
 
-    ONNX Runtime computes on a stream of its own, which knows nothing of torch's. Torch is asked
-    only where the tensor is its own: nothing here imports it.
+    ONNX Runtime uses a stream of its own, which does not wait for torch's. torch is not imported
+    here.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.is_cuda:

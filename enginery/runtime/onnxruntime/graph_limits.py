@@ -1,12 +1,12 @@
-"""Check what a graph would allocate before ONNX Runtime creates a session of it.
+"""Check the memory that a graph would allocate, before ONNX Runtime loads it.
 
->>> check_allocations(Path("minilm/model.onnx"))
+>>> check_allocations(artifact.model)
 
-ONNX Runtime computes constants while it loads, and a node such as ConstantOfShape makes gigabytes
-of a shape of eight bytes. Sizes that the file itself holds are therefore looked at first: in stored
-tensors, in `Constant` nodes, and through the operators that exporters compute shapes with. Sizes
-that depend on the inputs of a request, on operators not listed in `_RULES`, or on the arguments of
-a local function are not seen; for folding at load, ONNX Runtime has its own limit of 1 GiB a node.
+ONNX Runtime computes constants while it loads a graph, and a ConstantOfShape node can turn a shape
+of eight bytes into gigabytes. So this follows the sizes in the file through stored tensors,
+`Constant` nodes and the operators with which exporters compute shapes (`_RULES`). Sizes that depend
+on inputs, on other operators or on the arguments of a local function are not checked here; ONNX
+Runtime itself limits constant folding to 1 GiB per node.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from enginery.core.model.onnx_structure import (
     Graph,
     Node,
     Number,
-    Sparse,
+    SparseTensor,
     Tensor,
     read_structure,
 )
 
 MAX_CONSTANT_BYTES = 2**30
-"""Of one tensor that a graph computes from constants; ONNX Runtime's own limit for folding
-(kDefaultConstantFoldingMaxOutputSizeInBytes in core/optimizer/constant_folding.cc)."""
+"""Largest tensor that a graph computes from constants. Source: ONNX Runtime's limit for constant
+folding, kDefaultConstantFoldingMaxOutputSizeInBytes in core/optimizer/constant_folding.cc."""
 MAX_CONSTANTS_BYTES = 4 * MAX_CONSTANT_BYTES
-"""Of all of them together."""
+"""Largest sum of all such tensors."""
 _MAX_ELEMENTS = 2**63 - 1
 _MAX_KNOWN = 256
-"""Numbers of a shape that is followed from node to node."""
+"""Largest number of values that are followed from node to node."""
 _FLOAT, _INT64 = 1, 7
-_DO = "The model was exported wrongly or cannot be trusted: look at that node and export it again."
+_DO = "The export is faulty or malicious: check that node and export the model again."
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a tensor before anything runs."""
+    """Properties of a tensor that are known before a run."""
 
     data_type: int = 0
     dims: tuple[int, ...] | None = None
-    """None where a size depends on the inputs."""
+    """None if a size depends on the inputs."""
     values: tuple[Number, ...] | None = None
-    """Its numbers, where they are few and constant."""
+    """Values, if they are few and constant."""
     constant: bool = False
     least: int = 0
-    """The fewest elements that it can have, where the dims are not known."""
+    """Lower bound on the number of elements, if the dims are unknown."""
 
     @property
     def elements(self) -> int:
@@ -71,21 +71,20 @@ def check_allocations(
     record: GraphRecord | None = None,
     error: type[EngineryError] = ArtifactError,
 ) -> None:
-    """Refuse a graph with a tensor of an impossible or an absurd size.
+    """Check that a graph has no tensor of an impossible or excessive size.
 
-    A constant that the graph computes may have 1 GiB, all of them together 4 GiB; another tensor
-    whose size is fixed may have what the machine has of memory. A stored tensor must have the
-    bytes that its shape needs.
+    A computed constant may have 1 GiB, and all of them 4 GiB. Other tensors of fixed size may be as
+    large as the machine's memory. A stored tensor must have the bytes that its shape needs.
 
     Args:
-        path: an ONNX file.
-        record: of an artifact's graph: its data lies in files that have hashes; None where there
-            is no manifest.
-        error: the class of what is raised.
+        path: path of an ONNX file.
+        record: record of an artifact's graph, whose data must be in the listed files; None without
+            a manifest.
+        error: class of the error to raise.
 
     Raises:
-        EngineryError: a tensor is larger, a size is negative, data is missing, nodes wait for each
-            other, or the file is damaged; an error of the class `error` that names the node.
+        EngineryError: a tensor is too large, a size is negative, data is missing, the graph has a
+            cycle, or the file is damaged; the class is `error`, and the message has the node.
     """
     import psutil
 
@@ -109,12 +108,12 @@ class _Check:
         self.memory_bytes = memory_bytes
         self.constants_bytes = 0
         self.data_files: set[PurePosixPath] | None = None
-        """Files beside the graph that may hold its data; None for all."""
+        """Files that may hold external data; None for all."""
         self.sources: dict[int, list[list[int]]] = {}
-        """What `_sources` returns."""
+        """Result of `_sources`."""
 
     def graph(self, graph: Graph, outer: ChainMap[str, _Known]) -> None:
-        """Check a graph inside the graphs whose tensors it sees."""
+        """Check a graph; `outer` has the tensors of the graphs around it."""
         known = outer.new_child()
         for value in graph.inputs:
             if all(dim >= 0 for dim in value.dims):
@@ -135,7 +134,7 @@ class _Check:
                 known[name] = _UNKNOWN
 
     def _made(self, node: Node, known: ChainMap[str, _Known]) -> _Known:
-        """Return what is known of a node's first output, if it may be that large."""
+        """Return the properties of a node's first output, after checking its size."""
         where = _where(node)
         for attribute in node.attributes.values():
             for tensor in attribute.tensors:
@@ -149,7 +148,7 @@ class _Check:
         try:
             made = rule(node, inputs)
         except (ArithmeticError, IndexError, ValueError, TypeError):
-            return _UNKNOWN  # ONNX Runtime refuses such a node, or its sizes are not known
+            return _UNKNOWN  # ONNX Runtime rejects such a node, or its sizes are unknown
         if made.dims is not None:
             self._dims(where, made.dims)
         if made.elements > max((value.elements for value in inputs), default=0):
@@ -166,7 +165,7 @@ class _Check:
             if found := attributes.get(name):
                 values = found.ints if rank else (found.number or 0,)
                 if not values:
-                    continue  # more than are read
+                    continue  # too many to be read
                 dims = (len(values),) if rank else ()
                 return _Known(_INT64, dims, values, constant=True)
         return _UNKNOWN
@@ -174,13 +173,13 @@ class _Check:
     def _dims(self, where: str, dims: Sequence[int]) -> tuple[int, ...]:
         shown = f"{where} has the shape {_shown(dims)}"
         if any(dim < 0 for dim in dims):
-            raise self.error(f"{self.path}: {shown}, expected sizes from 0 on.", do=_DO)
+            raise self.error(f"{self.path}: {shown}, expected sizes of at least 0.", do=_DO)
         if math.prod(dims) > _MAX_ELEMENTS:
             raise self.error(f"{self.path}: {shown}, expected fewer than 2^63 elements.", do=_DO)
         return tuple(dims)
 
     def _require_fit(self, where: str, made: _Known, elements: int) -> None:
-        """Raise unless a tensor that the graph makes may have so many elements."""
+        """Raise if a tensor that the graph computes is too large."""
         needed = _bytes(made.data_type, elements)
         limit, of_what = self.memory_bytes, "of this machine's memory"
         if made.constant:
@@ -188,8 +187,8 @@ class _Check:
         if needed > limit:
             size = f"the shape {_shown(made.dims)}" if made.dims else f"{elements} elements"
             raise self.error(
-                f"{self.path}: {where} makes a tensor of {size}, {_gib(needed)}; expected "
-                f"{_gib(limit)} {of_what} at most.",
+                f"{self.path}: {where} makes a tensor of {size}, {_gib(needed)}; expected at most "
+                f"{_gib(limit)} {of_what}.",
                 do=_DO,
             )
         if made.constant:
@@ -197,18 +196,18 @@ class _Check:
             if self.constants_bytes > min(MAX_CONSTANTS_BYTES, self.memory_bytes):
                 raise self.error(
                     f"{self.path}: with {where} the graph makes {_gib(self.constants_bytes)} of "
-                    f"constants; expected {_gib(MAX_CONSTANTS_BYTES)} at most, and no more than "
-                    f"this machine's memory.",
+                    f"constants; expected at most {_gib(MAX_CONSTANTS_BYTES)} and this machine's "
+                    "memory.",
                     do=_DO,
                 )
 
-    def _sparse(self, where: str, sparse: Sparse) -> _Known:
+    def _sparse(self, where: str, sparse: SparseTensor) -> _Known:
         made = _Known(sparse.data_type, self._dims(where, sparse.dims), constant=True)
         self._require_fit(where, made, made.elements)
         return made
 
     def _stored(self, where: str, tensor: Tensor) -> _Known:
-        """Return what is known of a stored tensor, if there are the bytes for its shape."""
+        """Return the properties of a stored tensor, after checking that all its bytes exist."""
         dims = self._dims(where, tensor.dims)
         elements = math.prod(dims)
         bits = BITS.get(tensor.data_type, 0)
@@ -218,9 +217,11 @@ class _Check:
         elif tensor.raw_bytes is not None:
             held = tensor.raw_bytes
         else:
-            held = needed if tensor.listed >= elements else tensor.listed * bits // 8
-            if not bits and tensor.listed < elements:
-                needed = held + 1  # texts, of which one is missing
+            held = (
+                needed if tensor.typed_elements >= elements else tensor.typed_elements * bits // 8
+            )
+            if not bits and tensor.typed_elements < elements:
+                needed = held + 1  # strings have no fixed size, and one is missing
         if held < needed:
             raise self.error(
                 f"{self.path}: {where} has the shape {_shown(dims)}, which needs {needed} bytes; "
@@ -262,7 +263,7 @@ class _Check:
         return max(0, min(length, size_bytes - offset)) if offset >= 0 else 0
 
     def _sorted(self, graph: Graph) -> list[Node]:
-        """Return the nodes so that each comes after those whose outputs it takes."""
+        """Return the nodes in topological order."""
         order = dict(enumerate(self.sources[id(graph)]))
         if all(source < index for index, sources in order.items() for source in sources):
             return graph.nodes
@@ -270,21 +271,19 @@ class _Check:
             return [graph.nodes[index] for index in TopologicalSorter(order).static_order()]
         except CycleError as problem:
             circle = " → ".join(_where(graph.nodes[index]) for index in problem.args[1][:5])
-            raise self.error(
-                f"{self.path}: nodes wait for each other's outputs: {circle}."
-            ) from None
+            raise self.error(f"{self.path}: the graph has a cycle: {circle}.") from None
 
 
 def _sources(top: Graph) -> dict[int, list[list[int]]]:
-    """Return from which nodes of its graph each node takes something, by the id of the graph.
+    """Return, for each graph (by id), the indices of the nodes that each node depends on.
 
-    What the graphs inside a node take from outside, the node takes. A name means the tensor of the
-    innermost graph that has it, wherever it is made there: Optimum's merged decoders use one name
-    inside a branch and for the If around it. Every name is looked up once, however deep it is.
+    A node also depends on the outer tensors that its subgraphs use. A name refers to the tensor in
+    the innermost graph that has it, wherever the node is: Optimum's merged decoders use the same
+    name in a branch and for the output of the If. Every name is looked up only once, at any depth.
     """
     found: dict[int, list[list[int]]] = {}
     makers: dict[str, list[tuple[int, int]]] = {}  # depth and node, the innermost last
-    above: list[tuple[list[list[int]], int]] = []  # the node that is looked at in each graph
+    above: list[tuple[list[list[int]], int]] = []  # the current node of each graph
 
     def enter(graph: Graph) -> None:
         sources: list[list[int]] = [[] for _ in graph.nodes]
@@ -331,14 +330,14 @@ def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes < 2**60 else f"{size_bytes:.0e} bytes"
 
 
-# Rules: what an operator makes of what is known of its inputs. They raise where a size is not
-# known; `made` and `_Known.elements` then count nothing.
+# Each rule computes the properties of an operator's output from those of its inputs. It raises if
+# a size is unknown; the output then counts as unknown.
 
 _Rule = Callable[[Node, list[_Known]], _Known]
 
 
 def _sizes(value: _Known) -> tuple[int, ...]:
-    """Return the numbers of a shape; raises ValueError where they are not known."""
+    """Return the values of a shape; raise ValueError if they are unknown."""
     if value.values is None:
         raise ValueError
     return tuple(int(number) for number in value.values)
@@ -355,7 +354,7 @@ def _constant_of_shape(node: Node, inputs: list[_Known]) -> _Known:
 
 
 def _of_size(node: Node, dims: tuple[int, ...], default: int) -> _Known:
-    """Return a tensor that is made from a shape alone, of the type of an attribute."""
+    """Return a tensor of this shape, whose type is in an attribute."""
     for name in ("dtype", "output_datatype"):
         default = node.attributes.get(name, Attribute()).number or default
     return _Known(default, dims, constant=True)
@@ -383,14 +382,14 @@ def _one_hot(_node: Node, inputs: list[_Known]) -> _Known:
 
 
 def _grown(source: _Known, factors: Sequence[Number], dims: tuple[int, ...] | None) -> _Known:
-    """Return a tensor of these dims, or else of as many elements as the factors say at least."""
+    """Return a tensor of these dims, or if unknown, with a lower bound from the factors."""
     least = math.prod(max(1, int(factor)) for factor in factors)
     return _Known(source.data_type, dims, constant=source.constant, least=least)
 
 
 def _expand(_node: Node, inputs: list[_Known]) -> _Known:
     source = inputs[0]
-    # Some exporters write -1 for a size that stays.
+    # Some exporters write -1 for a size that does not change.
     shape = tuple(1 if size == -1 else size for size in _sizes(inputs[1]))
     known = _broadcast_dims([source.dims, shape]) if source.dims is not None else None
     return _grown(source, shape if 0 not in shape else (), known)
@@ -437,7 +436,7 @@ def _resize(node: Node, inputs: list[_Known]) -> _Known:
 
 
 def _broadcast_dims(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that numpy's rules make of several."""
+    """Return the broadcast shape, by numpy's rules."""
     sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
     return tuple(0 if 0 in column else max(column) for column in sizes)[::-1]
 
@@ -459,7 +458,7 @@ def _elementwise(node: Node, inputs: list[_Known]) -> _Known:
     pairs = zip(first * (count // len(first)), second * (count // len(second)), strict=True)
     values = tuple(combine(a, b) for a, b in pairs)
     if any(abs(value) > _MAX_ELEMENTS for value in values):
-        return made  # a chain of products would grow without end; no size has so many digits
+        return made  # a chain of products could grow without limit
     return replace(made, values=values)
 
 
@@ -477,8 +476,8 @@ _ARITHMETIC: dict[str, Callable[[Number, Number], Number]] = {
 }
 
 
-def _same_numbers(node: Node, inputs: list[_Known]) -> _Known:
-    """Return the same numbers in another shape or type."""
+def _same_values(node: Node, inputs: list[_Known]) -> _Known:
+    """Return the same values in another shape or type."""
     source = inputs[0]
     kind = node.attributes["to"].number if "to" in node.attributes else source.data_type
     dims = source.dims if node.op_type in ("Identity", "Cast") else None
@@ -506,7 +505,7 @@ def _shape(node: Node, inputs: list[_Known]) -> _Known:
 
 
 _RULES: dict[str, _Rule] = {
-    "Constant": _same_numbers,  # read by itself
+    "Constant": _same_values,  # handled by `_constant`
     "ConstantOfShape": _constant_of_shape,
     "Expand": _expand,
     "Tile": _tile,
@@ -523,7 +522,7 @@ _RULES: dict[str, _Rule] = {
     "Concat": _concat,
     "Shape": _shape,
     **dict.fromkeys(
-        ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Flatten"), _same_numbers
+        ("Identity", "Cast", "Unsqueeze", "Squeeze", "Reshape", "Flatten"), _same_values
     ),
     **dict.fromkeys(
         (

@@ -1,14 +1,11 @@
-"""The multiply-adds of a graph's nodes, counted on one input.
+"""Count the multiply-adds of a graph's nodes on one input.
 
-Takes an ONNX file and feeds; leaves nothing on disk, and the file as it is.
+    work = profile_multiply_adds(artifact.model, feeds)
+    sum(node.multiply_adds for node in work.values())    # 1327104
 
-    >>> work = count_node_work(artifact.model, feeds)
-    >>> sum(node.multiply_adds for node in work.values())
-    1327104
-
-The graph runs once on the CPU as it is written, nothing fused, under ONNX Runtime's profiler, which
-gives the shape of every tensor; so dynamic dims and sums of them need no shape inference. Counted
-are matrix products, convolutions and attention; what is elementwise is no multiply-add.
+The graph runs once on the CPU without fusions, under ONNX Runtime's profiler, which reports the
+shape of every tensor. So dynamic dims need no shape inference. Matrix products, convolutions and
+attention are counted; elementwise ops have no multiply-adds.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from enginery.core.errors import InputError
 
 Shape = tuple[int, ...]
 
-# ONNX Runtime's own limit for a tensor that its GPU providers compute on the CPU:
+# Largest tensor that ONNX Runtime's GPU providers compute on the CPU. Source:
 # kSmallInitializerThreshold in core/framework/fallback_cpu_capability.cc.
 _SMALL = 100
 _WHOLE = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -81,33 +78,33 @@ SHAPE_OPS = frozenset(
         "Xor",
     }
 )
-"""Ops that compute shapes, where what they make is small and whole.
+"""Ops that compute shapes, if their outputs are small and of an integer type.
 
-ONNX Runtime places such nodes on the CPU on purpose, though a GPU provider could run them
-(onnxruntime issue 17930; `GetCpuPreferredNodes`): their results decide how memory is laid out,
-which the CPU does, and fetching each from the GPU would wait for it.
+ONNX Runtime places such nodes on the CPU on purpose, although a GPU provider could run them
+(onnxruntime issue 17930; `GetCpuPreferredNodes`). The CPU needs their results to allocate memory,
+and would have to wait for the GPU otherwise.
 """
 
 
 @dataclass(frozen=True)
 class NodeWork:
-    """What one node of a graph does."""
+    """The work of one node."""
 
     op_type: str
     multiply_adds: int
     for_shapes: bool
-    """It computes shapes: one of `SHAPE_OPS`, and all its outputs are whole and small."""
+    """True if it is one of `SHAPE_OPS` and all outputs are small and of an integer type."""
 
 
-def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
-    """Count the work of each node on these feeds, by name; a node without one is `unnamed_7`.
+def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
+    """Return the work of each node on these feeds, by name; an unnamed node is `unnamed_7`.
 
-    ONNX Runtime's placement does not list such names, so their work belongs to no provider. For a
-    node inside a loop, the last iteration counts.
+    ONNX Runtime's placement does not list such names, so their work belongs to no provider. Of a
+    node in a loop, only the last iteration counts.
 
     Raises:
-        InputError: the CPU cannot run the graph on the feeds: it has no kernel for it (bfloat16,
-            an engine), or the feeds do not fit.
+        InputError: the CPU cannot run the graph on the feeds: it lacks a kernel (bfloat16, an
+            engine), or the feeds are wrong.
     """
     graph = load_graph(model)
     for number, node in enumerate(_nodes(graph.graph, {})):
@@ -134,18 +131,18 @@ def count_node_work(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str,
 
 
 def multiply_adds(op_type: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-    """The multiply-adds of one node of these shapes; 0 for an op that is not counted."""
+    """Return the multiply-adds of a node with these shapes; 0 for an op that is not counted."""
     count = _COUNTED.get(op_type)
     if count is None or not inputs or not outputs:
         return 0
     try:
         return count(list(inputs), outputs[0])
-    except (IndexError, ZeroDivisionError):  # an optional input of an unusual form
+    except (IndexError, ZeroDivisionError):  # an unusual optional input
         return 0
 
 
 def _matmul(inputs: list[Shape], output: Shape) -> int:
-    """Output elements times the dim that is summed; whichever operand is transposed."""
+    """Count output elements times the summed dim, whichever operand is transposed."""
     left, right = inputs[0], inputs[1] if len(inputs) > 1 else ()
     if len(left) < 2:
         return math.prod(output) * math.prod(left)
@@ -156,31 +153,31 @@ def _matmul(inputs: list[Shape], output: Shape) -> int:
 
 
 def _quantized_matmul(inputs: list[Shape], output: Shape) -> int:
-    """QLinearMatMul and com.microsoft::QGemm: a scale and a zero point follow each operand."""
+    """Count QLinearMatMul and QGemm, in which a scale and a zero point follow each operand."""
     return _matmul([inputs[0], inputs[3]], output)
 
 
 def _convolution(weight: int) -> Callable[[list[Shape], Shape], int]:
-    """Output elements times what one of them sums: the kernel over the channels of its group."""
+    """Count output elements times the size of the kernel over the channels of a group."""
     return lambda inputs, output: math.prod(output) * math.prod(inputs[weight][1:])
 
 
 def _transposed_convolution(inputs: list[Shape], _output: Shape) -> int:
-    """Each input element is spread over the kernel and the channels out of its group."""
+    """Count input elements times the size of the kernel over the output channels of a group."""
     return math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
 def _projected_attention(inputs: list[Shape], output: Shape) -> int:
-    """com.microsoft::Attention: the projection of input (B, S, H) by (H, 3H), then the scores."""
+    """Count com.microsoft::Attention: projection of (B, S, H) by (H, 3H), then attention."""
     batch, sequence, hidden = inputs[0]
     projection = batch * sequence * hidden * inputs[1][1]
     return projection + 2 * batch * sequence * sequence * output[-1]
 
 
 def _attention(inputs: list[Shape], _output: Shape) -> int:
-    """Queries times keys, and the weights times values: (B, S, H) or (B, heads, S, H / heads).
+    """Count queries times keys and weights times values, (B, S, H) or (B, heads, S, H / heads).
 
-    A packed query holds its keys. Keys of the past that are inputs of their own are not counted.
+    A packed query contains its keys. Past keys in separate inputs are not counted.
     """
     query = inputs[0]
     keys = inputs[1] if len(inputs) > 1 and inputs[1] else query
@@ -224,7 +221,7 @@ _COUNTED: dict[str, Callable[[list[Shape], Shape], int]] = {
 def _profiled(
     model: bytes, directory: Path, feeds: Mapping[str, NDArray[Any]]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Shape, ...]]]:
-    """The types and the shapes of each node's outputs, by the node's name."""
+    """Return the types and the shapes of each node's outputs, by node name."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -258,13 +255,13 @@ def _profiled(
 def profiled_run(
     open_session: Callable[[], Any], options: Any, feeds: Mapping[str, NDArray[Any]], scratch: Path
 ) -> list[tuple[str, dict[str, Any]]]:
-    """One run under ONNX Runtime's profiler: the name and the arguments of each kernel's event.
+    """Run once under ONNX Runtime's profiler; return (node name, arguments) of each kernel event.
 
     Args:
-        open_session: opens the session from `options`, which are changed before.
+        open_session: opens the session with `options`, after profiling is switched on in them.
         options: an `onnxruntime.SessionOptions`.
         feeds: an array for each input.
-        scratch: an empty directory for the profile.
+        scratch: empty directory for the profile.
     """
     options.enable_profiling = True
     options.profile_file_prefix = str(scratch / "run")
@@ -279,7 +276,7 @@ def profiled_run(
 
 
 def _nodes(graph: Any, known: dict[str, Shape]) -> Iterator[Any]:
-    """All nodes, those of branches and loops too; the shapes of stored tensors go into `known`."""
+    """Yield all nodes, including subgraphs, and add the shapes of stored tensors to `known`."""
     for tensor in graph.initializer:
         known[tensor.name] = tuple(tensor.dims)
     for node in graph.node:

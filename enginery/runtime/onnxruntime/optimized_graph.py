@@ -1,11 +1,12 @@
-"""The optimized form of a graph on this processor, kept in the store.
+"""Optimize a graph for this processor once, and keep the result in the store.
 
-    >>> optimized_graph(artifact, artifact.manifest.graphs[0], providers)
-    PosixPath('…/graphs/graph-minilm-5d0c41f9a6b27e83/model.onnx')
+    optimized_graph(artifact, artifact.manifest.graphs[0], providers)
+    # PosixPath('…/graphs/graph-minilm-5d0c41f9a6b27e83/model.onnx')
 
-ONNX Runtime optimizes a graph in each load, for the very processor that it runs on. Done once and
-written with the weights beside it, a load takes a third of the time and the weights are mapped from
-the file, not copied: all-MiniLM-L6-v2 in FP32 has 72 MiB less in memory (docs/benchmarks.md).
+ONNX Runtime optimizes a graph each time it is loaded, for the current processor. If this is done
+once and the result is stored with separate weights, loading takes a third of the time and the
+weights are memory-mapped instead of copied: all-MiniLM-L6-v2 in FP32 uses 72 MiB less memory
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, run
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.staging import staging
 from enginery.core.errors import EngineryError
-from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, LoadedGraph, write_record
+from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, OptimizedGraph, write_record
 from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
@@ -30,16 +31,16 @@ from enginery.runtime.providers.selection import Provider
 _STAGE_VERSION = "2"
 _DATA = f"{MODEL_FILE}.data"
 _SMALLEST_BYTES = "1024"
-"""Weights below it stay in the graph: a page of memory holds several."""
+"""Smaller weights stay in the graph, because they are smaller than a page of memory."""
 
 
 def optimized_graph(
     artifact: Artifact, record: GraphRecord, providers: Sequence[Provider]
 ) -> Path | None:
-    """The optimized graph's file; made and kept where it is not there yet.
+    """Return the file of the optimized graph, and make it if it is not in the store.
 
-    None where there is none to have: a provider other than the CPU optimizes by itself, and a store
-    that cannot be written keeps nothing. The caller then loads the artifact's own graph.
+    Return None if there is no optimized graph, because the provider is not the CPU (others optimize
+    by themselves) or the store cannot be written. Load the artifact's own graph then.
     """
     if [provider.name for provider in providers] != [CPU]:
         return None
@@ -53,7 +54,7 @@ def optimized_graph(
         made, _ = store.obtain(
             GRAPHS, fingerprint, name, lambda out: _make(artifact, record, fingerprint, out)
         )
-    except (EngineryError, OSError):  # a full or read-only store; what is asked for runs without
+    except (EngineryError, OSError):  # a full or read-only store; run without the optimized graph
         return None
     return made.model
 
@@ -76,19 +77,19 @@ def _fingerprint(artifact: Artifact, record: GraphRecord) -> Fingerprint | None:
 
 def _make(
     artifact: Artifact, record: GraphRecord, fingerprint: Fingerprint, out: Path
-) -> LoadedGraph:
+) -> OptimizedGraph:
     import onnxruntime as ort
 
     check_allocations(artifact.path / record.file, record=record)
     with staging(out) as directory:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # it warns that the file is for this processor, as meant
+        options.log_severity_level = 4  # it warns that the file is only for this processor
         options.optimized_model_filepath = str(directory / MODEL_FILE)
         options.add_session_config_entry(*EXACT_INT8)
         prefix = "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{prefix}file_name", _DATA)
         options.add_session_config_entry(f"{prefix}min_size_in_bytes", _SMALLEST_BYTES)
-        # Weights in the layout of its kernels would be written twice over.
+        # Otherwise weights are also stored in the layout of the kernels.
         options.add_session_config_entry("session.disable_prepacking", "1")
         try:
             ort.InferenceSession(
@@ -97,10 +98,10 @@ def _make(
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise EngineryError(f"{record.file} cannot be optimized: {error}") from error
         write_record(directory, fingerprint, artifact.manifest.source.id)
-    return LoadedGraph.open(out)
+    return OptimizedGraph.open(out)
 
 
 def _processor() -> str:
-    """What the layout of an optimized graph depends on: the model and its vector instructions."""
+    """Describe the processor, on which the optimized graph depends: model and instruction sets."""
     model, features = read_cpuinfo()
     return " ".join((platform.machine(), model or platform.processor(), *features))

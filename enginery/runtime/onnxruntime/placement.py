@@ -1,16 +1,13 @@
-"""Which provider runs which nodes of a graph, and what that costs.
+"""Find out which provider runs which nodes of a graph, and how much of the work that is.
 
-Takes an ONNX file and the providers that a session would be given; leaves nothing on disk.
+    placement = read_placement(artifact.model, choose_providers(["cuda"]), feeds)
+    placement.share("cuda")    # 1.0
+    placement.notes            # ('12 copies between the devices in each run', …)
 
-    >>> placement = read_placement(artifact.model, choose_providers(["cuda"]), feeds)
-    >>> placement.share("cuda"), placement.notes
-    (1.0, ('12 copies between the devices in each run', …))
-
-The assignment is ONNX Runtime's own record (`session.record_ep_graph_assignment_info`), made when
-it divides the graph between the providers: a fused node counts once. Copies between devices are put
-in later, so they are read from one run under the profiler. A session of its own is opened for all
-this; recording in the one that serves would cost at every start. Tested with OpenVINO above the
-CPU; no GPU has been tried by this project yet.
+ONNX Runtime records the assignment (`session.record_ep_graph_assignment_info`) when it partitions
+the graph, so a fused node counts once. Copies between devices are inserted later, so they are read
+from a run under the profiler. A separate session is opened for this, because recording would slow
+down the start of the one that serves.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
     NodeWork,
-    count_node_work,
+    profile_multiply_adds,
     profiled_run,
 )
 from enginery.runtime.onnxruntime.session import new_session
@@ -36,18 +33,18 @@ from enginery.runtime.providers.known import CPU, full_name, short_name
 from enginery.runtime.providers.selection import Provider
 
 RECORD = "session.record_ep_graph_assignment_info"
-"""ONNX Runtime's session option that keeps the assignment."""
+"""Session option of ONNX Runtime that records the assignment."""
 
 _COPIES = ("MemcpyFromHost", "MemcpyToHost")
 _CONTROL = ("If", "Loop", "Scan")
 _SHOWN = 5
-# Fusions name their node after one of those that they replace: `…/MatMulAddFusion`.
+# A fused node is named after one of the nodes that it replaces: `…/MatMulAddFusion`.
 _FUSED = "/"
 
 
 @dataclass(frozen=True)
 class PlacedNode:
-    """One node, after ONNX Runtime's first optimizations, and the provider that runs it."""
+    """A node, after ONNX Runtime's first optimizations, and the provider that runs it."""
 
     name: str
     op_type: str
@@ -55,39 +52,39 @@ class PlacedNode:
     provider: str
     """ONNX Runtime's name."""
     multiply_adds: int
-    """On the feeds; 0 where nothing was counted."""
+    """Multiply-adds on the feeds; 0 if they were not counted."""
     for_shapes: bool
-    """It computes shapes, which belongs on the CPU: see `SHAPE_OPS`."""
+    """True if it computes shapes, which belongs on the CPU; see `SHAPE_OPS`."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the nodes of a graph run."""
+    """Providers of the nodes of a graph."""
 
     head: str
-    """The provider that was requested, by ONNX Runtime's name."""
+    """ONNX Runtime's name of the requested provider."""
     nodes: tuple[PlacedNode, ...]
     copies: tuple[str, ...] = ()
-    """Names of the nodes that copy between devices, as one run had them."""
+    """Names of the nodes that copy between devices in a run."""
     counted: bool = False
-    """Multiply-adds were counted."""
-    said: tuple[str, ...] = ()
-    """Why something was not counted."""
+    """True if multiply-adds were counted."""
+    warnings: tuple[str, ...] = ()
+    """Reasons why multiply-adds were not counted."""
 
     @property
     def providers(self) -> tuple[str, ...]:
-        """Those that have a node, the requested one first."""
+        """Providers that run a node, the requested one first."""
         return tuple(dict.fromkeys([self.head, *(node.provider for node in self.nodes)]))
 
     @property
     def fallen(self) -> tuple[PlacedNode, ...]:
-        """Compute nodes on the CPU although another provider was requested."""
+        """Compute nodes that run on the CPU although another provider was requested."""
         if self.head == CPU:
             return ()
         return tuple(n for n in self.nodes if n.provider == CPU and not n.for_shapes)
 
     def share(self, provider: str) -> float:
-        """The part of the multiply-adds that a provider does, 0 to 1; 0 where none were counted."""
+        """Return a provider's share of the multiply-adds, 0 to 1; 0 if they were not counted."""
         total = sum(node.multiply_adds for node in self.nodes)
         name = full_name(provider)
         done = sum(node.multiply_adds for node in self.nodes if node.provider == name)
@@ -95,8 +92,8 @@ class Placement:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know, in sentences without a full stop."""
-        found = list(self.said)
+        """Notes for the user, without full stops."""
+        found = list(self.warnings)
         if fallen := self.fallen:
             named = ", ".join(
                 f"{node.name or 'unnamed'} ({node.op_type})" for node in fallen[:_SHOWN]
@@ -111,9 +108,10 @@ class Placement:
         return tuple(found)
 
     def uncapturable(self) -> tuple[PlacedNode, ...]:
-        """The nodes that keep a run from being captured as a CUDA graph.
+        """Return the nodes that prevent capturing a run as a CUDA graph.
 
-        Control flow, and compute that is not the head's; shapes may be computed on the CPU.
+        These are control flow, and compute nodes on other providers; shapes may be computed on the
+        CPU.
         Source: onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using CUDA
         Graphs".
         """
@@ -124,7 +122,7 @@ class Placement:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the placement as plain JSON values."""
         return {
             "head": self.head,
             "providers": [{"name": name, **self._figures(name)} for name in self.providers],
@@ -135,7 +133,7 @@ class Placement:
         }
 
     def rows(self) -> list[dict[str, str]]:
-        """A table for people, one row a provider."""
+        """Return a table to show, with one row per provider."""
         rows = []
         for name in self.providers:
             figures = self._figures(name)
@@ -153,7 +151,7 @@ class Placement:
         return rows
 
     def node_rows(self) -> list[dict[str, str]]:
-        """A table of the compute nodes that fell to the CPU."""
+        """Return a table of the compute nodes that fell back to the CPU."""
         return [
             {
                 "node": node.name,
@@ -177,16 +175,16 @@ class Placement:
 def read_placement(
     model: Path, providers: Sequence[Provider], feeds: Mapping[str, NDArray[Any]] | None = None
 ) -> Placement:
-    """Opens a session and says where its nodes run.
+    """Open a session and return which provider runs which nodes.
 
     Args:
-        model: an ONNX file.
-        providers: as `choose_providers` gives them; the first is the requested one.
-        feeds: an array for each input, for the multiply-adds and the copies; None counts neither.
+        model: path of an ONNX file.
+        providers: result of `choose_providers`; the first is the requested one.
+        feeds: an array for each input, to count multiply-adds and copies; None to count neither.
 
     Raises:
         ProviderError: the session cannot be opened, a provider did not register, or this ONNX
-            Runtime keeps no assignment.
+            Runtime does not record the assignment.
         InputError: the graph fails on the feeds.
     """
     import onnxruntime as ort
@@ -195,7 +193,7 @@ def read_placement(
     options.add_session_config_entry(RECORD, "1")
     if feeds is None:
         session = new_session(model, providers, options)
-        return placement_of(session, providers[0].name)
+        return placement_from_session(session, providers[0].name)
     opened: list[Any] = []
 
     def open_session() -> Any:
@@ -209,31 +207,33 @@ def read_placement(
             raise
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the graph fails on the feeds: {error}") from error
-    placed = placement_of(opened[0], providers[0].name)
-    placed = replace(placed, copies=copies_in(events))
+    placed = placement_from_session(opened[0], providers[0].name)
+    placed = replace(placed, copies=find_copies(events))
     try:
-        return with_work(placed, count_node_work(model, feeds))
+        return add_multiply_adds(placed, profile_multiply_adds(model, feeds))
     except (InputError, ImportError) as error:
-        return replace(placed, said=(*placed.said, f"multiply-adds are not counted: {error}"))
+        warning = f"multiply-adds are not counted: {error}"
+        return replace(placed, warnings=(*placed.warnings, warning))
 
 
-def placement_of(session: Any, head: str) -> Placement:
-    """The assignment that a session has kept; it was opened with the option `RECORD` set to 1.
+def placement_from_session(session: Any, head: str) -> Placement:
+    """Return the assignment recorded by a session, which was opened with `RECORD` set to 1.
 
-    Whether a node computes shapes is judged by its op alone: `with_work` knows better.
+    Nodes that compute shapes are only recognized by their op type here; `add_multiply_adds` also
+    checks sizes and types.
 
     Raises:
-        ProviderError: the session has kept none.
+        ProviderError: the session has no record.
     """
-    tell = getattr(session, "get_provider_graph_assignment_info", None)
+    get_assignment = getattr(session, "get_provider_graph_assignment_info", None)
     try:
-        parts = list(tell()) if tell else []
-    except Exception as error:  # ONNX Runtime raises where the option was not set
-        raise ProviderError(f"the session has not kept its placement: {error}") from error
+        parts = list(get_assignment()) if get_assignment else []
+    except Exception as error:  # ONNX Runtime raises if the option was not set
+        raise ProviderError(f"the session has not recorded its placement: {error}") from error
     if not parts:
         raise ProviderError(
-            "the session has not kept its placement.",
-            do=f"Open it with the session option {RECORD}=1, from ONNX Runtime 1.24 on.",
+            "the session has not recorded its placement.",
+            do=f"Open it with the session option {RECORD}=1, in ONNX Runtime 1.24 or newer.",
         )
     nodes = tuple(
         PlacedNode(node.name, node.op_type, node.domain, part.ep_name, 0, node.op_type in SHAPE_OPS)
@@ -243,11 +243,11 @@ def placement_of(session: Any, head: str) -> Placement:
     return Placement(head, nodes)
 
 
-def with_work(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
-    """The placement with the multiply-adds of nodes, by their names in the file.
+def add_multiply_adds(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
+    """Return the placement with the multiply-adds of nodes, which are found by name.
 
-    A node that ONNX Runtime fused before it divided the graph has the work of the node that it is
-    named after. What no node is named after is said.
+    A fused node gets the multiply-adds of the node that it is named after. A warning reports those
+    of nodes that were not found.
     """
     left = {name: node for name, node in work.items() if node.multiply_adds}
     nodes = []
@@ -262,14 +262,15 @@ def with_work(placement: Placement, work: Mapping[str, NodeWork]) -> Placement:
         done = left.pop(name, None)
         count = done.multiply_adds if done else 0
         nodes.append(replace(node, multiply_adds=count, for_shapes=found.for_shapes))
-    said = placement.said
+    warnings = placement.warnings
     if missed := sum(node.multiply_adds for node in left.values()):
         total = sum(node.multiply_adds for node in work.values())
-        said = (*said, f"{missed / total:.1%} of the multiply-adds are in nodes that were renamed")
-    return replace(placement, nodes=tuple(nodes), counted=True, said=said)
+        share = f"{missed / total:.1%} of the multiply-adds are in nodes that were renamed"
+        warnings = (*warnings, share)
+    return replace(placement, nodes=tuple(nodes), counted=True, warnings=warnings)
 
 
-def copies_in(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
-    """The nodes of a profiled run that copy between devices, each once."""
+def find_copies(events: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[str, ...]:
+    """Return the names of the nodes in a profiled run that copy between devices."""
     copies = (name for name, event in events if event.get("op_name") in _COPIES)
     return tuple(dict.fromkeys(copies))

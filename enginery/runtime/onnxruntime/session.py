@@ -1,8 +1,9 @@
-"""Sessions of ONNX Runtime on exactly the providers that were chosen.
+"""Create ONNX Runtime sessions on exactly the chosen providers.
 
-    >>> session = new_session(artifact.model, choose_providers(["cpu"]), ort.SessionOptions())
+    session = new_session(artifact.model, choose_providers(["cpu"]), ort.SessionOptions())
 
-ONNX Runtime's own silent fallback to the CPU is off.
+ONNX Runtime's own silent fallback to the CPU is off. The last two functions give advice on options
+of sessions that make them slow.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import Advice
 from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
@@ -20,25 +22,24 @@ from enginery.runtime.providers.known import TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider
 
 # x86 processors without VNNI add pairs of INT8 products in 16 bits, which saturate: a graph that is
-# right elsewhere gives wrong answers there. With this entry ONNX Runtime takes kernels that do not
-# saturate, which are slower; other processors and other graphs are not affected.
+# correct on other processors gives wrong results. With this entry ONNX Runtime uses kernels that do
+# not saturate, but are slower; other processors and graphs are not affected.
 EXACT_INT8 = ("session.x64quantprecision", "1")
 
 
 def new_session(
     path: Path, providers: Sequence[Provider], options: Any, *, record: GraphRecord | None = None
 ) -> Any:
-    """An `onnxruntime.InferenceSession` on exactly the providers given.
+    """Return an `onnxruntime.InferenceSession` on exactly the given providers.
 
     Args:
-        path: an ONNX file.
-        providers: as `choose_providers` gives them, each with its options.
-        options: an `onnxruntime.SessionOptions`; its log is made quiet, INT8 exact, and a plugin is
-            added.
-        record: of an artifact's graph; None for another file.
+        path: path of an ONNX file.
+        providers: result of `choose_providers`.
+        options: `onnxruntime.SessionOptions`, which are changed: no log, exact INT8, plugins.
+        record: record of the artifact's graph; None for other files.
 
     Raises:
-        ArtifactError: the file is damaged, or the graph would allocate an absurd amount of memory.
+        ArtifactError: the file is damaged, or the graph would allocate too much memory.
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
     check_allocations(path, record=record)
@@ -51,8 +52,8 @@ def new_session(
     ]
     for provider in providers:
         if provider.name == TENSORRT_RTX:
-            # A plugin is given by its devices. ONNX Runtime then takes no list of names beside
-            # it, and adds the CPU itself.
+            # A plugin is selected by its devices. ONNX Runtime then accepts no list of names, and
+            # adds the CPU itself.
             devices = register_plugin(provider.name)
             options.add_provider_for_devices(devices, dict(provider.options))
             wanted = None
@@ -60,14 +61,14 @@ def new_session(
         try:
             session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
         except Exception as error:
-            # Its fusions hand FP8 numbers between FP32 ones to kernels that take INT8 alone.
+            # ONNX Runtime's fusions pass FP8 tensors to kernels that only support INT8.
             if "float8" not in str(error):
                 raise
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
             session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
-    session.disable_fallback()  # run() has a fallback of its own
+    session.disable_fallback()  # run() has its own fallback
     registered = session.get_providers()
     for provider in providers:
         if provider.name not in registered:
@@ -79,19 +80,19 @@ def new_session(
     return session
 
 
-_REMEDY = "The manifest is of another graph; make the artifact again."
+_REMEDY = "The manifest belongs to another graph; make the artifact again."
 _DTYPES = {"float": "float32", "double": "float64"}
 
 
-def require_interface(session: Any, record: GraphRecord, path: Path) -> None:
-    """Raise unless a session takes and gives what the manifest says of its graph.
+def check_interface(session: Any, record: GraphRecord, path: Path) -> None:
+    """Check that the inputs and outputs of a session match the manifest.
 
-    Names, dtypes, ranks and fixed sizes are compared. The names of other dims are not; the manifest
-    may fix a size that is free in the graph, and an output may have a rank or a size that ONNX
-    Runtime knows and the manifest does not.
+    Names, dtypes, ranks and fixed sizes are compared, but not the names of dims. The manifest may
+    fix a size that is dynamic in the graph, and ONNX Runtime may know the rank or a size of an
+    output that the manifest does not have.
 
     Raises:
-        ArtifactError: they differ; the message names the tensor.
+        ArtifactError: they differ; the message has the tensor.
     """
     for kind, values, specs in (
         ("input", session.get_inputs(), record.inputs),
@@ -114,7 +115,7 @@ def require_interface(session: Any, record: GraphRecord, path: Path) -> None:
 
 
 def tensor_spec(value: Any) -> TensorSpec:
-    """Return name, dtype and dims of an `onnxruntime.NodeArg`; `?` is a dim without a name."""
+    """Return the spec of an `onnxruntime.NodeArg`; `?` stands for an unnamed dim."""
     kind = value.type.removeprefix("tensor(").removesuffix(")")
     dims: list[Dim] = [
         dim if isinstance(dim, int) and dim >= 0 else (isinstance(dim, str) and dim) or "?"
@@ -124,9 +125,9 @@ def tensor_spec(value: Any) -> TensorSpec:
 
 
 def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
-    """Whether ranks and fixed sizes agree; unless `exact`, only where both sides know them."""
+    """Return True if ranks and fixed sizes match; unless `exact`, unknown ones are ignored."""
     if not exact and not (actual.dims and spec.dims):
-        return True  # no rank is written as no dims
+        return True  # an unknown rank is written as no dims
     return len(actual.dims) == len(spec.dims) and all(
         a == b if isinstance(a, int) and isinstance(b, int) else isinstance(a, str) or not exact
         for a, b in zip(actual.dims, spec.dims, strict=True)
@@ -135,3 +136,36 @@ def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:
+    """Return advice if there are more threads than cores, else None.
+
+    Two threads of one core share its arithmetic units, so they are not faster than one.
+
+    >>> too_many_threads(8, 4, evidence="8 threads on 4 cores", remedy="Pass --threads 4.").finding
+    'there are more threads than physical cores'
+
+    Args:
+        threads: number of threads; 0 for ONNX Runtime's default.
+        cores: number of physical cores; 0 if unknown.
+        evidence: where the number of threads was set.
+        remedy: how to use fewer threads.
+    """
+    if not 0 < cores < threads:
+        return None
+    return Advice("threads", "there are more threads than physical cores", evidence, remedy)
+
+
+def exhaustive_search(evidence: str) -> Advice:
+    """Return advice against cuDNN's search for convolution kernels at each new shape.
+
+    Source: github.com/microsoft/onnxruntime/issues/13198 and /6978.
+    """
+    return Advice(
+        "convolution search",
+        "cuDNN searches for convolution kernels again at each new shape",
+        evidence,
+        "Set cudnn_conv_algo_search=HEURISTIC for the CUDA provider, or pad the inputs to a few "
+        "sizes.",
+    )

@@ -19,7 +19,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
-from enginery.core.closing import Closing
+from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError, nearest
 from enginery.runtime.onnxruntime.session import EXACT_INT8
 from enginery.runtime.providers.known import TENSORRT_RTX
@@ -29,7 +29,7 @@ Feeds = Mapping[str, NDArray[Any]]
 Values = dict[str, NDArray[Any]]
 
 
-class GraphTracer(Closing):
+class GraphTracer(Closeable):
     """An ONNX Runtime session that also outputs intermediate tensors. A context manager."""
 
     def __init__(

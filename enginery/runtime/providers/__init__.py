@@ -1,4 +1,4 @@
-"""Execution providers: how they are named, with which options, and which this machine has."""
+"""Execution providers: names, options, availability on this machine, and selection."""
 
 from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
 from enginery.runtime.providers.selection import Provider, choose_providers

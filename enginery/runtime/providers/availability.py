@@ -1,9 +1,9 @@
-"""Why an execution provider cannot be had on this machine, and what to do about it.
+"""Find out why an execution provider is unavailable on this machine, and what to do about it.
 
-    >>> unavailable_reason("CUDAExecutionProvider")
-    Unavailable(reason='libcudart.so.13 was not found', do="Install it: pip install 'onnxruntime…")
+    unavailable_reason("CUDAExecutionProvider")
+    # Unavailable(reason='libcudart.so.13 was not found', do="Install it: pip install 'onnx…")
 
-Looked at are the installed build of ONNX Runtime, the libraries that a provider links, the NVIDIA
+This checks the installed build of ONNX Runtime, the libraries that a provider links, the NVIDIA
 driver and its GPUs.
 """
 
@@ -32,14 +32,14 @@ from enginery.runtime.providers.known import (
     short_name,
 )
 
-# cuBLAS is in neither extra.
+# Neither extra installs cuBLAS.
 _CUDA_LIBRARIES = "pip install 'onnxruntime-gpu[cuda,cudnn]>=1.31,<1.32' 'nvidia-cublas>=13,<14'"
 INSTALL = {
     CUDA: _CUDA_LIBRARIES,
     TENSORRT: f"{_CUDA_LIBRARIES} 'tensorrt-cu13>=10,<11'",  # `tensorrt` alone resolves to 11
     TENSORRT_RTX: "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13",
 }
-"""The command that brings a provider's libraries."""
+"""Command that installs the libraries of a provider."""
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
@@ -48,21 +48,21 @@ _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Why a provider cannot be had, and what to do."""
+    """The reason why a provider is unavailable, and what to do about it."""
 
     reason: str
     do: str
 
 
 def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> Unavailable | None:
-    """Return why a provider cannot be had on this machine, or None if nothing was found.
+    """Return why a provider is unavailable on this machine, or None if no problem was found.
 
-    None is no promise: a session may still refuse, and `open_session` notices. Libraries of the
-    provider, where found, are left loaded.
+    A session may still fail, which `open_session` reports. Libraries of the provider that are found
+    stay loaded.
 
     Args:
-        name: ONNX Runtime's name.
-        options: the provider's, as ONNX Runtime takes them; a `device_id` has to be a GPU's.
+        name: ONNX Runtime's name of the provider.
+        options: options of the provider for ONNX Runtime; `device_id` must be that of a GPU.
     """
     if name == CPU:
         return None
@@ -75,7 +75,7 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
     if name not in available:
         found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
     elif name not in (CUDA, TENSORRT):
-        found = _library_problem(name, "Install what it names, or a build that brings it.")
+        found = _library_problem(name, "Install the missing library, or a build that includes it.")
     elif sys.platform == "linux" and not (library := provider_library(name)).is_file():
         found = Unavailable(
             f"{library.name} is not in {library.parent}",
@@ -87,10 +87,10 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
 
 
 def provider_warning(name: str) -> str:
-    """Return what will not work under a provider that can be had, or nothing.
+    """Return what will fail under an available provider; empty if nothing will.
 
-    ONNX Runtime 1.31's CUDA provider does not link cuDNN: it loads it when an operation first
-    needs it, and the operation fails where it cannot.
+    ONNX Runtime 1.31's CUDA provider does not link cuDNN. It loads cuDNN when an operation first
+    needs it, and the operation fails without it.
     """
     if name != CUDA:
         return ""
@@ -98,27 +98,27 @@ def provider_warning(name: str) -> str:
     return f"convolutions and other cuDNN operations will fail ({error})" if error else ""
 
 
-# The installed build of ONNX Runtime. All but `compiled_providers` read files and metadata only, so
-# they also answer for a broken build.
+# The installed build of ONNX Runtime. All functions except `compiled_providers` only read files and
+# metadata, so they also work for a broken build.
 
 
 def compiled_providers() -> list[str]:
     """Return the providers that the installed onnxruntime is built with.
 
     Raises:
-        ImportError: it is not installed, or what is left of it is broken.
+        ImportError: it is not installed, or broken.
     """
     import onnxruntime
 
-    # Uninstalling one of two builds leaves a folder that imports and holds nothing.
+    # Uninstalling one of two builds leaves an empty folder that can be imported.
     if not hasattr(onnxruntime, "get_available_providers"):
-        raise ImportError("the module is there, and most of its files are gone")
+        raise ImportError("most files of the module are missing")
     return list(onnxruntime.get_available_providers())
 
 
 def installed_onnxruntimes() -> dict[str, str]:
-    """Return every installed build of ONNX Runtime and its version; more than one is a fault."""
-    # These have modules of their own.
+    """Return the version of every installed build of ONNX Runtime; more than one is an error."""
+    # These packages have other modules.
     others = ("onnxruntime-ep-", "onnxruntime-extensions", "onnxruntime-genai")
     found = {}
     for dist in metadata.distributions():
@@ -132,7 +132,7 @@ def installed_onnxruntimes() -> dict[str, str]:
 def cuda_major() -> int:
     """Return the CUDA major version that onnxruntime is built for; 0 for a CPU build."""
     try:
-        # Read, not imported: onnxruntime may be broken, and the doctor asks all the same.
+        # Read the file instead of importing it, because onnxruntime may be broken.
         text = (capi_directory() / "build_and_package_info.py").read_text(encoding="utf-8")
     except OSError:
         return 0
@@ -141,30 +141,30 @@ def cuda_major() -> int:
 
 
 def capi_directory() -> Path:
-    """Return where ONNX Runtime keeps its shared libraries, found without importing it."""
+    """Return the folder of ONNX Runtime's shared libraries, without importing it."""
     spec = importlib.util.find_spec("onnxruntime")
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0] if places else ".") / "capi"
 
 
 def provider_library(name: str) -> Path:
-    """Return where a provider's shared library is; for one that is compiled in there is none."""
+    """Return the path of a provider's shared library, which need not exist."""
     stem = short_name(name).replace("-", "_")
     return capi_directory() / f"libonnxruntime_providers_{stem}.so"
 
 
 def reinstall(package: str) -> str:
-    """Return the command that puts one build in place of all others, which share its files."""
+    """Return the command that replaces all builds, which overwrite each other, by one."""
     installed = " ".join(installed_onnxruntimes()) or package
     version = ">=1.31,<1.32" if package == "onnxruntime-gpu" else ""
     return f"Run: pip uninstall -y {installed} && pip install '{package}{version}'"
 
 
-# The libraries of a provider, and the plugin that brings one.
+# The libraries of a provider, and plugins.
 
 
 def missing_for(name: str) -> dict[str, str]:
-    """Return the libraries that a provider's library needs and the loader cannot load, and why."""
+    """Return the libraries of a provider that cannot be loaded, with the reasons."""
     library = provider_library(name)
     if not library.is_file():
         return {}
@@ -176,10 +176,10 @@ def missing_for(name: str) -> dict[str, str]:
 def preload_nvidia() -> None:
     """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels.
 
-    ONNX Runtime cannot find them there by itself: the loader does not search site-packages.
+    ONNX Runtime does not find them, because the loader does not search site-packages.
     """
-    # It prints what it misses; the libraries that matter are named by `missing_libraries`.
-    # A broken onnxruntime is reported by `unavailable_reason`.
+    # It prints missing libraries; `missing_libraries` reports those that matter, and
+    # `unavailable_reason` a broken onnxruntime.
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.suppress(ImportError, AttributeError),
@@ -194,21 +194,21 @@ def preload_nvidia() -> None:
 
 
 def plugin_installed(name: str) -> bool:
-    """Tell whether a provider comes from a plugin package that is installed."""
+    """Return True if a provider comes from an installed plugin package."""
     return name == TENSORRT_RTX and importlib.util.find_spec(_RTX_MODULE) is not None
 
 
 def register_plugin(name: str) -> list[Any]:
-    """Register a plugin provider's library, once a process, and return the devices it takes.
+    """Register the library of a plugin provider, once per process, and return its devices.
 
-    A session gets it by `SessionOptions.add_provider_for_devices(devices, options)`.
+    Pass them to `SessionOptions.add_provider_for_devices(devices, options)`.
 
     Raises:
-        ProviderError: its package is not installed, or its library cannot be registered.
+        ProviderError: the package is not installed, or the library cannot be registered.
     """
     if not plugin_installed(name):
         raise ProviderError(
-            f"{name} is a plugin, and its package is not installed.",
+            f"{name} is a plugin, but its package is not installed.",
             do=f"Install it: {INSTALL[TENSORRT_RTX]}",
         )
     import onnxruntime
@@ -237,7 +237,7 @@ def _plugin_problem() -> Unavailable | None:
         devices = register_plugin(TENSORRT_RTX)
     except ProviderError as error:
         return Unavailable(error.message.rstrip("."), error.do)
-    return None if devices else Unavailable("it takes none of this machine's GPUs", _RTX_GPUS)
+    return None if devices else Unavailable("it supports none of this machine's GPUs", _RTX_GPUS)
 
 
 def _driver_problem() -> Unavailable | None:
@@ -252,8 +252,8 @@ def _driver_problem() -> Unavailable | None:
     if driver.cuda_version[0] < wanted:
         major, minor = driver.cuda_version
         return Unavailable(
-            f"the NVIDIA driver runs CUDA up to {major}.{minor}, "
-            f"and this onnxruntime is built for CUDA {wanted}",
+            f"the NVIDIA driver supports CUDA up to {major}.{minor}, "
+            f"but this onnxruntime is built for CUDA {wanted}",
             f"Install the NVIDIA driver {MIN_DRIVER} or newer.",
         )
     return None
@@ -267,8 +267,8 @@ def _device_problem(name: str, options: Mapping[str, str]) -> Unavailable | None
         return None
     seen = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
     return Unavailable(
-        f"device_id is {options['device_id']}, and this process sees {seen}",
-        "Name one of them, or show the process more: CUDA_VISIBLE_DEVICES, docker run --gpus.",
+        f"device_id is {options['device_id']}, but this process sees {seen}",
+        "Choose one of them, or make more visible: CUDA_VISIBLE_DEVICES, docker run --gpus.",
     )
 
 
@@ -278,7 +278,7 @@ def _library_problem(name: str, do: str) -> Unavailable | None:
 
 
 def describe_missing(missing: Mapping[str, str]) -> str:
-    """Return `libnvinfer.so.10 was not found (libnvinfer.so.11 is installed)`."""
+    """Describe missing libraries: `libnvinfer.so.10 was not found (….so.11 is installed)`."""
     places = libraries.wheel_directories()
     absent = [name for name, error in missing.items() if error.startswith(f"{name}: cannot open")]
     broken = [error for name, error in missing.items() if name not in absent]
@@ -301,7 +301,7 @@ def _not_compiled(name: str) -> Unavailable:
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
     if wrong_platform := known.wrong_platform(sys.platform):
-        return Unavailable(f"{wrong_platform}, and {reason}", "Name a provider for this system.")
+        return Unavailable(f"{wrong_platform}, and {reason}", "Choose a provider for this system.")
     if not package:
-        return Unavailable(reason, "ONNX Runtime has to be built from source with it.")
+        return Unavailable(reason, "Build ONNX Runtime from source with this provider.")
     return Unavailable(reason, reinstall(package))

@@ -1,9 +1,9 @@
-"""The NVIDIA driver and the GPUs that this process may use.
+"""Read the NVIDIA driver and the GPUs that are visible to this process.
 
-    >>> visible_gpus()
-    (CudaGpu(name='NVIDIA L4', compute_capability='8.9', memory_total_bytes=23684710400),)
+    visible_gpus()
+    # (CudaGpu(name='NVIDIA L4', compute_capability='8.9', memory_total_bytes=23684710400),)
 
-Only the driver is called, not the CUDA runtime: that needs no toolkit and makes no context.
+This only calls the driver, not the CUDA runtime, so it needs no toolkit and creates no context.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _KERNEL_MODULE = Path("/sys/module/nvidia/version")
 
 @dataclass(frozen=True)
 class CudaDriver:
-    """What the NVIDIA driver says of itself."""
+    """Properties of the NVIDIA driver."""
 
     cuda_version: tuple[int, int] = (0, 0)
-    """The newest CUDA that it can run; (0, 0) where it could not be read."""
+    """Newest CUDA version that it supports, (major, minor); (0, 0) if unknown."""
     gpus: int = 0
     problem: str = ""
-    """Why no GPU can be used; empty when one can."""
+    """Reason why no GPU can be used; empty otherwise."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CudaGpu:
 
     name: str
     compute_capability: str
-    """`8.9`."""
+    """Such as `8.9`."""
     memory_total_bytes: int
 
 
@@ -52,7 +52,7 @@ def cuda_driver() -> CudaDriver:
         return CudaDriver(problem=f"there is no NVIDIA driver: {detail}")
     version, count = ctypes.c_int(), ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
-    # The driver gives thousands for the major version: 13010 is CUDA 13.1.
+    # The driver returns 1000 * major + 10 * minor: 13010 is CUDA 13.1.
     cuda_version = (version.value // 1000, version.value % 1000 // 10)
     if code := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         name = ctypes.c_char_p()
@@ -64,7 +64,7 @@ def cuda_driver() -> CudaDriver:
 
 
 def visible_gpus() -> tuple[CudaGpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in CUDA's order; at least one.
+    """Return the visible GPUs (see CUDA_VISIBLE_DEVICES) in CUDA's order; at least one.
 
     Raises:
         ProviderError: there is no driver, or it sees no GPU.
@@ -98,7 +98,7 @@ def _gpu(cuda: Any, index: int) -> CudaGpu:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version, `580.65.06`; nothing where the kernel has none."""
+    """Return the NVIDIA driver's version, `580.65.06`; empty without its kernel module."""
     try:
         return _KERNEL_MODULE.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -1,13 +1,12 @@
 """Every execution provider that ONNX Runtime documents: its names, its package, its platforms.
 
-    >>> full_name("CUDA"), short_name("CUDAExecutionProvider")
-    ('CUDAExecutionProvider', 'cuda')
-    >>> known_provider("openvino").package, known_provider("coreml").platforms
-    ('onnxruntime-openvino', ('darwin', 'ios'))
+>>> full_name("CUDA"), short_name("CUDAExecutionProvider")
+('CUDAExecutionProvider', 'cuda')
+>>> known_provider("openvino").package, known_provider("coreml").platforms
+('onnxruntime-openvino', ('darwin', 'ios'))
 
-From onnxruntime.ai/docs/execution-providers and onnxruntime.ai/docs/install, read for 1.31. What is
-compiled into the installed build, and what is missing here, is for `availability` and the doctor to
-say.
+Sources: onnxruntime.ai/docs/execution-providers and onnxruntime.ai/docs/install, for 1.31. See
+`availability` for what is compiled into the installed build and what is missing on this machine.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ _SYSTEMS = {
 
 @dataclass(frozen=True)
 class KnownProvider:
-    """One row of ONNX Runtime's table."""
+    """One execution provider of ONNX Runtime."""
 
     short_names: tuple[str, ...]
-    """Names for the command line; the first is the one that is shown."""
+    """Names for the command line; messages use the first."""
     name: str
     """ONNX Runtime's name."""
     title: str
-    """Whose library it is, and what it runs on."""
+    """Hardware that it runs on, and its library."""
     package: str
-    """The Python package that brings it; empty where ONNX Runtime has to be built with it."""
+    """Python package that includes it; empty if ONNX Runtime must be built with it."""
     platforms: tuple[str, ...]
-    """`sys.platform` of where it runs, or `android`, `ios`, `browser`."""
+    """Values of `sys.platform`, or `android`, `ios`, `browser`."""
     options: tuple[str, ...] = ()
-    """The documented options of a provider whose options are not typed (`options.py`)."""
+    """Documented options of a provider whose options are not typed in `options.py`."""
 
     def wrong_platform(self, platform: str) -> str:
-        """Return `it is made for Windows alone` for a platform without it; else nothing."""
+        """Return `it is only for Windows` for another platform; empty for a supported one."""
         if platform in self.platforms:
             return ""
-        return f"it is made for {' and '.join(_SYSTEMS[name] for name in self.platforms)} alone"
+        return f"it is only for {' and '.join(_SYSTEMS[name] for name in self.platforms)}"
 
 
 def _row(
@@ -190,10 +189,10 @@ KNOWN_PROVIDERS = (
     _row("js", "Js", "WebGPU through JavaScript", _FROM_SOURCE, "browser"),
     _row("azure", "Azure", "models behind an Azure endpoint", "onnxruntime", _DESKTOP),
 )
-"""ONNX Runtime's table of execution providers, and those of its source that are not in it."""
+"""The documented execution providers of ONNX Runtime, and others in its source."""
 
 SHORT_NAMES = {short: row.name for row in KNOWN_PROVIDERS for short in row.short_names}
-"""ONNX Runtime's name for each short one."""
+"""Short name -> ONNX Runtime's name."""
 _BY_NAME = {row.name: row for row in KNOWN_PROVIDERS}
 
 
@@ -207,13 +206,13 @@ def known_provider(name: str) -> KnownProvider:
 
 
 def short_name(name: str) -> str:
-    """Return `cuda` for `CUDAExecutionProvider`; a name that is not known stays as it is."""
+    """Return `cuda` for `CUDAExecutionProvider`; an unknown name is returned unchanged."""
     row = _BY_NAME.get(name)
     return row.short_names[0] if row else name
 
 
 def full_name(name: str) -> str:
-    """Return ONNX Runtime's name for a short or a full one, in any case.
+    """Return ONNX Runtime's name for a short or full name; case is ignored.
 
     Raises:
         ProviderError: there is no such provider.

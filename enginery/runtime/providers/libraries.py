@@ -1,9 +1,9 @@
-"""Shared libraries: what the dynamic loader finds, and what it misses.
+"""Check which shared libraries the dynamic loader finds.
 
-Libraries that are found stay loaded in this process: loading them is the only reliable check.
+    missing_libraries(capi / "libonnxruntime_providers_cuda.so")
+    # {'libcudart.so.13': 'libcudart.so.13: cannot open shared object file: No such file …'}
 
-    >>> missing_libraries(capi / "libonnxruntime_providers_cuda.so")
-    {'libcudart.so.13': 'libcudart.so.13: cannot open shared object file: No such file …'}
+Loading a library is the only reliable check, so libraries that are found stay loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NOT_FOUND = re.compile(r"^(\S+): cannot open shared object file")
 def needed_libraries(path: Path) -> list[str]:
     """Return the libraries that a 64-bit little-endian ELF file needs (DT_NEEDED), in order.
 
-    Any other file (a DLL, a Mach-O library, a truncated file) gives none. Read from the file, as
-    loading a provider's library outside ONNX Runtime runs its static constructors without their
-    host. Layout: System V ABI, chapters 4 and 5.
+    Other files (a DLL, a Mach-O library, a truncated file) give none. The file is parsed, because
+    loading a provider's library outside of ONNX Runtime would run its static constructors. Source
+    of the layout: System V ABI, chapters 4 and 5.
     """
     try:
         with path.open("rb") as stream:
@@ -55,10 +55,10 @@ def needed_libraries(path: Path) -> list[str]:
 
 
 def missing_libraries(path: Path, directories: Iterable[Path] = ()) -> dict[str, str]:
-    """Return what `path` needs and the loader cannot load: each library's name and the reason.
+    """Return the libraries that `path` needs but the loader cannot load: name -> reason.
 
-    Each needed library is looked for beside `path`, in `directories`, then as the loader does.
-    A library that is there but lacks one itself is reported under the one it lacks.
+    Each library is searched in the directory of `path`, in `directories`, then by the loader. If a
+    library is found but lacks another one, the other one is reported.
     """
     places = [path.parent, *directories]
     missing = {}
@@ -70,9 +70,9 @@ def missing_libraries(path: Path, directories: Iterable[Path] = ()) -> dict[str,
 
 
 def load_error(name: str, directories: Iterable[Path] = ()) -> str:
-    """Load a library by name; return nothing on success, else the loader's message.
+    """Load a library by name; return the loader's error, or an empty text on success.
 
-    Once loaded from a full path, it also satisfies every later library that needs its name.
+    A library that was loaded from a full path is also found by later libraries that need it.
     """
     beside = next((d / name for d in directories if (d / name).is_file()), None)
     try:
@@ -83,14 +83,14 @@ def load_error(name: str, directories: Iterable[Path] = ()) -> str:
 
 
 def wheel_directories() -> list[Path]:
-    """Return where NVIDIA's wheels put libraries: `nvidia/*/lib` and `tensorrt_libs`."""
+    """Return the folders with libraries of NVIDIA's wheels: `nvidia/*/lib`, `tensorrt_libs`."""
     roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
     found = [d for root in roots for d in sorted((root / "nvidia").glob("*/lib"))]
     return found + [root / "tensorrt_libs" for root in roots if (root / "tensorrt_libs").is_dir()]
 
 
 def other_versions(name: str, directories: Iterable[Path]) -> list[str]:
-    """Return files of other major versions of a library: `libnvinfer.so.11` for `….so.10`."""
+    """Return other major versions of a library: `libnvinfer.so.11` for `libnvinfer.so.10`."""
     stem, _, version = name.rpartition(".so.")
     if not stem or not version:
         return []

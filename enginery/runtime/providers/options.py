@@ -1,17 +1,16 @@
-"""Options of execution providers: what a user writes in, the strings that ONNX Runtime takes out.
+"""Check the options of execution providers and convert them to ONNX Runtime's strings.
 
-    >>> read_options("cuda", {"gpu_mem_limit": "2 GiB", "do_copy_in_default_stream": "true"})
-    {'gpu_mem_limit': '2147483648', 'do_copy_in_default_stream': '1'}
+>>> read_options("cuda", {"gpu_mem_limit": "2 GiB", "do_copy_in_default_stream": "true"})
+{'gpu_mem_limit': '2147483648', 'do_copy_in_default_stream': '1'}
 
-Those of CUDA, TensorRT and TensorRT for RTX are typed and checked here, because ONNX Runtime says
-what is wrong with one only where the provider's libraries are, and then goes on without the
-provider. Those of other providers pass through. Only what is given is passed on; for the rest ONNX
-Runtime's own defaults hold.
+Options of CUDA, TensorRT and TensorRT for RTX are typed and checked here, because ONNX Runtime only
+reports invalid ones if the provider's libraries are installed, and then continues without the
+provider. Options of other providers are passed on unchanged. Options that are not given keep ONNX
+Runtime's defaults.
 
-Names and defaults of CUDA's and TensorRT's options are those that the parsers of onnxruntime-gpu
-1.31 take, which tests hold; their meaning is from onnxruntime.ai/docs/execution-providers, pages
-CUDA, TensorRT and TensorRTRTX, from `cuda_provider_options.h`, and from
-nvidia.github.io/TensorRT-RTX-EP-ABI.
+Names and defaults of CUDA's and TensorRT's options are those of the parsers in onnxruntime-gpu
+1.31, which tests verify. Sources of their meaning: onnxruntime.ai/docs/execution-providers, pages
+CUDA, TensorRT and TensorRTRTX; `cuda_provider_options.h`; nvidia.github.io/TensorRT-RTX-EP-ABI.
 """
 
 from __future__ import annotations
@@ -44,88 +43,88 @@ def _integer(default: int, *, least: int, most: int = _MAX_INT) -> Any:
 
 
 def _size(default: int, *, least: int = 0) -> Any:
-    """Make a field of a size in bytes, which may be written with a unit."""
+    """Return a field for a size in bytes, which may be given with a unit."""
     return field(default=default, metadata={"least": least, "most": _MAX_SIZE, "size": True})
 
 
 def _address() -> Any:
-    """Make a field of an address in this process's memory; 0 for none."""
+    """Return a field for an address in this process's memory; 0 for none."""
     return _integer(0, least=0, most=_MAX_SIZE)
 
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """Options of CUDAExecutionProvider. A session is given those that differ from the defaults."""
+    """Options of CUDAExecutionProvider. Those that differ from the defaults are passed on."""
 
     device_id: int = _integer(0, least=0)
-    """Which of the visible GPUs, from 0."""
+    """Index of the visible GPU, from 0."""
     gpu_mem_limit: int = _size(_MAX_SIZE, least=1)
-    """The most that the arena takes of the GPU's memory, in bytes; cuDNN and CUDA come on top."""
+    """Largest GPU memory of the arena, in bytes; cuDNN and CUDA use additional memory."""
     arena_extend_strategy: Literal["kNextPowerOfTwo", "kSameAsRequested"] = "kNextPowerOfTwo"
-    """By how much the arena grows: powers of two, or what is asked for."""
+    """Growth of the arena: by powers of two, or by the requested size."""
     cudnn_conv_algo_search: Literal["EXHAUSTIVE", "HEURISTIC", "DEFAULT"] = "EXHAUSTIVE"
-    """How cuDNN's algorithm for a convolution is found.
+    """How cuDNN's algorithm for a convolution is selected.
 
-    EXHAUSTIVE tries all, anew for each new shape of the input: with dynamic shapes that makes a GPU
-    slower than the CPU (onnxruntime issue 13198). HEURISTIC asks cuDNN; DEFAULT takes one
-    algorithm, and was seen far slower (onnxruntime pull request 22705).
+    EXHAUSTIVE times all algorithms, again for each new input shape: with dynamic shapes a GPU can
+    be slower than the CPU (onnxruntime issue 13198). HEURISTIC lets cuDNN choose. DEFAULT uses a
+    fixed algorithm, which can be much slower (onnxruntime pull request 22705).
     """
     cudnn_conv_use_max_workspace: bool = True
-    """Let cuDNN take the workspace that it wants, up to gigabytes; else 32 MiB."""
+    """Let cuDNN use as much workspace as it needs, up to gigabytes; otherwise 32 MiB."""
     cudnn_conv1d_pad_to_nc1d: bool = False
-    """Pad a convolution over one dim to [N, C, 1, D] in place of [N, C, D, 1]."""
+    """Pad a one-dimensional convolution to [N, C, 1, D] instead of [N, C, D, 1]."""
     do_copy_in_default_stream: bool = True
-    """Copy on the stream that computes; off may race (onnxruntime issue 4829)."""
+    """Copy on the compute stream; False may cause races (onnxruntime issue 4829)."""
     enable_cuda_graph: bool = False
     """Capture a run as a CUDA graph and replay it; needs bound inputs and outputs."""
     enable_skip_layer_norm_strict_mode: bool = False
-    """Sum SkipLayerNormalization in float32: more exact, slower."""
+    """Accumulate SkipLayerNormalization in float32: more exact, but slower."""
     enable_cudnn: bool = True
-    """Use cuDNN where an operation can do without. Named by the parser; its default is assumed."""
+    """Use cuDNN even if it is optional for an operation. The default is an assumption."""
     fuse_conv_bias: bool = False
-    """Fuse a convolution with its bias through cuDNN's graph API, compiled when it first runs."""
+    """Fuse convolution and bias with cuDNN's graph API, compiled in the first run."""
     prefer_nhwc: bool = False
-    """Lay images out as NHWC, as tensor cores want them."""
+    """Use the NHWC layout for images, which is faster on tensor cores."""
     sdpa_kernel: int = _integer(0, least=0)
-    """Which attention kernels may be taken, as a sum of bits; 0 lets ONNX Runtime choose."""
+    """Allowed attention kernels, as a sum of bits; 0 lets ONNX Runtime choose."""
     tunable_op_enable: bool = False
     """Use TunableOp's kernels."""
     tunable_op_tuning_enable: bool = False
-    """Tune them while running."""
+    """Tune TunableOp's kernels while running."""
     tunable_op_max_tuning_duration_ms: int = _integer(0, least=0)
-    """The most time for tuning one operation, in milliseconds; 0 for no limit."""
+    """Largest time for tuning one operation, in milliseconds; 0 for no limit."""
     use_ep_level_unified_stream: bool = False
-    """One stream for all threads that run the session."""
+    """Use one stream for all threads that run the session."""
     use_tf32: bool = True
-    """Multiply float32 in TensorFloat-32 on Ampere and newer: 10 bits of mantissa, not 23."""
+    """Multiply float32 in TensorFloat-32 (10 instead of 23 bits of mantissa) from Ampere on."""
     has_user_compute_stream: bool = False
-    """A stream of the caller's is given."""
+    """True if `user_compute_stream` is set."""
     user_compute_stream: int = _address()
-    """The address of a cudaStream_t of the caller's."""
+    """Address of the caller's cudaStream_t."""
     gpu_external_alloc: int = _address()
-    """The address of a function that allocates, in place of the arena."""
+    """Address of a function that allocates memory instead of the arena."""
     gpu_external_free: int = _address()
-    """The address of the function that frees."""
+    """Address of the function that frees this memory."""
     gpu_external_empty_cache: int = _address()
-    """The address of the function that empties the allocator's cache."""
+    """Address of the function that empties the allocator's cache."""
 
 
 @dataclass(frozen=True)
 class TensorrtOptions:
     """Options of TensorrtExecutionProvider.
 
-    Those that cache an artifact's engines by content are made by `engine.provider_options`; an
-    engine of `enginery build` needs none.
+    `engine.provider_options` returns options that cache an artifact's engines by content. An engine
+    of `enginery build` needs no options.
     """
 
     device_id: int = _integer(0, least=0)
-    """Which of the visible GPUs, from 0."""
+    """Index of the visible GPU, from 0."""
     trt_max_workspace_size: int = _size(0)
-    """The most memory for an engine's workspace, in bytes; 0 for the GPU's."""
+    """Largest workspace of an engine, in bytes; 0 for all of the GPU's memory."""
     trt_max_partition_iterations: int = _integer(1000, least=1)
-    """How often the partition of the graph is tried before other providers take all of it."""
+    """Number of attempts to partition the graph before other providers run all of it."""
     trt_min_subgraph_size: int = _integer(1, least=1)
-    """Subgraphs of fewer nodes are left to other providers."""
+    """Smaller subgraphs run on other providers."""
     trt_fp16_enable: bool = False
     """Let TensorRT choose FP16 by itself; up to TensorRT 10, and not for a typed graph."""
     trt_bf16_enable: bool = False
@@ -133,29 +132,29 @@ class TensorrtOptions:
     trt_int8_enable: bool = False
     """Let TensorRT choose INT8 by itself; up to TensorRT 10."""
     trt_int8_calibration_table_name: str = ""
-    """The file of calibrated ranges, for a graph without Q/DQ."""
+    """File with calibrated ranges, for a graph without Q/DQ."""
     trt_int8_use_native_calibration_table: bool = False
-    """The table is TensorRT's own, not ONNX Runtime's."""
+    """True if the table has TensorRT's format, not ONNX Runtime's."""
     trt_dla_enable: bool = False
-    """Use the deep learning accelerator, where there is one."""
+    """Use the deep learning accelerator, if there is one."""
     trt_dla_core: int = _integer(0, least=0)
-    """Which of its cores."""
+    """Index of the accelerator's core."""
     trt_engine_cache_enable: bool = False
-    """Keep engines. ONNX Runtime's key is the model's file name, not its weights."""
+    """Cache engines. ONNX Runtime's cache key is the model's file name, not its weights."""
     trt_engine_cache_path: str = ""
-    """The directory for engines; empty for the working directory."""
+    """Directory for engines; empty for the working directory."""
     trt_engine_cache_prefix: str = ""
-    """What an engine's file name starts with."""
+    """Prefix of the engines' file names."""
     trt_timing_cache_enable: bool = False
-    """Keep what kernels were measured to take, so that the next build measures less."""
+    """Cache the timings of kernels, which makes the next build faster."""
     trt_timing_cache_path: str = ""
-    """The directory for those times."""
+    """Directory for the timing cache."""
     trt_force_timing_cache: bool = False
-    """Take times that were measured on another GPU."""
+    """Use timings from another GPU."""
     trt_dump_subgraphs: bool = False
-    """Write each subgraph that becomes an engine as ONNX into the working directory."""
+    """Write each subgraph that becomes an engine as ONNX to the working directory."""
     trt_force_sequential_engine_build: bool = False
-    """Build one engine at a time where several GPUs build."""
+    """Build one engine at a time on several GPUs."""
     trt_context_memory_sharing_enable: bool = False
     """Share the memory of execution contexts between subgraphs."""
     trt_layer_norm_fp32_fallback: bool = False
@@ -165,45 +164,45 @@ class TensorrtOptions:
     trt_build_heuristics_enable: bool = False
     """Choose kernels by heuristics: a faster build."""
     trt_sparsity_enable: bool = False
-    """Use sparse kernels where weights are sparse in the 2:4 pattern."""
+    """Use sparse kernels for weights in the 2:4 pattern."""
     trt_builder_optimization_level: int = _integer(3, least=0, most=5)
-    """0 to 5; below 3 builds are fast and engines slow."""
+    """0 to 5; below 3, builds are faster and engines slower."""
     trt_auxiliary_streams: int = _integer(-1, least=-1)
-    """Streams beside the main one; -1 lets TensorRT choose, 0 takes the least memory."""
+    """Number of additional streams; -1 lets TensorRT choose, 0 uses the least memory."""
     trt_tactic_sources: str = ""
-    """`-CUDNN,+CUBLAS`: where kernels may come from."""
+    """Libraries to take kernels from: `-CUDNN,+CUBLAS`."""
     trt_extra_plugin_lib_paths: str = ""
     """Libraries of plugins, separated by `;`."""
     trt_profile_min_shapes: str = ""
-    """Smallest shapes, `input_ids:1x8,attention_mask:1x8`; all three ends, or none."""
+    """Minimum shapes, `input_ids:1x8,attention_mask:1x8`; set all three or none."""
     trt_profile_opt_shapes: str = ""
-    """The shapes to tune for, in the same notation."""
+    """Optimum shapes, in the same notation."""
     trt_profile_max_shapes: str = ""
-    """Largest shapes, in the same notation."""
+    """Maximum shapes, in the same notation."""
     trt_cuda_graph_enable: bool = False
     """Capture a run as a CUDA graph and replay it."""
     trt_preview_features: str = ""
     """Preview features of the builder, separated by commas."""
     trt_op_types_to_exclude: str = ""
-    """Op types that other providers are to run, separated by commas."""
+    """Op types to run on other providers, separated by commas."""
     trt_dump_ep_context_model: bool = False
-    """Leave the engine's ONNX wrapper."""
+    """Write the ONNX model that wraps the engine."""
     trt_ep_context_file_path: str = ""
-    """Where the wrapper goes."""
+    """Path of this ONNX model."""
     trt_ep_context_embed_mode: int = _integer(0, least=0, most=1)
-    """0 names the engine's file in the wrapper, 1 embeds it."""
+    """0: the ONNX model has the engine's file name; 1: it contains the engine."""
     trt_weight_stripped_engine_enable: bool = False
-    """Keep engines without weights, and refit them when they are loaded."""
+    """Store engines without weights, and refit them when they are loaded."""
     trt_onnx_model_folder_path: str = ""
-    """Where the ONNX file with the weights is, for that."""
+    """Directory of the ONNX file with the weights, for refitting."""
     trt_engine_hw_compatible: bool = False
     """Build engines that run on any GPU from Ampere on."""
     trt_engine_decryption_enable: bool = False
-    """Engines in the cache are encrypted."""
+    """True if cached engines are encrypted."""
     trt_engine_decryption_lib_path: str = ""
-    """The library that decrypts them."""
+    """Library that decrypts engines."""
     user_compute_stream: int = _address()
-    """The address of a cudaStream_t of the caller's."""
+    """Address of the caller's cudaStream_t."""
 
 
 @dataclass(frozen=True)
@@ -211,39 +210,39 @@ class TensorrtRtxOptions:
     """Options of NvTensorRTRTXExecutionProvider."""
 
     device_id: int = _integer(0, least=0)
-    """Which of the visible GPUs, from 0."""
+    """Index of the visible GPU, from 0."""
     nv_max_workspace_size: int = _size(0)
-    """The most memory for an engine's workspace, in bytes; 0 lets TensorRT choose."""
+    """Largest workspace of an engine, in bytes; 0 lets TensorRT choose."""
     nv_max_shared_mem_size: int = _size(0)
-    """The most shared memory of a kernel, in bytes; 0 lets TensorRT choose."""
+    """Largest shared memory of a kernel, in bytes; 0 lets TensorRT choose."""
     nv_dump_subgraphs: bool = False
-    """Write each subgraph that becomes an engine as ONNX into the working directory."""
+    """Write each subgraph that becomes an engine as ONNX to the working directory."""
     nv_detailed_build_log: bool = False
     """Log each step of a build."""
     enable_cuda_graph: bool = False
     """Capture a run as a CUDA graph and replay it."""
     nv_profile_min_shapes: str = ""
-    """Smallest shapes, `input_ids:1x8,attention_mask:1x8`; an input again for each profile."""
+    """Minimum shapes, `input_ids:1x8,attention_mask:1x8`; repeat inputs for each profile."""
     nv_profile_opt_shapes: str = ""
-    """The shapes to tune for, in the same notation."""
+    """Optimum shapes, in the same notation."""
     nv_profile_max_shapes: str = ""
-    """Largest shapes, in the same notation."""
+    """Maximum shapes, in the same notation."""
     nv_multi_profile_enable: bool = False
-    """The shapes are of several profiles."""
+    """True if the shapes are those of several profiles."""
     nv_use_external_data_initializer: bool = False
-    """Hand weights over from where they lie, beside the graph."""
+    """Pass external weights without copying them into the graph."""
     nv_runtime_cache_path: str = ""
-    """A directory for kernels that are compiled when an engine is loaded; empty for none."""
+    """Directory for kernels that are compiled when an engine is loaded; empty for none."""
     has_user_compute_stream: bool = False
-    """A stream of the caller's is given."""
+    """True if `user_compute_stream` is set."""
     user_compute_stream: int = _address()
-    """The address of a cudaStream_t of the caller's."""
+    """Address of the caller's cudaStream_t."""
     user_aux_stream_array: int = _address()
-    """The address of an array of the caller's cudaStream_t, for auxiliary streams."""
+    """Address of an array of the caller's cudaStream_t, for auxiliary streams."""
 
 
 ProviderOptions: TypeAlias = CudaOptions | TensorrtOptions | TensorrtRtxOptions
-"""Options that are typed."""
+"""Typed options of a provider."""
 
 _TYPES: dict[str, type[ProviderOptions]] = {
     CUDA: CudaOptions,
@@ -257,27 +256,27 @@ _BOOLEANS = {
 
 
 def option_names(provider: str) -> tuple[str, ...]:
-    """Return the names of a provider's typed or else documented options."""
+    """Return the names of a provider's typed or documented options."""
     kind = _TYPES.get(full_name(provider))
     return tuple(f.name for f in fields(kind)) if kind else known_provider(provider).options
 
 
 def is_typed(provider: str) -> bool:
-    """Tell whether a provider's options are checked before ONNX Runtime sees them."""
+    """Return True if a provider's options are typed and checked."""
     return full_name(provider) in _TYPES
 
 
 def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
-    """Return a provider's options as ONNX Runtime takes them.
+    """Check a provider's options and return them as ONNX Runtime's strings.
 
     Args:
-        provider: its short or full name.
-        given: values as text, or of the option's own type.
+        provider: short or full name of the provider.
+        given: values as text, or of the option's type.
 
     Raises:
-        OptionError: a name is unknown, or a value does not fit the option; for CUDA and TensorRT.
-            Or the provider takes no options.
-        ProviderError: there is no such provider.
+        OptionError: for CUDA and TensorRT, an option is unknown or a value is invalid; or the
+            provider has no options.
+        ProviderError: the provider is unknown.
     """
     name = full_name(provider)
     short = short_name(name)
@@ -300,13 +299,13 @@ def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
             )
         typed = _typed(f"option '{key}' for {short}", hints[key], known[key], value)
         if isinstance(typed, bool) and name != TENSORRT:
-            typed = int(typed)  # TensorRT's parser takes no 0 and 1, and that of RTX no words
+            typed = int(typed)  # TensorRT's parser only takes words, the others take 0 and 1
         read[key] = str(typed)
     return read
 
 
 def changed_options(options: ProviderOptions) -> tuple[str, dict[str, Any]]:
-    """Return ONNX Runtime's name of the provider, and the options that are not the defaults."""
+    """Return (ONNX Runtime's name of the provider, options that differ from the defaults)."""
     provider = next(name for name, kind in _TYPES.items() if isinstance(options, kind))
     given = {f.name: getattr(options, f.name) for f in fields(options)}
     return provider, {f.name: given[f.name] for f in fields(options) if given[f.name] != f.default}
@@ -343,7 +342,7 @@ def _in_range(what: str, limits: Mapping[str, Any], value: Any) -> int:
         expected = "a size such as 2GiB or 2147483648" if is_size else "a whole number"
         raise OptionError(f"{what}: found '{value}', expected {expected}.") from None
     if not least <= number <= most:
-        wide = most >= _MAX_INT  # the limit of a type; nobody looks for it
+        wide = most >= _MAX_INT  # only the limit of the type
         span = f"{least} or more, below {most + 1}" if wide else f"{least} to {most}"
         raise OptionError(f"{what}: found {number}, expected {span}.")
     return number
@@ -369,10 +368,10 @@ _MAX_EXPONENT = 64
 def parse_size(text: str) -> int:
     """Return the bytes of `2GiB`, `2 GiB`, `500 MB`, `2147483648` or `2 * 1024 * 1024 * 1024`.
 
-    Units of 1024 end in `iB`, as IEC 80000-13 has them; those of 1000 in `B`.
+    Units of 1024 end in `iB` (IEC 80000-13), units of 1000 in `B`.
 
     Raises:
-        ValueError: it is none of these, or not a whole number of bytes.
+        ValueError: the notation is invalid, or gives no whole number of bytes.
     """
     found = _SIZE.fullmatch(text.strip())
     if not found:
@@ -384,12 +383,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_integer(text: str) -> int:
-    """Return an integer from digits, or from a calculation with `+ - * // << **` and parentheses.
+    """Return an integer from digits, or from an expression with `+ - * // << **` and parentheses.
 
-    RapidOCR's configuration files have such calculations. Nothing is evaluated as Python.
+    RapidOCR's configuration files have such expressions. They are not evaluated as Python.
 
     Raises:
-        ValueError: it is neither, or its numbers are beyond 64 bits.
+        ValueError: the text is neither, or a number exceeds 64 bits.
     """
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(text[:_MAX_CHARACTERS])
@@ -407,7 +406,7 @@ def _calculate(node: ast.expr) -> int:
             number = -_calculate(operand)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             first, second = _calculate(left), _calculate(right)
-            # A power of a large number would take all memory before its size could be checked.
+            # A huge power would use all memory before its size could be checked.
             if isinstance(sign, ast.Pow | ast.LShift) and not 0 <= second <= _MAX_EXPONENT:
                 raise ValueError(second)
             number = _OPERATORS[type(sign)](first, second)

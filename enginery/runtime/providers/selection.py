@@ -1,10 +1,13 @@
-"""Which execution providers a session is given, in order, each with its reason.
+"""Choose the execution providers of a session, in order, each with its reason.
 
-    >>> choose_providers(parse_providers("cuda,cpu"), allow_fallback=True)
-    [Provider('CPUExecutionProvider', reason='cuda requested, but libcudart.so.13 was not found')]
+    choose_providers(parse_providers("cuda,cpu"), allow_fallback=True)
+    # [Provider('CPUExecutionProvider', reason='cuda requested, but libcudart.so.13 was not found')]
 
-Strict by default: the first requested provider is had, or the error says why not and what to
-install. A request for the CPU alone probes nothing.
+By default this is strict: if the first requested provider is unavailable, an error says why and
+what to install. Requesting only the CPU checks nothing.
+
+>>> [provider.name for provider in choose_providers("cpu")]
+['CPUExecutionProvider']
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, 
 from enginery.runtime.providers.specification import Providers, parse_providers
 
 REQUESTED = "requested"
-"""The reason of a provider that is simply the one that was requested."""
+"""Reason of the requested provider."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """One execution provider of a session, and why it is there."""
+    """An execution provider of a session, and the reason why it is used."""
 
     name: str
     reason: str
@@ -31,19 +34,19 @@ class Provider:
 
 
 def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> list[Provider]:
-    """Return what a session is given, in ONNX Runtime's order of preference.
+    """Return the providers of a session, in order of preference.
 
-    The requested provider leads. CUDA follows classic TensorRT where it is named too, or where
-    nothing but TensorRT is. The CPU ends every list: ONNX Runtime adds it anyway.
+    The requested provider comes first. After classic TensorRT comes CUDA, if it was also requested
+    or if only TensorRT was. The CPU is always last, because ONNX Runtime adds it anyway.
 
     Args:
-        requested: names, or specifications with their options; the first is meant, the others are
-            for fallback and take what it leaves over.
-        allow_fallback: take the first that can be had, and say what was not.
+        requested: names, or specifications with options. The first one is requested, the others
+            are used for fallback and for operations that the first one does not support.
+        allow_fallback: use the first available provider; its reason says what was unavailable.
 
     Raises:
-        ProviderError: a name is unknown, or the provider cannot be had.
-        OptionError: an option does not fit its provider.
+        ProviderError: a name is unknown, or the provider is unavailable.
+        OptionError: an option of a provider is invalid.
     """
     options = {spec.full_name: spec.options for spec in parse_providers(requested)}
     refused: dict[str, list[str]] = {}
@@ -54,7 +57,7 @@ def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> l
             reason = _refusals(refused) or REQUESTED
             warning = provider_warning(name)
             head = Provider(name, f"{reason}; {warning}" if warning else reason, given)
-            return [head, *_beneath(name, options)]
+            return [head, *_fallback_providers(name, options)]
         refused.setdefault(unavailable.reason, []).append(short_name(name))
         remedies.append(unavailable.do)
         if not allow_fallback:
@@ -64,27 +67,29 @@ def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> l
 
 
 def _refusals(refused: Mapping[str, list[str]]) -> str:
-    """Return `tensorrt and cuda requested, but …`, from the providers that each reason is for."""
+    """Describe unavailable providers: `tensorrt and cuda requested, but …`."""
     return "; ".join(f"{' and '.join(n)} requested, but {why}" for why, n in refused.items())
 
 
-def _beneath(head: str, options: Mapping[str, dict[str, str]]) -> list[Provider]:
-    """Return who takes the nodes that `head` leaves over; `options` are all requested ones'."""
+def _fallback_providers(head: str, options: Mapping[str, dict[str, str]]) -> list[Provider]:
+    """Return the providers for nodes that `head` does not support; `options` has all requested."""
     if head == CPU:
         return []
     below = []
     missed = ""
-    # Beside a plugin's devices, as TensorRT for RTX has them, a session takes no other names.
+    # With a plugin such as TensorRT for RTX, a session accepts no other providers.
     if head == TENSORRT and (CUDA in options or len(options) == 1):
-        # Both have to be on one GPU: tensors pass between them.
+        # Both must use the same GPU, because they exchange tensors.
         device = {k: v for k, v in options[head].items() if k == "device_id"}
         wanted = {**device, **options.get(CUDA, {})}
         unavailable = unavailable_reason(CUDA, wanted)
         if unavailable is None:
-            below.append(Provider(CUDA, f"operations that {short_name(head)} leaves over", wanted))
+            below.append(
+                Provider(CUDA, f"operations that {short_name(head)} does not support", wanted)
+            )
         else:
-            missed = f"; cuda is not beneath it: {unavailable.reason}"
+            missed = f"; cuda is unavailable: {unavailable.reason}"
     if head in (CUDA, TENSORRT, TENSORRT_RTX):
         lowest = "CUDA" if head == CUDA or below else short_name(head)
         return [*below, Provider(CPU, f"shape operations that {lowest} leaves to the CPU{missed}")]
-    return [Provider(CPU, f"operations that {short_name(head)} leaves over")]
+    return [Provider(CPU, f"operations that {short_name(head)} does not support")]

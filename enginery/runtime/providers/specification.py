@@ -1,11 +1,12 @@
-"""What a user writes: which execution providers, in which order, with which options.
+"""Parse the requested execution providers, in order, with their options.
 
-    >>> parse_providers("cuda,cpu", ["cuda.gpu_mem_limit=2GiB"])
-    (ProviderSpec('cuda', {'gpu_mem_limit': '2147483648'}), ProviderSpec('cpu', {}))
+>>> specs = parse_providers("cuda,cpu", ["cuda.gpu_mem_limit=2GiB"])
+>>> [(spec.name, spec.options) for spec in specs]
+[('cuda', {'gpu_mem_limit': '2147483648'}), ('cpu', {})]
 
-The same from one text, `cuda,cpu; cuda.gpu_mem_limit=2GiB`, which is what `ENGINERY_PROVIDERS`
-holds; from a recipe's list, `[{cuda: {gpu_mem_limit: 2 GiB}}, cpu]`; and from a mapping, RapidOCR's
-own among them: `{use_cuda: true, CUDAExecutionProvider: {gpu_mem_limit: 2 * 1024 * 1024 * 1024}}`.
+Other notations are a single text, `cuda,cpu; cuda.gpu_mem_limit=2GiB`, also in the environment
+variable `ENGINERY_PROVIDERS`; a list in a recipe, `[{cuda: {gpu_mem_limit: 2 GiB}}, cpu]`; and a
+mapping, including RapidOCR's: `{use_cuda: true, CUDAExecutionProvider: {gpu_mem_limit: 2 * 1024}}`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_
 from enginery.runtime.providers.options import ProviderOptions, changed_options, read_options
 
 ENVIRONMENT = "ENGINERY_PROVIDERS"
-"""The environment variable that names the providers where nothing else does."""
+"""Environment variable with the default providers."""
 
 CUDA_GRAPH_OPTIONS = {
     CUDA: ("enable_cuda_graph", "1"),
     TENSORRT: ("trt_cuda_graph_enable", "True"),
     TENSORRT_RTX: ("enable_cuda_graph", "1"),
 }
-"""The providers that have CUDA graphs, each with its option for them and the value that is on."""
+"""Provider with CUDA graphs -> (option that enables them, value)."""
 _OFF = ("0", "False")
 
 _RAPIDOCR = {
@@ -36,19 +37,19 @@ _RAPIDOCR = {
     "use_dml": ("directml", ("DmlExecutionProvider", "dm_ep_cfg")),
     "use_cann": ("cann", ("CANNExecutionProvider", "cann_ep_cfg")),
 }
-"""RapidOCR's switch -> the provider, and the keys of its options in versions 1 and 3."""
+"""RapidOCR's switch -> (provider, keys of its options in versions 1 and 3)."""
 _RAPIDOCR_SECTIONS = ("Global", "Det", "Cls", "Rec")
-"""The sections of its whole file: version 1 has the switches in them."""
+"""Sections of RapidOCR's configuration file; in version 1 they contain the switches."""
 
 
 @dataclass(frozen=True)
 class ProviderSpec:
-    """One execution provider that is requested, with its options."""
+    """A requested execution provider with its options."""
 
     name: str
-    """Its short name."""
+    """Short name."""
     options: dict[str, str] = field(default_factory=dict)
-    """What ONNX Runtime is to be given, checked; the rest stays at its defaults."""
+    """Checked options for ONNX Runtime; others keep their defaults."""
 
     @property
     def full_name(self) -> str:
@@ -61,25 +62,24 @@ Providers: TypeAlias = (
     | Mapping[str, Any]
     | Sequence["str | ProviderSpec | ProviderOptions | Mapping[str, Any]"]
 )
-"""What `parse_providers` reads."""
+"""Notations that `parse_providers` accepts."""
 
 
 def parse_providers(
     given: Providers = "", options: Iterable[str] = (), *, default: str = ""
 ) -> tuple[ProviderSpec, ...]:
-    """Return the requested providers, in order, each once.
+    """Return the requested providers in order, without duplicates.
 
     Args:
-        given: text, a list or a mapping, as in this module's first lines. Empty for what
-            `ENGINERY_PROVIDERS` says.
-        options: `cuda.gpu_mem_limit=2GiB`, each for a provider that is named; they replace
-            options of the same name in `given`.
-        default: for an empty `given` where the environment says nothing.
+        given: text, list or mapping; see the module's docstring. Empty for `ENGINERY_PROVIDERS`.
+        options: options of requested providers, such as `cuda.gpu_mem_limit=2GiB`; they override
+            those in `given`.
+        default: providers if `given` is empty and the environment variable is not set.
 
     Raises:
-        ProviderError: nothing is named, or a name is unknown.
-        OptionError: an option is unknown, does not fit, is for a provider that is not named, or is
-            there twice with two values.
+        ProviderError: no provider was requested, or a name is unknown.
+        OptionError: an option is unknown, invalid, given twice with different values, or belongs to
+            a provider that was not requested.
     """
     if isinstance(given, str) and not given.strip():
         if text := os.environ.get(ENVIRONMENT, "").strip():
@@ -92,7 +92,9 @@ def parse_providers(
         given = default
     specs = _merge(_read(given))
     if not specs:
-        raise ProviderError("no execution provider is named.", do="Name one: --provider cuda")
+        raise ProviderError(
+            "no execution provider was requested.", do="Pass one, for example: --provider cuda"
+        )
     for text in options:
         name, key, value = _read_option(text, specs)
         specs[name][key] = value
@@ -100,9 +102,9 @@ def parse_providers(
 
 
 def format_providers(specs: Iterable[ProviderSpec]) -> str:
-    """Return one text that `parse_providers` reads back: for a key, a recipe or a message.
+    """Format providers as a text that `parse_providers` reads back.
 
-    `cuda,cpu; cuda.gpu_mem_limit=2147483648`, or JSON where a value has a semicolon of its own.
+    `cuda,cpu; cuda.gpu_mem_limit=2147483648`, or JSON if a value contains a semicolon.
     """
     known = list(specs)
     if any(";" in value or "\n" in value for spec in known for value in spec.options.values()):
@@ -112,15 +114,15 @@ def format_providers(specs: Iterable[ProviderSpec]) -> str:
 
 
 def has_cuda_graphs(provider: str) -> bool:
-    """Tell whether a provider, by ONNX Runtime's name, can record runs as CUDA graphs."""
+    """Return True if a provider (ONNX Runtime's name) supports CUDA graphs."""
     return provider in CUDA_GRAPH_OPTIONS
 
 
 def require_cuda_graphs(provider: str) -> None:
-    """Raise ProviderError unless a provider, by ONNX Runtime's name, has CUDA graphs."""
+    """Raise ProviderError unless a provider (ONNX Runtime's name) supports CUDA graphs."""
     if not has_cuda_graphs(provider):
         raise ProviderError(
-            f"cuda_graph is set, and {short_name(provider)} has no CUDA graphs.",
+            f"cuda_graph is set, but {short_name(provider)} has no CUDA graphs.",
             do="Leave it out, or run on cuda, tensorrt or tensorrt-rtx.",
         )
 
@@ -132,15 +134,15 @@ def check_run_options(
     cuda_graph: bool = False,
     shrink_arena: bool = False,
 ) -> None:
-    """Check that ways of running fit the providers and each other, before anything is opened.
+    """Check that run options match the providers and each other, before loading a model.
 
-    The arguments are those of `OrtRunner`. What in a graph forbids a capture is said when it is
-    opened: see `cuda_graphs.with_cuda_graph`.
+    The arguments are those of `OrtRunner`. Nodes that prevent a capture are only found when the
+    graph is loaded; see `cuda_graphs.with_cuda_graph`.
 
     Raises:
-        ProviderError: `cuda_graph`, and the provider that is meant, the first, has none.
-        OptionError: `cuda_graph` without the buffers that it is recorded on, or with an arena that
-            gives the recorded memory back; or a provider's own option for CUDA graphs is set.
+        ProviderError: `cuda_graph` is set, but the first provider has no CUDA graphs.
+        OptionError: `cuda_graph` is set without `io_binding` or with `shrink_arena`, or the
+            provider's own option for CUDA graphs is set.
     """
     for spec in specs:
         option, _ = CUDA_GRAPH_OPTIONS.get(spec.full_name, ("", ""))
@@ -156,13 +158,13 @@ def check_run_options(
     require_cuda_graphs(specs[0].full_name)
     if not io_binding:
         raise OptionError(
-            "cuda_graph is set and io_binding is not: a CUDA graph replays on bound buffers.",
+            "cuda_graph is set, but io_binding is not: a CUDA graph replays on bound buffers.",
             do="Leave one of them out.",
         )
     if shrink_arena:
         raise OptionError(
             "cuda_graph and shrink_arena are both set: a CUDA graph replays in the arena's memory, "
-            "which shrinking gives back.",
+            "which shrinking frees.",
             do="Leave one of them out.",
         )
 
@@ -172,7 +174,7 @@ def _spec(name: str, options: Mapping[str, Any]) -> ProviderSpec:
 
 
 def _read(given: Any) -> list[ProviderSpec]:
-    """Read specifications as often as they are there."""
+    """Read specifications, which may contain duplicates."""
     if isinstance(given, ProviderSpec):
         return [_spec(given.name, given.options)]
     if isinstance(given, str):
@@ -196,7 +198,7 @@ def _from_item(item: Any) -> list[ProviderSpec]:
         return [_spec(*changed_options(item))]
     raise OptionError(
         f"providers: found a {type(item).__name__} in the list, expected a name or "
-        "a name with its options, as cuda: {device_id: 0}."
+        "a name with its options, such as cuda: {device_id: 0}."
     )
 
 
@@ -216,7 +218,7 @@ def _from_yaml(text: str) -> list[ProviderSpec]:
     from ruamel.yaml.error import YAMLError
 
     try:
-        # `base` leaves every scalar as it is written: `no` may be an option's word.
+        # `base` keeps every scalar as text: `no` may be the value of an option.
         return _read(YAML(typ="base", pure=True).load(text))
     except YAMLError as error:
         first = getattr(error, "problem", None) or str(error).partition("\n")[0]
@@ -238,15 +240,15 @@ def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:
         if options is not None and options != "" and not isinstance(options, Mapping):
             raise OptionError(
                 f"provider '{name}': found {_describe(options)}, expected its options, "
-                "as cuda: {device_id: 0}."
+                "such as cuda: {device_id: 0}."
             )
-        specs.append(_spec(name, options or {}))  # YAML's `cuda:` has nothing behind it
+        specs.append(_spec(name, options or {}))  # `cuda:` in YAML has the value None
     return specs
 
 
 def _from_rapidocr_file(given: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read the sections of a whole file of version 1, which must request the same providers."""
-    first, requested = "", [ProviderSpec("cpu")]  # without a switch: RapidOCR's own default
+    """Read a configuration file of version 1, whose sections must request the same providers."""
+    first, requested = "", [ProviderSpec("cpu")]  # RapidOCR's default without a switch
     for section in _RAPIDOCR_SECTIONS:
         part = given.get(section)
         if not isinstance(part, Mapping) or not any(switch in part for switch in _RAPIDOCR):
@@ -258,22 +260,22 @@ def _from_rapidocr_file(given: Mapping[str, Any]) -> list[ProviderSpec]:
         if first and specs != requested:
             raise OptionError(
                 f"{first} requests '{format_providers(requested)}' and {section} "
-                f"'{format_providers(specs)}', and one model has one list of providers.",
-                do="Make them the same, or pass the section of the model that is meant.",
+                f"'{format_providers(specs)}', but one model has one list of providers.",
+                do="Make them the same, or pass only the section of this model.",
             )
         first, requested = section, specs
     return requested
 
 
 def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read its switches, each with its options, with the CPU beneath; pass over its other keys."""
+    """Read RapidOCR's switches and their options; other keys are ignored, the CPU is added."""
     specs = []
     for switch, (name, keys) in _RAPIDOCR.items():
         options: dict[str, str] = {}
         for key in keys:
             value = given.get(key)
             if isinstance(value, Mapping):
-                options |= read_options(name, value)  # checked although the switch may be off
+                options |= read_options(name, value)  # checked even if the switch is off
             elif value not in (None, "", "null"):
                 raise OptionError(
                     f"{key}: found {_describe(value)}, expected the options of {name}."
@@ -283,12 +285,12 @@ def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
             raise OptionError(f"{switch}: found '{given[switch]}', expected true or false.")
         if word == "true":
             specs.append(ProviderSpec(name, options))
-    # Of the CPU's arena RapidOCR sets how it grows, which ONNX Runtime takes from no provider.
+    # RapidOCR's option of the CPU's arena is not an option of the CPU provider.
     return [*specs, ProviderSpec("cpu")]
 
 
 def _merge(specs: Iterable[ProviderSpec]) -> dict[str, dict[str, str]]:
-    """Return the options of each provider, from all places where it is named."""
+    """Return the merged options of each provider."""
     merged: dict[str, dict[str, str]] = {}
     for spec in specs:
         merged.setdefault(spec.name, {})
@@ -319,7 +321,7 @@ def _read_option(text: str, specs: Mapping[str, Any]) -> tuple[str, str, str]:
         raise OptionError(
             f"option '{key}' is for {short}, which is not requested; "
             f"requested: {', '.join(specs) or 'none'}.",
-            do=f"Name it among the providers: --provider {','.join([*specs, short])}",
+            do=f"Request it as well: --provider {','.join([*specs, short])}",
         )
     return short, key, read_options(short, {key: value.strip()})[key]
 

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import canonical_dim
+from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask
 from enginery.runtime.text.batching import (
@@ -50,7 +49,7 @@ class BatchRunner:
             return self.fixed_rows
         if not self.runner.profiles:
             return MAX_ROWS
-        return self.runner.most_rows(self._spec, self.task.row_shape(row)) or 1
+        return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, padded to the shape that the graph or engine expects."""

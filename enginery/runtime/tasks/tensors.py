@@ -14,9 +14,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile
-from enginery.runtime.engines.profiles import sizes_of
+from enginery.core.shapes import Profile, choose_profile
+from enginery.runtime.engines.profiles import dim_sizes
 from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 
 
@@ -132,7 +131,7 @@ class Tensors(RowTask):
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise InputError(f"{name} holds NaN or infinity.")
             self._check_range(name, array)
-        sizes = sizes_of(self.record.inputs, feeds)
+        sizes = dim_sizes(self.record.inputs, feeds)
         if sizes.get("sequence", 0) > self.max_positions:
             raise InputError(
                 f"sequence is {sizes['sequence']}, the model takes at most {self.max_positions}."

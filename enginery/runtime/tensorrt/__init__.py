@@ -1,1 +1,1 @@
-"""TensorRT, of either flavor: whether it takes a graph, and the engine that it makes of it."""
+"""TensorRT, classic and for RTX: parsing graphs, building engines, reading their layers."""

@@ -1,13 +1,12 @@
-"""Building in this process.
+"""Build an engine with TensorRT in this process.
 
-Takes the path of an ONNX file; leaves the plan in a file, if one is named.
+    profiles = [Profile.parse("batch=1:8:32,sequence=8:128:512")]
+    built = build_in_process(Path("model.onnx"), profiles, ...)
+    built.plan_bytes          # 226900123
+    built.fused_attentions    # 12
 
-    >>> built = build_here(Path("model.onnx"), [Profile.parse("batch=1:8:32,sequence=8:128:512")])
-    >>> built.plan_bytes, built.fused_attentions
-    (226900123, 12)
-
-TensorRT may end the process on a graph that it does not expect, and keeps memory after a build:
-`tensorrt.process` calls this in a child process.
+TensorRT may crash on unusual graphs, and keeps memory after a build, so `tensorrt.process` calls
+this in a child process.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.engine_record import LayerRecord
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import OptionError, ProviderError, ShapeError
-from enginery.core.memory import peak_rss_bytes
 from enginery.core.shapes import Profile, TensorSpec, dynamic_dims
+from enginery.core.subprocess import peak_rss_bytes
 from enginery.runtime.tensorrt.inspector import inspect_plan
 from enginery.runtime.tensorrt.library import (
     Messages,
@@ -47,7 +46,7 @@ from enginery.runtime.tensorrt.reports import BuiltPlan, ParseReport
 from enginery.runtime.tensorrt.timing import TimingCache, attach_timing_cache
 
 
-def build_here(
+def build_in_process(
     path: Path,
     profiles: Sequence[Profile],
     *,
@@ -58,7 +57,7 @@ def build_here(
     plan_path: Path | None = None,
     follow: Sequence[Sink] = (),
 ) -> BuiltPlan:
-    """Builds an engine; the arguments and errors are those of `tensorrt.build_plan`."""
+    """Build an engine; see `process.build_plan` for the arguments and errors."""
     trt = load_tensorrt(flavor=flavor)
     require_file(path)
     started = time.monotonic()
@@ -68,7 +67,7 @@ def build_here(
         if refusals := parse_into(network, parser, path, messages):
             ParseReport(str(path), trt.__version__, False, refusals, (), ()).require_accepted()
         config = builder.create_builder_config()
-        # The layers are in the log, and in the engine for who inspects it, with their types.
+        # With this verbosity, the log and the engine list the layers with their types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
         if options.weight_streaming:
@@ -97,10 +96,10 @@ def build_here(
             raise ProviderError(
                 f"{path}: an engine was built, but {flavor.title} {trt.__version__} did not list "
                 "its layers.",
-                do="Another logger came first in this process; build in a child process.",
+                do="Another logger was created first in this process; build in a child process.",
             )
         if plan_path is not None:
-            write_beside(plan_path, plan)
+            write_atomically(plan_path, plan)
         return BuiltPlan(
             held=b"" if plan_path else bytes(plan),
             plan_path=str(plan_path or ""),
@@ -123,7 +122,7 @@ def build_here(
 def _configure_classic(
     trt: Any, config: Any, capabilities: Sequence[str], options: BuildOptions
 ) -> None:
-    """Hands over the options that classic TensorRT alone has."""
+    """Set the options that only classic TensorRT has."""
     config.builder_optimization_level = options.optimization_level
     if options.auxiliary_streams != "auto":
         config.max_aux_streams = options.auxiliary_streams
@@ -140,8 +139,8 @@ def _configure_classic(
     level = options.hardware_compatibility
     if level == "ampere-plus" and capabilities[0].startswith("7."):
         raise OptionError(
-            f"option 'hardware_compatibility' is {level}, and this GPU has compute capability "
-            f"{capabilities[0]}: such an engine is built on 8.0 and newer.",
+            f"option 'hardware_compatibility' is {level}, but this GPU has compute capability "
+            f"{capabilities[0]}, expected 8.0 or newer.",
             do="Build it on a newer GPU, or use same-compute-capability.",
         )
     name = level.upper().replace("-", "_")
@@ -151,7 +150,7 @@ def _configure_classic(
 def _layers_and_memory(
     trt: Any, flavor: Flavor, plan: Any, options: BuildOptions, messages: Messages
 ) -> tuple[tuple[LayerRecord, ...], dict[str, int]]:
-    """The engine's layers, and the device memory that it takes in bytes."""
+    """Return the engine's layers, and its device memory in bytes."""
     memory = memory_bytes(messages.texts("info"))
     if flavor is RTX:
         return read_layers(messages.texts("verbose")), memory
@@ -167,16 +166,16 @@ def _build_remedy(messages: Messages, inputs: Sequence[TensorSpec]) -> str:
         return MERGED_REMEDY
     if "FP32 GEMM is not supported" in errors:
         return (
-            "Compute capability 7.5 multiplies matrices in FP16 and INT8 alone; make the graph "
-            "FP16 first: enginery optimize --target tensorrt --precision fp16"
+            "Compute capability 7.5 only multiplies matrices in FP16 and INT8; convert the graph "
+            "to FP16 first: enginery optimize --target tensorrt --precision fp16"
         )
     if "Attention operation was not supported" in errors:
         return (
-            "TensorRT builds the Attention operator in FP16 and BF16 alone; make the graph FP16 "
-            "first, or export at opset 20."
+            "TensorRT only builds the Attention operator in FP16 and BF16; convert the graph to "
+            "FP16 first, or export with opset 20."
         )
     if "violate shape constraints" in errors:
-        return "The graph cannot run at the profile's sizes; give sizes that the model allows."
+        return "The graph cannot run at the profile's sizes; choose sizes that the model allows."
     return ""
 
 
@@ -188,25 +187,25 @@ def _add_profiles(
     profiles: Sequence[Profile],
     limits: Mapping[str, int],
 ) -> None:
-    """Checks the profiles and hands them to TensorRT, which would let most mistakes through."""
+    """Check the profiles, because TensorRT does not find most mistakes, and set them."""
     for index, spec in enumerate(inputs):
         if -1 in spec.dims:
             raise ShapeError(
-                f"input {spec.name}: dim {spec.dims.index(-1)} is dynamic and has no name.",
+                f"input {spec.name}: dim {spec.dims.index(-1)} is dynamic, but has no name.",
                 do="Import the model with `enginery export`, which names the dims, or fix it.",
             )
         if network.get_input(index).is_shape_tensor:
             raise ShapeError(
                 f"input {spec.name} holds a shape: the graph computes the sizes of tensors from "
-                "its values, and a profile of named dims cannot bound those.",
+                "its values, which a profile of named dims cannot limit.",
                 do="Make it a constant of the graph.",
             )
     names = dynamic_dims(inputs)
     if names and not profiles:
         example = ",".join(f"{name}=1:8:32" for name in names)
         raise ShapeError(
-            f"the graph has the dynamic dims {', '.join(names)} and no profile was given.",
-            do=f"Give one, for example {example}.",
+            f"the graph has the dynamic dims {', '.join(names)}, but no profile was given.",
+            do=f"Pass a profile, for example {example}.",
         )
     for profile in profiles:
         profile.check(inputs, limits)
@@ -215,11 +214,11 @@ def _add_profiles(
         for spec in inputs:
             ranges.set_shape(spec.name, *profile_shapes(spec, profile))
         if config.add_optimization_profile(ranges) != number:
-            raise ShapeError(f"profile '{profile}' is not one that TensorRT takes.")
+            raise ShapeError(f"TensorRT rejects the profile '{profile}'.")
 
 
 def profile_shapes(spec: TensorSpec, profile: Profile) -> tuple[tuple[int, ...], ...]:
-    """The input's shapes at the profile's minimum, optimum and maximum."""
+    """Return the input's shapes at the profile's minimum, optimum and maximum."""
     return tuple(
         spec.shape({name: getattr(sizes, end) for name, sizes in profile.dims.items()})
         for end in ("min", "opt", "max")

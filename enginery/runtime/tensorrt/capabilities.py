@@ -1,9 +1,9 @@
-"""For which GPUs an engine is built: names in, compute capabilities out.
+"""Resolve the GPUs to build an engine for to compute capabilities.
 
 >>> resolve_capabilities(RTX, "8.9,8.0"), resolve_capabilities(RTX, "portable")
 (('8.0', '8.9'), ())
->>> resolve_capabilities(CLASSIC, "current")
-('9.0',)
+
+On a machine with a GPU, `current` is its compute capability: ('9.0',).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ CURRENT, PORTABLE = "current", "portable"
 
 
 def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[str, ...]:
-    """The compute capabilities that are meant, in order, each once; none for a portable plan.
+    """Return the distinct compute capabilities in ascending order; empty for a portable plan.
 
     Args:
-        flavor: who builds.
-        names: `8.0,8.9,12.0` or a sequence of such; `current` for the first GPU of this machine;
-            `portable` (or an empty sequence) for a plan that runs on all of the flavor's GPUs but
-            Turing (support matrix of TensorRT for RTX).
+        flavor: TensorRT flavor.
+        names: `8.0,8.9,12.0` or a sequence; `current` for the first GPU of this machine; `portable`
+            or an empty sequence for a plan that runs on all of the flavor's GPUs except Turing
+            (source: support matrix of TensorRT for RTX).
 
     Raises:
-        OptionError: the flavor does not build for a capability that is named.
-        ProviderError: `current`, and there is no GPU, or the flavor does not build for it.
+        OptionError: the flavor cannot build for one of the capabilities.
+        ProviderError: for `current`, there is no GPU, or the flavor cannot build for it.
     """
     words = [word.strip() for word in (names.split(",") if isinstance(names, str) else names)]
     if not words or PORTABLE in words:
@@ -40,19 +40,19 @@ def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[st
 
 
 def current_gpu(flavor: Flavor) -> CudaGpu:
-    """The GPU that TensorRT uses when none is named: the first that CUDA sees.
+    """Return the GPU that TensorRT uses by default: the first visible one.
 
     Raises:
-        ProviderError: there is none; the message says what to do without one.
+        ProviderError: there is no GPU; the message says what to do without one.
     """
     try:
         return visible_gpus()[0]
     except ProviderError as error:
         raise ProviderError(
-            f"capability 'current' is that of this machine's GPU, and {error.message}"
+            f"capability 'current' is that of this machine's GPU, but {error.message}"
             if not flavor.needs_gpu
-            else f"{flavor.title} builds on the GPU that it builds for, and {error.message}",
-            do=f"Name the GPUs to build for: --capability {RTX.capabilities[-3]}. {RTX.title} "
+            else f"{flavor.title} builds on the GPU that it builds for, but {error.message}",
+            do=f"Pass the GPUs to build for: --capability {RTX.capabilities[-3]}. {RTX.title} "
             f"builds for {', '.join(RTX.capabilities)} without a GPU"
             + ("." if not flavor.needs_gpu else f": --flavor {RTX.name}."),
         ) from error
@@ -61,14 +61,14 @@ def current_gpu(flavor: Flavor) -> CudaGpu:
 def _portable(flavor: Flavor, words: Sequence[str]) -> tuple[str, ...]:
     if flavor.needs_gpu:
         raise OptionError(
-            f"capability 'portable': {flavor.title} builds for the GPU that it runs on.",
+            f"capability 'portable': {flavor.title} only builds for the GPU that it runs on.",
             do="Use --capability current; option 'hardware_compatibility' lets the engine run on "
             f"other GPUs, and --flavor {RTX.name} has portable plans.",
         )
     if len(words) > 1:
         raise OptionError(
             f"capability 'portable' is for all GPUs, found {', '.join(words)}.",
-            do="Name it alone, or the capabilities alone.",
+            do="Pass either `portable` or capabilities.",
         )
     return ()
 
@@ -85,20 +85,20 @@ def _current(flavor: Flavor) -> str:
 
 
 def unsupported_gpu(flavor: Flavor, gpu: CudaGpu) -> str:
-    """Says that a flavor does not support a GPU, and what it does support."""
+    """Return a message that a flavor does not support a GPU, with those that it supports."""
     return (
-        f"{gpu.name} has compute capability {gpu.compute_capability}, and {flavor.title} has no "
+        f"{gpu.name} has compute capability {gpu.compute_capability}, but {flavor.title} has no "
         f"support for {gpu.compute_capability}: it supports {', '.join(flavor.capabilities)}."
     )
 
 
 def _check(flavor: Flavor, capability: str) -> None:
     if flavor.needs_gpu:
-        there = current_gpu(flavor).compute_capability
-        if capability != there:
+        current = current_gpu(flavor).compute_capability
+        if capability != current:
             raise OptionError(
-                f"capability '{capability}': {flavor.title} builds for the GPU that it runs on, "
-                f"which has compute capability {there}.",
+                f"capability '{capability}': {flavor.title} only builds for the GPU that it runs "
+                f"on, which has compute capability {current}.",
                 do=f"Use --capability current; --flavor {RTX.name} builds for other GPUs.",
             )
     elif capability not in flavor.capabilities:

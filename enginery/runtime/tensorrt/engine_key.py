@@ -1,11 +1,11 @@
-"""What a plan depends on besides the content of its ONNX file, as fields of a cache key.
+"""The fields of an engine's cache key, besides the content of the ONNX file.
 
-    >>> key_fields(RTX, BuildOptions(), ("8.9",), ["batch=1:8:32,sequence=8:128:512"])
-    {'flavor': 'tensorrt-rtx', 'tensorrt': '1.7.1.116', 'capabilities': '8.9', …}
+    key_fields(RTX, BuildOptions(), ("8.9",), ["batch=1:8:32,sequence=8:128:512"])
+    # {'flavor': 'tensorrt-rtx', 'tensorrt': '1.7.1.116', 'capabilities': '8.9', …}
 
-What was found to change a plan of TensorRT for RTX 1.7: its version and build, the profiles and
-their order, the set of capabilities, the workspace, the verbosity, weight streaming. Classic
-TensorRT picks kernels by trying them, so that the GPU, its driver and how it searches count, too.
+A plan of TensorRT for RTX 1.7 depends on the version and build, the profiles and their order, the
+set of capabilities, the workspace, the verbosity and weight streaming. Classic TensorRT selects
+kernels by timing them, so the GPU, its driver and the options of the search matter as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enginery.runtime.tensorrt.capabilities import current_gpu
 from enginery.runtime.tensorrt.library import require_tensorrt, tensorrt_version
 from enginery.runtime.tensorrt.options import RTX, BuildOptions, Flavor, check_options
 
-_VERBOSITY = "detailed"  # as `build.py` asks for
+_VERBOSITY = "detailed"  # set in build.py
 _IN_BOTH = ("workspace_bytes", "weight_streaming")
 _TIMING = ("timing_cache", "timing_cache_fixed")
 
@@ -34,21 +34,21 @@ def key_fields(
     capabilities: Sequence[str],
     profiles: Sequence[Profile | str],
 ) -> dict[str, str]:
-    """The fields, in words that a person can compare.
+    """Return the fields of the key, in readable form.
 
-    A timing cache that grows is no field: every build changes it, so that no engine would be found
-    again. One that is fixed counts by its content.
+    A growing timing cache is not a field: every build changes it, so no engine would be found
+    again. A fixed one is represented by its sha256.
 
     Args:
-        flavor: who builds.
-        options: of the build.
-        capabilities: as `resolve_capabilities` gives them.
-        profiles: in the order in which the engine has them.
+        flavor: the TensorRT flavor.
+        options: options of the build.
+        capabilities: result of `resolve_capabilities`.
+        profiles: profiles in the order of the engine.
 
     Raises:
-        MissingPackageError, ProviderError: the flavor is not installed or unfit; classic TensorRT
-            finds no GPU.
-        OptionError: the options do not fit the flavor, or the fixed timing cache is missing.
+        MissingPackageError, ProviderError: the flavor is not installed or has an unsupported
+            version, or classic TensorRT finds no GPU.
+        OptionError: an option is not available in the flavor, or the fixed timing cache is missing.
     """
     require_tensorrt("An engine's cache key", flavor)
     check_options(flavor, options)
@@ -71,12 +71,12 @@ def key_fields(
     if options.timing_cache_fixed:
         path = Path(options.timing_cache)
         if not path.is_file():
-            raise OptionError(f"option 'timing_cache': {path} is fixed, and is missing.")
+            raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing.")
         found["timing_cache"] = sha256_of(path)
     return found
 
 
 def _driver() -> str:
-    """The driver's version, or the newest CUDA that it runs where the kernel does not tell."""
+    """Return the driver's version, or if unknown, the newest CUDA version that it supports."""
     major, minor = gpus.cuda_driver().cuda_version
     return driver_version() or f"CUDA {major}.{minor}"

@@ -1,15 +1,12 @@
-"""An engine's layers from TensorRT's own inspector, for classic TensorRT.
+"""Read an engine's layers from the inspector of classic TensorRT.
 
-Takes the JSON that the inspector gives of an engine built with detailed verbosity; leaves one
-`LayerRecord` a layer.
+    layers = read_inspector(engine.create_engine_inspector().get_engine_information(JSON))
+    [layer.name for layer in layers if layer.precision == "int8"]
+    # ['/encoder/layer.0/output/dense/MatMul_myl0_13']
 
-    >>> layers = read_inspector(engine.create_engine_inspector().get_engine_information(JSON))
-    >>> [layer.name for layer in layers if layer.precision == "int8"]
-    ['/encoder/layer.0/output/dense/MatMul_myl0_13']
-
-Written after the developer guide of TensorRT 10 ("Engine Inspector": its sample is in the tests)
-and NVIDIA's engine explorer (`trex/activations.py`: the words for formats). Never seen from a real
-GPU: an engine must be loaded to be inspected.
+The engine must be built with detailed verbosity, and loaded on its GPU. Sources: the developer
+guide of TensorRT 10 ("Engine Inspector"; its sample is in the tests) and NVIDIA's engine explorer
+(`trex/activations.py`, for the names of formats).
 """
 
 from __future__ import annotations
@@ -19,26 +16,26 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from enginery.core.artifact.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import LayerKind, LayerRecord
 from enginery.core.errors import ProviderError
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.log import (
     layer_kind,
+    normalize_precision,
     onnx_nodes,
-    precision_named,
     product_precision,
 )
 
-# "Thirty-two wide channel vectorized row major Int8 format." and "Half" say the type. With dynamic
-# shapes a layer may have "N/A due to dynamic shapes".
+# Formats such as "Thirty-two wide channel vectorized row major Int8 format." and "Half" contain the
+# type. With dynamic shapes, the format may be "N/A due to dynamic shapes".
 _TYPE = re.compile(
     r"\b(FP4|FP8|E4M3|FP16|FP32|BF16|BFloat16|Half|Float|Double|U?Int\d+|Bool)\b", re.IGNORECASE
 )
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")
 _SAME = {"fp32": "float", "fp16": "half"}
 
-# What a layer computes, in the words of the network that it was made from.
-_PARAMETERS: dict[str, Kind] = {
+# ParameterType, the layer type in the network definition -> kind.
+_PARAMETERS: dict[str, LayerKind] = {
     "Convolution": "convolution",
     "Deconvolution": "convolution",
     "MatrixMultiply": "gemm",
@@ -49,24 +46,24 @@ _PARAMETERS: dict[str, Kind] = {
 def inspect_plan(
     trt: Any, plan: Any, messages: Messages, *, host_code_allowed: bool
 ) -> tuple[tuple[LayerRecord, ...], int]:
-    """Loads an engine on this GPU: its layers, and the bytes of device memory for activations.
+    """Load an engine on this GPU; return its layers and the activation memory in bytes.
 
     Args:
-        trt: the module of classic TensorRT.
-        plan: the serialized engine.
-        messages: TensorRT's, for an error.
-        host_code_allowed: the engine is version compatible, and holds code that must be allowed.
+        trt: module of classic TensorRT.
+        plan: serialized engine.
+        messages: messages of TensorRT, for errors.
+        host_code_allowed: True for a version-compatible engine, which contains host code.
 
     Raises:
-        ProviderError: TensorRT does not load its own engine.
+        ProviderError: TensorRT cannot load the engine.
     """
     runtime = trt.Runtime(messages.logger)
     runtime.engine_host_code_allowed = host_code_allowed
     engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        said = next(reversed(messages.errors()), "no reason given.")
+        reason = next(reversed(messages.errors()), "no reason given.")
         raise ProviderError(
-            f"TensorRT {trt.__version__} built an engine and does not load it: {said}",
+            f"TensorRT {trt.__version__} built an engine, but cannot load it: {reason}",
             do="The GPU's memory may be full; run: enginery doctor",
         )
     inspector = engine.create_engine_inspector()
@@ -75,10 +72,10 @@ def inspect_plan(
 
 
 def read_inspector(text: str) -> tuple[LayerRecord, ...]:
-    """The layers of an engine, from the inspector's JSON; never seen from a real GPU.
+    """Return the layers of an engine, from the inspector's JSON.
 
     Raises:
-        ProviderError: it is no JSON, or has only the names of layers.
+        ProviderError: the text is not JSON, or only has the names of layers.
     """
     try:
         layers = json.loads(text)["Layers"]
@@ -88,7 +85,7 @@ def read_inspector(text: str) -> tuple[LayerRecord, ...]:
         ) from error
     if any(not isinstance(layer, dict) for layer in layers):
         raise ProviderError(
-            "TensorRT's engine inspector gave the names of layers alone.",
+            "TensorRT's engine inspector gave only the names of layers.",
             do="Build the engine with profiling_verbosity DETAILED.",
         )
     return tuple(_layer(layer) for layer in layers)
@@ -100,7 +97,7 @@ def _layer(layer: Mapping[str, Any]) -> LayerRecord:
     inputs, outputs = _types(layer.get("Inputs", [])), _types(layer.get("Outputs", []))
     stored = [layer[part] for part in ("Weights", "Bias") if isinstance(layer.get(part), dict)]
     constants = _types([*stored, *layer.get("Constants", [])])
-    # Of dynamic shapes the inspector may not say the type; a product's weights have it then.
+    # With dynamic shapes the type may be missing; then the weights of a product have it.
     known = inputs or (constants[:1] if kind != "other" else ())
     return LayerRecord(
         name=name,
@@ -116,10 +113,10 @@ def _layer(layer: Mapping[str, Any]) -> LayerRecord:
 
 
 def _types(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The types of tensors, in the words of `LayerRecord`; those that are not known left out."""
+    """Return the known types of tensors, with the names of `LayerRecord`."""
     words = (
         str(next((tensor[key] for key in (*_TYPE_KEYS, "Type") if key in tensor), ""))
         for tensor in tensors
     )
     found = (match[1].lower() for word in words if (match := _TYPE.search(word)))
-    return tuple(precision_named(_SAME.get(word, word)) for word in found)
+    return tuple(normalize_precision(_SAME.get(word, word)) for word in found)

@@ -1,12 +1,10 @@
-"""TensorRT as a library, of either flavor: its module, its version, its one logger.
+"""Load TensorRT, classic or for RTX: its module, its version and its logger. Needs no GPU.
 
-Takes a flavor; needs no GPU.
-
-    >>> trt = load_tensorrt(RTX)
-    >>> with trt_messages(trt) as messages:
-    ...     trt.Builder(messages.logger)
-    >>> capability_names(trt), tensorrt_version(RTX)
-    (['7.5', '8.0', '8.6', '8.9', '12.0', '12.1'], '1.7.1.116')
+trt = load_tensorrt(flavor=RTX)
+with trt_messages(trt) as messages:
+trt.Builder(messages.logger)
+capability_names(trt)     # ['7.5', '8.0', '8.6', '8.9', '12.0', '12.1']
+tensorrt_version(RTX)     # '1.7.1.116'
 """
 
 from __future__ import annotations
@@ -37,18 +35,18 @@ _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 
 def has_tensorrt(flavor: Flavor = RTX) -> bool:
-    """Whether the flavor is installed; loads nothing."""
+    """Return True if the flavor is installed, without loading it."""
     name = flavor.module
     return sys.modules.get(name) is not None or find_spec(name) is not None
 
 
 def require_tensorrt(purpose: str, flavor: Flavor = RTX) -> None:
-    """Whether the flavor is there and fit, as an error where it is not; loads nothing.
+    """Check that the flavor is installed in a supported version, without loading it.
 
     Raises:
         MissingPackageError: TensorRT for RTX is not installed.
-        ProviderError: classic TensorRT is not installed, or ONNX Runtime loads no engines of the
-            version that is.
+        ProviderError: classic TensorRT is not installed, or ONNX Runtime cannot load engines of the
+            installed version.
     """
     if not has_tensorrt(flavor):
         raise _missing(purpose, flavor)
@@ -56,7 +54,7 @@ def require_tensorrt(purpose: str, flavor: Flavor = RTX) -> None:
 
 
 def load_tensorrt(purpose: str = "Building an engine", flavor: Flavor = RTX) -> Any:
-    """The flavor's module; it ships no types.
+    """Import and return the flavor's Python module, which has no type hints.
 
     Raises:
         MissingPackageError: TensorRT for RTX is not installed.
@@ -68,15 +66,15 @@ def load_tensorrt(purpose: str = "Building an engine", flavor: Flavor = RTX) -> 
         raise _missing(purpose, flavor) from error
     except (ImportError, OSError) as error:
         raise ProviderError(
-            f"{purpose}: {flavor.title} is installed and cannot be loaded: {error}.",
+            f"{purpose}: {flavor.title} is installed, but cannot be loaded: {error}.",
             do=f"Install it with its libraries: {flavor.install}",
         ) from error
 
 
 def tensorrt_version(flavor: Flavor = RTX) -> str:
-    """The installed version and build, `1.7.1.116`; empty where the flavor is not installed.
+    """Return the installed version and build, `1.7.1.116`; empty if the flavor is not installed.
 
-    Read from the module's text, as loading TensorRT maps a library of 234 MB.
+    It is read from the module's source, because importing TensorRT loads a library of 234 MB.
     """
     loaded = sys.modules.get(flavor.module)
     if loaded is not None:
@@ -89,12 +87,12 @@ def tensorrt_version(flavor: Flavor = RTX) -> str:
 
 
 def require_version(version: str, flavor: Flavor) -> None:
-    """Raises ProviderError for a major version whose engines ONNX Runtime does not load."""
+    """Raise ProviderError for a major version whose engines ONNX Runtime cannot load."""
     if version.split(".", maxsplit=1)[0] != str(flavor.major):
         raise ProviderError(
-            f"{flavor.title} {version} is installed, and {flavor.major} is needed: an engine runs "
-            f"with the version that built it, and {flavor.provider} of ONNX Runtime 1.31 links "
-            f"{flavor.library}.",
+            f"{flavor.title} {version} is installed, but {flavor.major} is required: an engine "
+            f"only runs with the version that built it, and {flavor.provider} of ONNX Runtime 1.31 "
+            f"links {flavor.library}.",
             do=f"Run: pip uninstall -y tensorrt {flavor.package} && {flavor.install}"
             if flavor is CLASSIC
             else f"Install it: {flavor.install}",
@@ -111,17 +109,17 @@ def _missing(purpose: str, flavor: Flavor) -> EngineryError:
 
 
 def capability_names(trt: Any) -> list[str]:
-    """The compute capabilities that this TensorRT builds for: `8.9` for what it calls SM89."""
+    """Return the compute capabilities that this TensorRT can build for: `8.9` for SM89."""
     found = [match for name in dir(trt.ComputeCapability) if (match := _CAPABILITY.match(name))]
     names = [(int(match["major"]), int(match["minor"])) for match in found]
     return [f"{major}.{minor}" for major, minor in sorted(names)]
 
 
 def capability_value(trt: Any, capability: str) -> Any:
-    """TensorRT's value for `8.9`.
+    """Return TensorRT's enum value of a compute capability such as `8.9`.
 
     Raises:
-        OptionError: this TensorRT builds for no such GPU.
+        OptionError: this TensorRT cannot build for it.
     """
     known = capability_names(trt)
     if capability not in known:
@@ -134,22 +132,22 @@ def capability_value(trt: Any, capability: str) -> Any:
 
 @dataclass
 class Messages:
-    """What TensorRT said during one call."""
+    """Messages of TensorRT during one call."""
 
     logger: Any
     entries: list[tuple[str, str]] = field(default_factory=list)
-    """Level (`error`, `warning`, `info`, `verbose`) and text."""
+    """(level, text); levels are `internal error`, `error`, `warning`, `info` and `verbose`."""
 
     def texts(self, *levels: str) -> list[str]:
-        """The texts of some levels, each once, in order."""
+        """Return the distinct texts of some levels, in order."""
         return list(dict.fromkeys(text for level, text in self.entries if level in levels))
 
     def warnings(self) -> list[str]:
-        """TensorRT's warnings, without the reminder that an INT64 input takes INT64."""
+        """Return the warnings, except the one that an INT64 input takes INT64."""
         return [text.strip() for text in self.texts("warning") if "Int64 binding" not in text]
 
     def errors(self) -> list[str]:
-        """What went wrong, without the noise of a machine that has no GPU."""
+        """Return the errors, except those that only report a missing GPU."""
         return [
             text.strip()
             for text in self.texts("internal error", "error")
@@ -165,14 +163,14 @@ _sinks: list[Sink] = []
 
 @contextmanager
 def trt_messages(trt: Any, follow: Sequence[Sink] = ()) -> Iterator[Messages]:
-    """Collects what TensorRT says while the block runs; one block at a time in a process.
+    """Collect TensorRT's messages during the block; only one block runs at a time in a process.
 
-    TensorRT keeps the first logger that a process gives it and ignores all later ones, so that
-    there is one, and its messages belong to whoever holds the lock.
+    TensorRT keeps the first logger of a process and ignores later ones, so all blocks share one
+    logger under a lock.
 
     Args:
-        trt: the module of a flavor; each has a logger of its own.
-        follow: called with each level and text as they come, for a log that outlives a crash.
+        trt: module of a flavor; each has its own logger.
+        follow: called with the level and text of each message, for a log that survives a crash.
     """
     with _lock:
         messages = Messages(_logger(trt))

@@ -1,12 +1,11 @@
-"""An engine's layers, read from TensorRT's build log.
+"""Read an engine's layers from the build log of TensorRT for RTX.
 
-Takes the log of a build with detailed verbosity, by TensorRT for RTX; leaves one `LayerRecord` a
-layer. TensorRT's own inspector (`inspector.py`) wants the GPU that the engine is for; the log
-does not.
+    layers = read_layers(log)
+    [layer.name for layer in layers if layer.kind == "gemm" and layer.precision == "int8"]
+    # ['/encoder/layer.0/output/dense/MatMul_myl0_13']
 
-    >>> layers = read_layers(log)
-    >>> [layer.name for layer in layers if layer.kind == "gemm" and layer.precision == "int8"]
-    ['/encoder/layer.0/output/dense/MatMul_myl0_13']
+The build must use detailed verbosity. TensorRT's inspector (`inspector.py`) needs the GPU that the
+engine is for; the log does not.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from enginery.core.artifact.engine_record import Kind, LayerRecord
+from enginery.core.artifact.engine_record import LayerKind, LayerRecord
 
 _LAYER = re.compile(
     r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: (?P<inputs>\[.*?\])"
@@ -39,37 +38,37 @@ _PRECISIONS = {
     "double": "fp64",
 }
 
-# TensorRT computes a convolution as a correlation: the same sum without turning the kernel round.
-_KINDS: dict[str, Kind] = {"gemm": "gemm", "correlation": "convolution"}
+# TensorRT computes a convolution as a correlation, which does not flip the kernel.
+_KINDS: dict[str, LayerKind] = {"gemm": "gemm", "correlation": "convolution"}
 
 # TensorRT's compiler names a fused layer after its operations, four letters each:
 # __myl_FcAddDivErfAddMulMul is a GEMM with bias and GELU.
 _FUSED = re.compile(r"^__myl_(?P<operations>[A-Za-z]+)")
-_OPERATIONS: dict[str, Kind] = {"Fc": "gemm", "Gemm": "gemm", "Corr": "convolution"}
+_OPERATIONS: dict[str, LayerKind] = {"Fc": "gemm", "Gemm": "gemm", "Corr": "convolution"}
 
 _QUANTIZED = ("int8", "fp8", "int4", "fp4")
 _FLOATS = ("fp32", "fp16", "bf16")
 
 
 def read_layers(messages: Iterable[str]) -> tuple[LayerRecord, ...]:
-    """The engine's layers in order; none where the log does not have them."""
+    """Return the engine's layers in order; none if the log does not list them."""
     found: list[LayerRecord] = []
     for message in messages:
         if message.startswith("Layers:"):
             found = [
                 layer for line in message.splitlines()[1:] if (layer := read_layer(line))
-            ]  # the last list counts: TensorRT prints one for each engine it makes
+            ]  # TensorRT prints a list for each engine that it builds; the last one counts
     return tuple(found)
 
 
 def read_layer(line: str) -> LayerRecord | None:
-    """One line of the list of layers; None for a line that is no layer."""
+    """Parse one line of the list of layers; return None for other lines."""
     match = _LAYER.match(line)
     if not match:
         return None
     name, kind_name = match["name"], match["type"]
     inputs, constants, outputs = (
-        tuple(precision_named(word) for word in _DTYPE.findall(match[part] or ""))
+        tuple(normalize_precision(word) for word in _DTYPE.findall(match[part] or ""))
         for part in ("inputs", "constants", "outputs")
     )
     kind = layer_kind(name, kind_name)
@@ -88,8 +87,8 @@ def read_layer(line: str) -> LayerRecord | None:
     )
 
 
-def layer_kind(name: str, kind_name: str) -> Kind:
-    """What a layer is, by its name and TensorRT's word for its kind."""
+def layer_kind(name: str, kind_name: str) -> LayerKind:
+    """Return the kind of a layer, from its name and TensorRT's layer type."""
     if "mha" in name.lower():
         return "attention"
     if kind_name in _KINDS:
@@ -105,34 +104,38 @@ def _operations(name: str) -> list[str]:
 
 def product_precision(
     name: str,
-    kind: Kind,
+    kind: LayerKind,
     inputs: Sequence[str],
     constants: Sequence[str],
     outputs: Sequence[str],
 ) -> str:
-    """What a product multiplies, and any other layer gives its result in; see `LayerRecord`."""
+    """Return the precision of a product's operands, or of another layer's output."""
     if kind == "other":
         return next(iter([*outputs, *inputs]), "")
     taken = next(iter([*inputs, *outputs]), "")
     first = next(iter(_operations(name)), "")
     if taken in _QUANTIZED and first and first not in _OPERATIONS:
-        # Something is done to the integers before they are multiplied, __myl_CastMulFc: they
-        # become floats first, and the product is one of floats.
+        # The integers are converted to floats before the product, as in __myl_CastMulFc, so the
+        # product is one of floats.
         return next((word for word in [*constants, *outputs] if word in _FLOATS), taken)
     return taken
 
 
 def memory_bytes(messages: Iterable[str]) -> dict[str, int]:
-    """`activation` and `weights`: the device memory that the engine will take, in bytes."""
+    """Return the device memory of the engine in bytes, under `activation` and `weights`."""
     found = (match for message in messages if (match := _SIZE.match(message)))
     return {match[1].lower(): int(match[2]) for match in found}
 
 
 def onnx_nodes(metadata: str) -> tuple[str, ...]:
-    """The ONNX nodes of a layer, from `[ONNX Layer: …]` in its metadata."""
+    """Return the ONNX nodes of a layer, from `[ONNX Layer: …]` in its metadata."""
     return tuple(_NODE.findall(metadata))
 
 
-def precision_named(word: str) -> str:
-    """`fp16` for TensorRT's `Half`; its own word, in small letters, for what is no float."""
+def normalize_precision(word: str) -> str:
+    """Return the name of a precision; other types of TensorRT are lowercased.
+
+    >>> normalize_precision("Half"), normalize_precision("Int64")
+    ('fp16', 'int64')
+    """
     return _PRECISIONS.get(word.lower(), word.lower())

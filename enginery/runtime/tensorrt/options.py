@@ -1,12 +1,12 @@
 """The two flavors of TensorRT, and the options of a build. Imports nothing heavy.
 
-    >>> flavor_named("tensorrt-rtx").needs_gpu
-    False
-    >>> check_options(CLASSIC, BuildOptions(optimization_level=5, timing_cache="timing.cache"))
+>>> get_flavor("tensorrt-rtx").needs_gpu
+False
+>>> check_options(CLASSIC, BuildOptions(optimization_level=5, timing_cache="timing.cache"))
 
-TensorRT for RTX builds engines ahead of time without a GPU, for the GPUs that are named. Classic
-TensorRT 10 tries kernels on the GPU that it runs on, and builds for that one. Precision is in the
-graph with both: networks are strongly typed, and no option here makes one narrower.
+TensorRT for RTX builds engines ahead of time without a GPU, for the given compute capabilities.
+Classic TensorRT 10 times kernels on the GPU that it runs on, and builds for that GPU. With both,
+the precision is in the graph: networks are strongly typed, and no option lowers the precision.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ HardwareCompatibility = Literal["none", "ampere-plus", "same-compute-capability"
 
 @dataclass(frozen=True)
 class Flavor:
-    """One of the two libraries that make engines of ONNX graphs."""
+    """One of the two TensorRT libraries."""
 
     name: FlavorName
     title: str
-    """As NVIDIA writes it."""
+    """Name in messages."""
     module: str
-    """The Python module with its bindings."""
+    """Python module with the bindings."""
     package: str
-    """The package that installs the module."""
+    """Package that installs the module."""
     extra: str
-    """The extra of enginery that brings it; empty where there is none."""
+    """Extra of enginery that installs it; empty if there is none."""
     install: str
-    """The command that brings it."""
+    """Command that installs it."""
     provider: str
-    """ONNX Runtime's name for the execution provider that loads its engines."""
+    """ONNX Runtime's name of the execution provider that loads its engines."""
     needs_gpu: bool
-    """Whether it builds only where the GPU is that will run the engine."""
+    """True if it can only build on the GPU that will run the engine."""
     capabilities: tuple[str, ...]
-    """The compute capabilities that it builds for; empty for those of the GPU that is there."""
+    """Compute capabilities that it builds for; empty for that of the current GPU."""
     major: int
-    """The major version whose engines the execution provider loads."""
+    """Major version whose engines the execution provider can load."""
     library: str
-    """The library that the execution provider links."""
+    """Library that the execution provider links."""
 
 
 RTX = Flavor(
@@ -60,7 +60,7 @@ RTX = Flavor(
     major=1,
     library="libtensorrt_rtx.so.1",
 )
-"""Version 1.7: its support matrix and the values of its own `ComputeCapability`."""
+"""Version 1.7. Source of the capabilities: its support matrix and its `ComputeCapability`."""
 
 CLASSIC = Flavor(
     name="tensorrt",
@@ -81,8 +81,8 @@ CLASSIC = Flavor(
 FLAVORS: dict[str, Flavor] = {flavor.name: flavor for flavor in (RTX, CLASSIC)}
 
 
-def flavor_named(name: str) -> Flavor:
-    """The flavor of a name; raises OptionError where there is none."""
+def get_flavor(name: str) -> Flavor:
+    """Return the flavor of this name; raise OptionError if there is none."""
     if name in FLAVORS:
         return FLAVORS[name]
     raise OptionError(
@@ -92,40 +92,40 @@ def flavor_named(name: str) -> Flavor:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How an engine is built, besides for which GPUs and shapes.
+    """Options of a build, besides GPUs and shapes.
 
-    All but `workspace_bytes` and `weight_streaming` are of classic TensorRT alone. The defaults
-    are TensorRT's own, the workspace apart. Source: NVIDIA's reference of `IBuilderConfig`, 10.16.
+    All except `workspace_bytes` and `weight_streaming` are for classic TensorRT only. The defaults
+    are TensorRT's, except for the workspace. Source: NVIDIA's reference of `IBuilderConfig`, 10.16.
     """
 
     workspace_bytes: int = 8 << 30
-    """Device memory in bytes that a layer may use beside its tensors. The plan depends on it, so
-    that it is not left to the size of a GPU: TensorRT's own default without one is 64 GiB, more
-    than the GPUs have that it builds for."""
+    """Device memory that a layer may use besides its tensors, in bytes. The plan depends on it, so
+    the default does not depend on the GPU. TensorRT's default without a GPU, 64 GiB, is more than
+    its GPUs have."""
     weight_streaming: bool = False
-    """Let the engine keep weights in host memory and copy them as they are used, for models
+    """Let the engine keep weights in host memory and copy them when they are used, for models
     larger than the GPU's memory; slower."""
     optimization_level: int = 3
-    """0 to 5: how long TensorRT searches. 0 takes the first kernel that works, 5 the longest."""
+    """0 to 5: how thoroughly TensorRT searches. 0 uses the first kernel that works."""
     sparsity: bool = False
-    """Let kernels for 2:4 sparse weights (two zeros in every four) be used where weights are."""
+    """Use sparse kernels for weights in the 2:4 pattern (two zeros in every four)."""
     auxiliary_streams: int | Literal["auto"] = "auto"
-    """CUDA streams beside the caller's for layers that can run at the same time; more take more
+    """Additional CUDA streams for layers that can run at the same time; more streams use more
     memory. `auto`: TensorRT decides."""
     hardware_compatibility: HardwareCompatibility = "none"
-    """Which other GPUs the engine runs on. `none`: those of the same model. `ampere-plus`: compute
-    capability 8.0 and newer. `same-compute-capability`: those of the same one. Slower."""
+    """Other GPUs that the engine runs on; slower. `none`: the same GPU model. `ampere-plus`:
+    compute capability 8.0 and newer. `same-compute-capability`: the same compute capability."""
     version_compatible: bool = False
-    """Let newer versions of TensorRT run the engine; slower. Whoever loads it must allow the code
-    that it then holds (`engine_host_code_allowed`)."""
+    """Let newer versions of TensorRT run the engine; slower. Such an engine contains host code,
+    which the loader must allow (`engine_host_code_allowed`)."""
     tf32: bool = True
-    """Multiply FP32 matrices and convolve on tensor cores, with mantissas of 10 bits in place of
-    23; sums are FP32."""
+    """Compute FP32 matrix products and convolutions on tensor cores, with mantissas of 10 instead
+    of 23 bits; sums are FP32."""
     timing_cache: str = ""
-    """A file that remembers how fast kernels were, so that the next build is quicker. It is made
-    if absent, and grows with each build. Empty: none."""
+    """File with the timings of kernels, which makes the next build faster. It is created if it is
+    missing, and extended by each build. Empty: no file."""
     timing_cache_fixed: bool = False
-    """Only read the file. What is in it then decides which kernels the engine has."""
+    """Do not extend the file. Its content then decides which kernels are used."""
 
 
 _CLASSIC_ONLY = {
@@ -142,14 +142,14 @@ _LEVELS = range(6)
 
 
 def check_options(flavor: Flavor, options: BuildOptions) -> None:
-    """Raises OptionError for values that mean nothing, and options that the flavor lacks."""
+    """Raise OptionError for invalid values, and for options that the flavor does not have."""
     defaults = BuildOptions()
     for field in fields(options):
         value = getattr(options, field.name)
         changed = value != getattr(defaults, field.name)
         if flavor is RTX and changed and field.name in _CLASSIC_ONLY:
             raise OptionError(
-                f"option '{field.name}' is {value}, and {_CLASSIC_ONLY[field.name]} has no effect "
+                f"option '{field.name}' is {value}, but {_CLASSIC_ONLY[field.name]} has no effect "
                 f"in {RTX.title}; {CLASSIC.title} has it.",
                 do=f"Leave it out, or build with --flavor {CLASSIC.name}.",
                 option=field.name,
@@ -164,8 +164,8 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
         _check_number("auxiliary_streams", options.auxiliary_streams, least=0)
     if options.timing_cache_fixed and not options.timing_cache:
         raise OptionError(
-            "option 'timing_cache_fixed' is set, and no timing cache is named.",
-            do="Name its file with option 'timing_cache'.",
+            "option 'timing_cache_fixed' is set, but 'timing_cache' is not.",
+            do="Set option 'timing_cache' to the file.",
             option="timing_cache_fixed",
         )
 

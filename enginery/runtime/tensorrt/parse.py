@@ -1,12 +1,9 @@
-"""Parsing in this process: the network of a graph, or which nodes TensorRT refuses and why.
+"""Parse a graph with TensorRT in this process, and report unsupported nodes with reasons.
 
-Takes the path of an ONNX file; leaves nothing on disk.
+    parse_in_process(Path("model.onnx")).accepted    # True
 
-    >>> parse_here(Path("model.onnx")).accepted
-    True
-
-TensorRT may end the process on a graph that it does not expect: `tensorrt.process` calls these
-functions in a child process.
+TensorRT may crash on unusual graphs, so `tensorrt.process` calls these functions in a child
+process.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from enginery.runtime.tensorrt.library import Messages, Sink, load_tensorrt, trt
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 from enginery.runtime.tensorrt.reports import Coverage, ParseReport, Refusal
 
-# One word for each: TensorRT names the C++ type, the rest of this package numpy's.
+# TensorRT's name of a type -> numpy's.
 _DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -35,18 +32,18 @@ _DTYPES = {
     "UINT8": "uint8",
 }
 
-# TensorRT looks for a device now and then; without one it says so inside other errors.
+# Without a GPU, TensorRT adds this line to other errors.
 _NO_DEVICE = re.compile(r"^\[?checkMacros\.cpp::catchCudaError.*$", re.MULTILINE)
 
 MERGED_CONDITION = "use_cache_branch"
-"""The input of Optimum's merged decoder that says which of its branches runs."""
+"""Input of Optimum's merged decoder that selects the branch to run."""
 MERGED_REMEDY = (
     "Export separate decoders: `enginery export --no-post-process`, or no_post_process=True of "
     "Optimum."
 )
 _MERGED = (
-    "The parser takes a merged decoder, and the builder does not: its branches give tensors of "
-    "different shapes."
+    "The parser accepts a merged decoder, but the builder does not, because the outputs of its "
+    "branches have different shapes."
 )
 _FUSED_REMEDY = (
     "Use the graph before ONNX Runtime's fusions: `enginery export`, then `enginery optimize "
@@ -54,8 +51,10 @@ _FUSED_REMEDY = (
 )
 
 
-def parse_here(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ()) -> ParseReport:
-    """Asks TensorRT's parser about a graph; the errors are those of `tensorrt.parse_onnx`."""
+def parse_in_process(
+    path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ()
+) -> ParseReport:
+    """Parse a graph; see `process.parse_onnx` for the errors."""
     trt = load_tensorrt("Parsing a graph with TensorRT", flavor)
     require_file(path)
     with trt_messages(trt, follow) as messages:
@@ -71,14 +70,14 @@ def parse_here(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ())
         )
 
 
-def cover_here(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ()) -> Coverage:
-    """Asks TensorRT which nodes it takes; the errors are those of `tensorrt.coverage`."""
+def cover_in_process(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ()) -> Coverage:
+    """Return which nodes TensorRT supports; see `process.coverage` for the errors."""
     trt = load_tensorrt("Asking TensorRT which nodes it takes", flavor)
     require_file(path)
     nodes = load_graph(path).graph.node
     with trt_messages(trt, follow) as messages:
         _, parser = open_parser(trt, make_builder(trt, flavor, messages), flavor, messages)
-        # The path is for weights in external data; the file itself is small then.
+        # The path is needed for external data.
         parser.supports_model_v2(path.read_bytes(), str(path))
         parts = [parser.get_subgraph_nodes(index) for index in range(parser.num_subgraphs)]
         reasons = {refusal.node: refusal for refusal in _refusals(parser)}
@@ -93,12 +92,15 @@ def cover_here(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink] = ())
         if index in taken:
             continue
         name = node.name or f"#{index}"
-        silent = _MERGED if index in merged else "TensorRT gives no reason."
-        said = reasons.pop(name, None)
+        default = _MERGED if index in merged else "TensorRT gives no reason."
+        reported = reasons.pop(name, None)
         refused[name] = Refusal(
-            name, node.op_type, said.reason if said else silent, _remedy(node.op_type, node.domain)
+            name,
+            node.op_type,
+            reported.reason if reported else default,
+            _remedy(node.op_type, node.domain),
         )
-    # What is left lies inside a branch or a function, under a name of its own.
+    # The remaining nodes are in branches or functions.
     inner = [Refusal(r.node, r.op_type, r.reason, _remedy(r.op_type)) for r in reasons.values()]
     return Coverage(
         path=str(path),
@@ -117,32 +119,32 @@ def _remedy(op_type: str, domain: str = "") -> str:
 
 
 def make_builder(trt: Any, flavor: Flavor, messages: Messages) -> Any:
-    """A builder; raises ProviderError where there is none without a GPU."""
+    """Return a builder; raise ProviderError if the flavor needs a GPU and there is none."""
     try:
         return trt.Builder(messages.logger)
-    except TypeError as error:  # the bindings' word for a null pointer
+    except TypeError as error:  # the bindings raise it for a null pointer
         raise ProviderError(
             f"{flavor.title} {trt.__version__} does not start: {last_error(messages)}",
-            do=f"It needs an NVIDIA GPU and its driver; {RTX.title} needs none: "
+            do=f"It requires an NVIDIA GPU and its driver; {RTX.title} does not: "
             f"--flavor {RTX.name}",
         ) from error
 
 
 def open_parser(trt: Any, builder: Any, flavor: Flavor, messages: Messages) -> tuple[Any, Any]:
-    """An empty network and a parser that writes into it."""
+    """Return an empty network and a parser that fills it."""
     flags = 0
     if flavor is CLASSIC:
-        # Types come from the graph. TensorRT for RTX has no other networks.
+        # Types come from the graph. All networks of TensorRT for RTX are strongly typed.
         flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     return network, trt.OnnxParser(network, messages.logger)
 
 
 def parse_into(network: Any, parser: Any, path: Path, messages: Messages) -> tuple[Refusal, ...]:
-    """Parses the file into the network; why TensorRT does not take it, or nothing."""
+    """Parse the file into the network; return the reasons why TensorRT rejects it, if any."""
     if not parser.parse_from_file(str(path)):
         return _refusals(parser) or (Refusal("", "", last_error(messages)),)
-    # A file that is no ONNX at all is "parsed", too.
+    # TensorRT also "parses" files that are not ONNX.
     if not network.num_outputs:
         raise SourceError(f"{path} is not an ONNX model: TensorRT finds no outputs in it.")
     return ()
@@ -158,30 +160,30 @@ def _refusals(parser: Any) -> tuple[Refusal, ...]:
 
 
 def last_error(messages: Messages) -> str:
-    """What TensorRT said last of what went wrong."""
+    """Return TensorRT's last error message."""
     return next(reversed(messages.errors()), "no reason given.")
 
 
 def require_file(path: Path) -> None:
-    """Raises SourceError unless there is such a file."""
+    """Raise SourceError unless the file exists."""
     if not path.is_file():
         raise SourceError(f"{path} is not a file; expected an ONNX model.")
 
 
 def network_inputs(network: Any) -> tuple[TensorSpec, ...]:
-    """The inputs of a network, in order."""
+    """Return the inputs of a network, in order."""
     return tuple(_spec(network.get_input(index)) for index in range(network.num_inputs))
 
 
 def network_outputs(network: Any) -> tuple[TensorSpec, ...]:
-    """The outputs of a network, in order."""
+    """Return the outputs of a network, in order."""
     return tuple(_spec(network.get_output(index)) for index in range(network.num_outputs))
 
 
 def _spec(tensor: Any) -> TensorSpec:
-    """Dims by the names that profiles use: Optimum's `batch_size` is batch.
+    """Return the spec of a tensor, with the names of dims that profiles use (`batch`).
 
-    A dynamic dim without a name is -1; those of outputs have none.
+    A dynamic dim without a name is -1; dims of outputs have no names.
     """
     dtype = tensor.dtype.name
     sizes = [int(size) for size in tensor.shape] if len(tensor.shape) >= 0 else []

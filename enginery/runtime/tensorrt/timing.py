@@ -1,12 +1,12 @@
-"""The file of a timing cache: read before a build, written back after it. Classic TensorRT alone.
+"""Load and save the timing cache of a build, for classic TensorRT.
 
-    >>> cache = attach_timing_cache(config, options, messages)
-    >>> plan = builder.build_serialized_network(network, config)
-    >>> cache.save(config)
+    cache = attach_timing_cache(config, options, messages)
+    plan = builder.build_serialized_network(network, config)
+    cache.save(config)
 
-A cache belongs to one version of TensorRT and one kind of GPU. TensorRT says whether a file fits;
-one that does not is neither used nor changed. Several builds may share a file: each adds to what
-the others have written meanwhile, under a lock, and readers see a whole file at all times.
+A cache belongs to one version of TensorRT and one type of GPU. TensorRT checks whether a file
+matches; if not, the file is neither used nor changed. Several builds may share a file: under a
+lock, each merges its results with those of the others, and replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from enginery.core.artifact.staging import write_beside
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.options import BuildOptions
@@ -25,17 +25,17 @@ from enginery.runtime.tensorrt.options import BuildOptions
 
 @dataclass
 class TimingCache:
-    """The cache of one build, and the file that it grows; with no path, nothing is kept."""
+    """The timing cache of one build, and its file; without a path, it is not saved."""
 
     held: Any = None
-    """TensorRT's own object, which must live as long as the build."""
+    """TensorRT's object, which must live as long as the build."""
     path: Path | None = None
     content: bytes = b""
-    """What was in the file before the build."""
+    """Content of the file before the build."""
     warnings: list[str] = field(default_factory=list)
 
     def save(self, config: Any) -> None:
-        """Writes what the build has learnt, together with what others have since."""
+        """Write the timings of this build, merged with those that other builds have added."""
         if self.path is None:
             return
         learnt = config.get_timing_cache()
@@ -49,18 +49,18 @@ class TimingCache:
                         return
                 content = bytes(learnt.serialize())
                 if content != present:
-                    write_beside(self.path, content)
+                    write_atomically(self.path, content)
         except OSError as error:
-            # The engine is built; it must not be lost over this.
+            # The engine is built, so this is only a warning.
             self.warnings.append(f"the timing cache {self.path} was not written: {error.strerror}")
 
 
 def attach_timing_cache(config: Any, options: BuildOptions, messages: Messages) -> TimingCache:
-    """Gives a build the cache that its options name.
+    """Attach the timing cache in the options to a build.
 
     Raises:
-        OptionError: its file cannot be read.
-        ProviderError: it is fixed, and does not fit this TensorRT and GPU.
+        OptionError: the file cannot be read.
+        ProviderError: the cache is fixed, but does not match this TensorRT and GPU.
     """
     if not options.timing_cache:
         return TimingCache()
@@ -72,23 +72,23 @@ def attach_timing_cache(config: Any, options: BuildOptions, messages: Messages) 
     except OSError as error:
         raise OptionError(
             f"option 'timing_cache': {path} cannot be used: {error.strerror}.",
-            do="Name a file in a directory that can be written.",
+            do="Choose a file in a writable directory.",
         ) from error
     if options.timing_cache_fixed and not content:
-        raise OptionError(f"option 'timing_cache': {path} is fixed, and is missing or empty.")
-    if (cache := _fitting(config, content, messages)) is not None:
+        raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing or empty.")
+    if (cache := _load_matching(config, content, messages)) is not None:
         return TimingCache(cache, None if options.timing_cache_fixed else path, content)
     if options.timing_cache_fixed:
         raise ProviderError(
-            f"{_unfit(path)}.", do="Name one that was made here, or let a build make it."
+            f"{_unfit(path)}.", do="Pass one that was made on this machine, or let a build make it."
         )
     empty = config.create_timing_cache(b"")
     config.set_timing_cache(empty, ignore_mismatch=False)
     return TimingCache(empty, warnings=[_unfit(path)])
 
 
-def _fitting(config: Any, content: bytes, messages: Messages) -> Any:
-    """The cache of this content, if TensorRT takes it and says nothing against it, or None."""
+def _load_matching(config: Any, content: bytes, messages: Messages) -> Any:
+    """Return the cache with this content if TensorRT accepts it without errors, or None."""
     before = len(messages.errors())
     cache = config.create_timing_cache(content)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
@@ -102,6 +102,6 @@ def _lock(path: Path) -> FileLock:
 
 def _unfit(path: Path) -> str:
     return (
-        f"the timing cache {path} is of another TensorRT or GPU, or is none; "
+        f"the timing cache {path} is invalid or belongs to another TensorRT or GPU; "
         "it was neither used nor changed"
     )

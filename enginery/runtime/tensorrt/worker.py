@@ -1,9 +1,9 @@
 """The child process of `tensorrt.process`.
 
-Takes a request file; leaves a result file, and the plan in the file that the request names. What
-TensorRT says goes to standard output as it comes, so that a log has its last words if it crashes.
-
     $ python -m enginery.runtime.tensorrt.worker request.json result.json
+
+It writes the plan to the file in the request, and TensorRT's messages to standard output as they
+come, so that the log is complete even if TensorRT crashes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.shapes import Profile
-from enginery.core.subprocess import answer_parent
-from enginery.runtime.tensorrt.build import build_here
-from enginery.runtime.tensorrt.options import BuildOptions, flavor_named
-from enginery.runtime.tensorrt.parse import cover_here, parse_here
+from enginery.core.subprocess import worker_main
+from enginery.runtime.tensorrt.build import build_in_process
+from enginery.runtime.tensorrt.options import BuildOptions, get_flavor
+from enginery.runtime.tensorrt.parse import cover_in_process, parse_in_process
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Does what the request asks for."""
-    path, flavor = Path(request["path"]), flavor_named(request["flavor"])
+def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse, check coverage or build, as the request says."""
+    path, flavor = Path(request["path"]), get_flavor(request["flavor"])
     if request["action"] == "parse":
-        return asdict(parse_here(path, flavor=flavor, follow=[_write]))
+        return asdict(parse_in_process(path, flavor=flavor, follow=[_write]))
     if request["action"] == "cover":
-        return asdict(cover_here(path, flavor=flavor, follow=[_write]))
-    built = build_here(
+        return asdict(cover_in_process(path, flavor=flavor, follow=[_write]))
+    built = build_in_process(
         path,
         [Profile.parse(text) if text else Profile({}) for text in request["profiles"]],
         flavor=flavor,
@@ -39,7 +39,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         follow=[_write],
     )
     found = asdict(built)
-    del found["held"]  # bytes, and empty: the plan is in its file
+    del found["held"]  # empty bytes, which JSON cannot hold: the plan is in its file
     return found
 
 
@@ -48,4 +48,4 @@ def _write(level: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    answer_parent(answer, what="{path}: TensorRT")
+    worker_main(handle_request, description="{path}: TensorRT")

@@ -245,7 +245,7 @@ class ModelBackend:
 
     def validation_status(self) -> ValidationStatus:
         """Return the verdict of `enginery validate`; `none` if this content was not validated."""
-        if self.artifact.failed():
+        if self.artifact.failed_verdict():
             return "failed"
         verdict = self.artifact.manifest.verdict("validate")
         is_of_this = verdict and verdict.fields.get("artifact") == self.artifact.content_sha256()
@@ -349,7 +349,7 @@ class ModelBackend:
             # An engine accepts at most the batch size that its profile allows.
             rules = replace(
                 rules,
-                max_rows_for_length=lambda length: self.runner.most_rows(spec, (length,)) or 1,
+                max_rows_for_length=lambda length: self.runner.max_rows(spec, (length,)) or 1,
             )
         return rules
 

@@ -21,9 +21,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.model.feeds import Feeds, is_padding_mask
-from enginery.core.profile_choice import choose_profile
-from enginery.core.shapes import Profile, TensorSpec, canonical_dim
-from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
+from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile
+from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import ProviderSpec
@@ -86,7 +85,7 @@ def _find_unfit(
 ) -> ValidationCaseResult | None:
     feeds = case.make()
     try:
-        choose_profile(profiles, sizes_of(record.inputs, feeds))
+        choose_profile(profiles, dim_sizes(record.inputs, feeds))
     except ShapeError as error:
         shapes = {name: list(array.shape) for name, array in feeds.items()}
         reason = f"{OUTSIDE_PROFILES}{error.message}"
@@ -101,10 +100,10 @@ def _split_rows(
 ) -> list[ValidationCase]:
     """Split a case of real inputs into cases of as many rows as an engine accepts, at least one."""
     feeds = case.make()
-    sizes = sizes_of(record.inputs, feeds)
+    sizes = dim_sizes(record.inputs, feeds)
     count = len(next(iter(feeds.values())))
     others = {name: size for name, size in sizes.items() if name != _ROWS}
-    rows = count if fixed_batch(record) else most_rows(profiles, _ROWS, others) or 1
+    rows = count if fixed_batch(record) else max_rows(profiles, _ROWS, others) or 1
     parts = []
     for start in range(0, count, rows):
         end = min(start + rows, count)
@@ -128,7 +127,7 @@ def _take_rows(
             spec.name: feeds[spec.name][:, used] if columns in spec.dims else feeds[spec.name]
             for spec in record.inputs
         }
-    sizes = padded_sizes(profiles, sizes_of(record.inputs, feeds))
+    sizes = padded_sizes(profiles, dim_sizes(record.inputs, feeds))
     return {spec.name: _pad(feeds[spec.name], spec, sizes, columns) for spec in record.inputs}
 
 

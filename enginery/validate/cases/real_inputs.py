@@ -19,13 +19,14 @@ from enginery.core.datasets.images import list_images
 from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import Feeds
-from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.sample_inputs import (
+    SENTENCES,
     ImageFeeder,
     Text,
     TextFeeder,
     fixed_batch,
     pad_batch,
+    synthetic_images,
     takes_images,
     takes_real_inputs,
 )

@@ -124,9 +124,9 @@ def profiles_by_graph(
 
 
 def _largest_sizes(names: Sequence[str], limits: FeedLimits) -> dict[str, int]:
-    if limits.hard_limit is None:
+    if limits.position_limit is None:
         return {}
-    return {name: limits.hard_limit for name in names if name == "sequence"}
+    return {name: limits.position_limit for name in names if name == "sequence"}
 
 
 def _sizes(

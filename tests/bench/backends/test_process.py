@@ -99,7 +99,7 @@ def test_output_of_libraries_does_not_mix_with_the_answers():
         "import sys, os; from enginery.bench.backends import worker;"
         "worker.BenchmarkWorker.memory = lambda s, c: (print('noise'), os.system('echo more'),"
         " {'peak_rss_bytes': 1})[2];"
-        "worker.answer_requests(worker.BenchmarkWorker().answer)"
+        "worker.serve_requests(worker.BenchmarkWorker().answer)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code],

@@ -9,8 +9,8 @@ import sys
 import pytest
 from filelock import FileLock
 
-from enginery.core.artifact.artifact import Artifact, commit_artifact, refuse_foreign, staging
-from enginery.core.artifact.staging import remove_leftovers, write_beside
+from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
+from enginery.core.artifact.staging import remove_leftovers, write_atomically
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
@@ -41,7 +41,7 @@ def hidden(directory):
     return [path.name for path in directory.iterdir() if path.name.startswith(".tmp-")]
 
 
-def test_a_finished_artifact_opens_with_everything_it_says(tmp_path):
+def test_finished_artifact_opens_with_its_manifest(tmp_path):
     artifact = make(tmp_path / "minilm")
     assert (artifact.name, artifact.model) == ("minilm", tmp_path / "minilm" / "model.onnx")
     assert artifact.model.read_bytes() == b"graph"
@@ -84,7 +84,7 @@ def test_a_missing_file_is_named(tmp_path):
         Artifact.open(artifact.path)
 
 
-def test_verify_reads_what_the_remembered_hash_would_trust(tmp_path, monkeypatch):
+def test_verify_ignores_the_hash_cache(tmp_path, monkeypatch):
     artifact = make(tmp_path / "minilm")
     read = []
 
@@ -100,7 +100,7 @@ def test_verify_reads_what_the_remembered_hash_would_trust(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/etc/hostname", "link.txt"])
-def test_a_file_outside_the_artifact_is_refused(tmp_path, name):
+def test_a_file_outside_the_artifact_is_rejected(tmp_path, name):
     artifact = make(tmp_path / "minilm")
     outside = tmp_path / "outside.txt"
     outside.write_text("secret")
@@ -115,23 +115,23 @@ def _files(artifact):
     return json.loads((artifact.path / "manifest.json").read_text())["files"]
 
 
-def test_a_graph_without_a_hash_is_refused(tmp_path):
+def test_a_graph_without_a_hash_is_rejected(tmp_path):
     artifact = make(tmp_path / "minilm")
     files = _files(artifact)
     del files["model.onnx"]
     edit_manifest(artifact.path, files=files)
-    with pytest.raises(ArtifactError, match=r"model.onnx has no hash among the files"):
+    with pytest.raises(ArtifactError, match=r"records no sha256 of model\.onnx"):
         Artifact.open(artifact.path)
 
 
-def test_an_artifact_without_graphs_is_refused(tmp_path):
+def test_an_artifact_without_graphs_is_rejected(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, graphs=[])
-    with pytest.raises(ArtifactError, match="names no graph"):
+    with pytest.raises(ArtifactError, match="lists no graph"):
         Artifact.open(artifact.path)
 
 
-def test_what_is_not_an_artifact_says_why(tmp_path):
+def test_directory_that_is_not_an_artifact_is_an_error(tmp_path):
     with pytest.raises(ArtifactError, match=r"it does not exist\. Make one with: enginery export"):
         Artifact.open(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match=r"it has no manifest.json"):
@@ -156,7 +156,7 @@ def test_a_manifest_that_is_a_directory_is_named(tmp_path):
         Artifact.open(tmp_path)
 
 
-def test_a_manifest_of_a_newer_version_says_so(tmp_path):
+def test_manifest_of_a_newer_version_is_an_error(tmp_path):
     artifact = make(tmp_path / "minilm")
     edit_manifest(artifact.path, schema_version=3, novelty=True)
     with pytest.raises(ArtifactError, match=r"schema_version 3, expected 2: another version"):
@@ -182,7 +182,7 @@ def _file(out):
 
 
 @pytest.mark.parametrize("foreign", [_foreign_directory, _browser_extension, _file])
-def test_what_is_not_an_artifact_is_never_overwritten(tmp_path, foreign):
+def test_other_directories_are_never_overwritten(tmp_path, foreign):
     out = tmp_path / "out"
     foreign(out)
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_an_empty_directory_and_an_artifact_of_any_version_are_overwritten(tmp_p
     out.mkdir()
     artifact = make(out)
     edit_manifest(artifact.path, schema_version=99)
-    refuse_foreign(out)
+    check_overwritable(out)
     assert make(out, graph=b"newer").model.read_bytes() == b"newer"
     assert hidden(tmp_path) == []
 
@@ -219,7 +219,7 @@ def test_a_link_stays_a_link_and_its_directory_is_replaced(tmp_path):
 
 def test_a_parent_that_is_a_file_is_an_error_and_not_a_traceback(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ArtifactError, match=r"cannot be written: .*Name another --out"):
+    with pytest.raises(ArtifactError, match=r"cannot be written: .*Choose another --out"):
         make(tmp_path / "file" / "minilm")
 
 
@@ -254,7 +254,7 @@ def test_a_rename_that_fails_leaves_the_earlier_artifact(tmp_path, monkeypatch):
             raise OSError("no space")
         replace(source, target)
 
-    monkeypatch.setattr("enginery.core.artifact.staging._exchanged", lambda *_: False)
+    monkeypatch.setattr("enginery.core.artifact.staging._exchange", lambda *_: False)
     monkeypatch.setattr("enginery.core.artifact.staging.os.replace", fail_for_the_new_one)
     with pytest.raises(OSError, match="no space"), staging(tmp_path / "out") as directory:
         (directory / "marker").touch()
@@ -361,7 +361,7 @@ def test_a_copy_shares_no_small_file_with_its_source(tmp_path):
     copy = artifact.copy_to(tmp_path / "b")
     copy.annotate(verdict(passed=False), b"{}")
     (copy.path / "config.json").write_text("[]")
-    assert Artifact.open(artifact.path).failed() is None
+    assert Artifact.open(artifact.path).failed_verdict() is None
 
 
 def test_a_copy_works_where_links_do_not(tmp_path, monkeypatch):
@@ -381,12 +381,12 @@ def test_a_copy_leaves_out_what_a_killed_annotate_left(tmp_path):
 
 def test_a_verdict_is_replaced_by_a_newer_one_of_its_stage(tmp_path):
     artifact = make(tmp_path / "a").annotate(verdict(passed=False), b"first")
-    assert artifact.failed().summary == "passed: False"
+    assert artifact.failed_verdict().summary == "passed: False"
     artifact.annotate(verdict(stage="bench"), b"other")
     newest = artifact.annotate(verdict(), b"second")
     opened = Artifact.open(artifact.path)
     assert opened == newest
-    assert opened.failed() is None
+    assert opened.failed_verdict() is None
     assert [v.stage for v in opened.manifest.verdicts] == ["bench", "validate"]
     assert (artifact.path / "reports" / "validate.json").read_bytes() == b"second"
 
@@ -465,14 +465,14 @@ def test_a_store_that_cannot_be_written_is_an_error_that_says_what_to_do(tmp_pat
     assert Artifact.open(artifact.path) == artifact
 
 
-def test_write_beside_never_shows_a_part(tmp_path, monkeypatch):
+def test_write_atomically_never_shows_a_part(tmp_path, monkeypatch):
     file = tmp_path / "report.json"
-    write_beside(file, b"old")
+    write_atomically(file, b"old")
     seen = []
     monkeypatch.setattr(
         "enginery.core.artifact.staging.os.fsync", lambda _: seen.append(file.read_bytes())
     )
-    write_beside(file, b"new")
+    write_atomically(file, b"new")
     assert seen == [b"old"]
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
@@ -499,7 +499,7 @@ def test_a_changed_byte_of_any_file_is_named(tmp_path):
     Artifact.open(artifact.path, verify=True)
 
 
-def test_what_comes_behind_the_manifest_is_damage(tmp_path):
+def test_bytes_after_the_manifest_are_damage(tmp_path):
     artifact = make(tmp_path / "a")
     with (artifact.path / "manifest.json").open("a") as stream:
         stream.write(" ")
@@ -515,7 +515,7 @@ def test_a_report_that_is_gone_is_missed_when_everything_is_verified(tmp_path):
         Artifact.open(artifact.path, verify=True)
 
 
-def test_a_report_that_nobody_recorded_is_none_of_the_artifacts(tmp_path):
+def test_unrecorded_report_is_ignored(tmp_path):
     artifact = reported(tmp_path)
     (artifact.path / "reports/benchmark.json").write_text("{}")
     assert artifact.report("benchmark.json") is None
@@ -523,7 +523,7 @@ def test_a_report_that_nobody_recorded_is_none_of_the_artifacts(tmp_path):
 
 
 @pytest.mark.parametrize("report", ["../x.json", "/tmp/x.json", "x.json", "reports/../../x.json"])
-def test_a_verdict_whose_report_lies_elsewhere_is_refused(tmp_path, report):
+def test_verdict_with_a_report_outside_is_rejected(tmp_path, report):
     artifact = make(tmp_path / "a")
     found = {**verdict().model_dump(), "report": report}
     edit_manifest(artifact.path, verdicts=[found])
@@ -573,8 +573,8 @@ def test_annotate_that_is_killed_leaves_a_whole_artifact(tmp_path, monkeypatch, 
         with pytest.raises(KeyboardInterrupt):
             artifact.annotate(verdict(), b'{"passed": true}')
     opened = Artifact.open(artifact.path, verify=True)
-    assert opened.failed() == artifact.failed()
-    assert opened.annotate(verdict(), b"{}").failed() is None
+    assert opened.failed_verdict() == artifact.failed_verdict()
+    assert opened.annotate(verdict(), b"{}").failed_verdict() is None
 
 
 def test_opening_while_another_process_writes_reports_finds_no_damage(tmp_path):
@@ -608,7 +608,7 @@ def test_external_data_are_copied_and_can_be_read_by_everybody(tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.onnx"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
+def test_named_pipe_in_an_artifact_is_an_error_and_does_not_block(tmp_path, name, kind):
     path = make(tmp_path / "a").path / name
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
@@ -616,41 +616,41 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(tmp_path, name, kind):
         Artifact.open(tmp_path / "a")
 
 
-def test_a_nested_manifest_is_nobodys_to_overwrite(tmp_path):
+def test_directory_with_a_nested_manifest_is_not_overwritten(tmp_path):
     out = tmp_path / "artifact"
     out.mkdir()
     (out / "manifest.json").write_text("[" * 200_000)
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
-        refuse_foreign(out)
+        check_overwritable(out)
 
 
-def test_a_nested_listing_vouches_for_no_card(tmp_path):
+def test_card_with_an_invalid_listing_is_not_overwritten(tmp_path):
     out = make(tmp_path / "artifact").path
     (out / "reports").mkdir(exist_ok=True)
     (out / "reports" / "publication.json").write_text("[" * 200_000)
     (out / "README.md").write_text("mine")
-    with pytest.raises(ArtifactError, match=r"files that are not its own .*README\.md"):
-        refuse_foreign(out)
+    with pytest.raises(ArtifactError, match=r"files that do not belong to it .*README\.md"):
+        check_overwritable(out)
 
 
 def test_a_manifest_that_lists_no_files_is_no_artifacts(tmp_path):
     out = make(tmp_path / "artifact").path
     edit_manifest(out, files=None)
     with pytest.raises(ArtifactError, match="not an enginery artifact"):
-        refuse_foreign(out)
+        check_overwritable(out)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "1_Pooling/config.json"])
-def test_settings_that_the_manifest_does_not_list_are_refused(tmp_path, name):
+def test_unlisted_settings_are_rejected(tmp_path, name):
     artifact = make(tmp_path / "a")
     path = artifact.path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
-    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+    with pytest.raises(ArtifactError, match=rf"{name} is not listed in manifest\.json"):
         Artifact.open(artifact.path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(ArtifactError, match=rf"{name} is not among the files of manifest\.json"):
+    with pytest.raises(ArtifactError, match=rf"{name} is not listed in manifest\.json"):
         Artifact.open(artifact.path)
     path.unlink()
     (artifact.path / "notes.md").write_text("mine")

@@ -57,7 +57,7 @@ def test_option_fields_are_text():
     }
 
 
-def test_tool_versions_say_none_for_what_is_absent():
+def test_tool_versions_are_none_for_missing_packages():
     found = tool_versions(["pydantic", "no-such-distribution"])
     assert found["no-such-distribution"] == "none"
     assert found["pydantic"][0].isdigit()
@@ -169,9 +169,9 @@ def test_a_read_only_hash_table_is_still_read(tmp_path, home, monkeypatch):
 
 def test_hash_table_takes_inodes_of_64_bits(home):
     stat = f"5 {2**64 - 1} 1 1"
-    module._remember("/model.onnx", stat, "d" * 64)
-    assert module._remembered("/model.onnx", stat) == "d" * 64
-    assert module._remembered("/model.onnx", f"5 {2**64 - 2} 1 1") is None
+    module._cache_hash("/model.onnx", stat, "d" * 64)
+    assert module._cached_hash("/model.onnx", stat) == "d" * 64
+    assert module._cached_hash("/model.onnx", f"5 {2**64 - 2} 1 1") is None
 
 
 def test_combined_hash_depends_on_names_and_contents_not_on_order():

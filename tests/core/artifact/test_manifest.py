@@ -26,7 +26,7 @@ def test_manifest_is_never_changed_in_place():
 @pytest.mark.parametrize(
     "change", [{"schema_version": 3}, {"surprise": 1}, {"task": None}, {"graphs": [{"file": "a"}]}]
 )
-def test_manifest_refuses_what_it_does_not_know(change):
+def test_manifest_rejects_unknown_members(change):
     raw = json.loads(manifest().model_dump_json())
     with pytest.raises(ValidationError):
         Manifest.model_validate({**raw, **change})
@@ -52,7 +52,7 @@ def test_verdict_is_the_newest_of_its_stage():
         ({"dtype": "float32\n"}, "no control character"),
     ],
 )
-def test_dims_and_names_that_no_graph_has_are_refused(change, said):
+def test_impossible_dims_and_names_are_rejected(change, said):
     raw = json.loads(manifest().model_dump_json())
     raw["graphs"][0]["inputs"][0].update(change)
     with pytest.raises(ValidationError, match=said):

@@ -68,7 +68,7 @@ ALL = (VALIDATION, QUANTIZATION, BUILD, BENCHMARK)
 
 
 @pytest.mark.parametrize("report", ALL, ids=lambda report: report.FILE)
-def test_what_is_written_is_read(report, tmp_path):
+def test_written_report_is_read_back(report, tmp_path):
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports" / report.FILE).write_bytes(report.to_json())
     found = type(report).below(tmp_path)
@@ -139,7 +139,7 @@ def test_wrong_type_names_file_key_found_and_expected(report, change, said, tmp_
     ],
     ids=lambda content: content[:12].decode(errors="replace"),
 )
-def test_what_is_no_report_is_an_error(content, tmp_path):
+def test_invalid_report_is_an_error(content, tmp_path):
     file = tmp_path / "report.json"
     file.write_bytes(content)
     for kind in (ValidationReport, QuantizationReport, BuildReport, BenchResult):

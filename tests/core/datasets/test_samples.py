@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from enginery.core.datasets import samples
-from enginery.core.datasets.images import list_images, spread
+from enginery.core.datasets.images import list_images, take_evenly
 from enginery.core.datasets.samples import read_arrays, read_text_rows, read_texts
 from enginery.core.errors import InputError
 
@@ -62,7 +62,7 @@ def test_text_file_is_one_input_a_line_whatever_the_column(tmp_path):
 def test_rows_are_spread_evenly_over_the_file(tmp_path):
     path = written(tmp_path / "a.txt", "\n".join(map(str, range(100))))
     assert read_texts(path, "", rows=4) == ["0", "25", "50", "75"]
-    assert spread([1, 2], 5) == [1, 2]
+    assert take_evenly([1, 2], 5) == [1, 2]
 
 
 def test_nulls_and_blanks_do_not_count(tmp_path):
@@ -107,15 +107,15 @@ def test_empty_file_is_named(tmp_path, name):
         read_texts(written(tmp_path / name, ""), "text", rows=9)
 
 
-def test_header_without_rows_says_so(tmp_path):
-    with pytest.raises(InputError, match=r"column 'text' holds no text \(found no rows\)"):
+def test_header_without_rows_is_an_error(tmp_path):
+    with pytest.raises(InputError, match=r"column 'text' has no text \(found no rows\)"):
         read_texts(written(tmp_path / "a.csv", "id,text\n"), "text", rows=9)
 
 
-def test_column_of_numbers_says_what_it_holds(tmp_path):
-    with pytest.raises(InputError, match=r"column 'id' holds no text \(found int\)"):
+def test_column_of_numbers_is_an_error_with_the_found_type(tmp_path):
+    with pytest.raises(InputError, match=r"column 'id' has no text \(found int\)"):
         read_texts(written(tmp_path / "a.jsonl", JSONL), "id", rows=9)
-    with pytest.raises(InputError, match="found nothing but empty values"):
+    with pytest.raises(InputError, match="found only empty values"):
         read_texts(written(tmp_path / "b.jsonl", '{"text": null}\n'), "text", rows=9)
 
 
@@ -137,22 +137,22 @@ def test_damaged_file_is_an_error_in_one_line(tmp_path, name, content):
 
 
 def test_unknown_kind_of_file_is_not_taken_for_lines(tmp_path):
-    with pytest.raises(InputError, match=r"found a \.json file.*one JSON object a line"):
+    with pytest.raises(InputError, match=r"found a \.json file.*one JSON object per line"):
         read_texts(written(tmp_path / "a.json", "[]"), "text", rows=9)
     with pytest.raises(InputError, match=r"found a \.xlsx file"):
         read_texts(written(tmp_path / "a.xlsx", "PK"), "text", rows=9)
 
 
-def test_what_is_not_there_or_of_the_wrong_kind(tmp_path):
-    with pytest.raises(InputError, match="nothing of that name"):
+def test_missing_file_or_wrong_type_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="no such file or folder"):
         read_texts(tmp_path / "none.csv", "text", rows=9)
     with pytest.raises(InputError, match="is a folder or an image"):
         read_texts(tmp_path, "text", rows=9)
-    with pytest.raises(InputError, match="nothing of that name"):
+    with pytest.raises(InputError, match="no such file or folder"):
         list_images(tmp_path / "none", rows=9)
     with pytest.raises(InputError, match="it is a file"):
         list_images(written(tmp_path / "a.csv", CSV), rows=9)
-    with pytest.raises(InputError, match="no images in it"):
+    with pytest.raises(InputError, match="has no images"):
         list_images(tmp_path, rows=9)
 
 
@@ -166,7 +166,7 @@ def test_images_are_found_below_the_folder_and_hidden_files_left(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
-def test_labels_stand_beside_their_texts(tmp_path, kind):
+def test_labels_belong_to_their_texts(tmp_path, kind):
     rows = [
         {"label": "good", "text": "x"},
         {"label": "none", "text": " "},
@@ -265,9 +265,12 @@ def test_one_array_is_the_one_input(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": np.ones(2)}, "holds a; the graph takes a, b"),
+        ({"a": np.ones(2)}, "has the arrays a; expected the graph.s inputs a, b"),
         ({"a": np.ones(2), "b": np.ones(3)}, r"shape a \(2,\), b \(3,\); expected the same number"),
-        ({"a": np.ones(()), "b": np.ones(())}, "expected the same number of rows, one or more"),
+        (
+            {"a": np.ones(()), "b": np.ones(())},
+            "the same number of rows in each, at least one",
+        ),
         ({"a": np.array([{}]), "b": np.ones(1)}, "cannot be read: Object arrays cannot be loaded"),
     ],
     ids=["names", "rows", "no rows", "objects"],
@@ -279,7 +282,7 @@ def test_arrays_that_cannot_be_used_say_why(tmp_path, arrays, message):
 
 
 def test_files_that_are_no_arrays_are_errors(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="nothing of that name"):
+    with pytest.raises(InputError, match="no such file or folder"):
         read_arrays(tmp_path / "x.npz", ["a"], rows=2)
     for name in ("x.npz", "x.npy"):
         with pytest.raises(InputError, match="cannot be read"):

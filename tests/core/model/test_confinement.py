@@ -47,7 +47,7 @@ def place(tmp_path):
 
 
 def run(place, code, *more):
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(place / "tmp")}
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(place / "model"), str(place / "out"), code, *more],
@@ -116,18 +116,18 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_what_no_model_has_a_use_for_is_stopped(place, case):
+def test_actions_that_no_model_needs_are_blocked(place, case):
     import re
 
     code, said = STOPPED[case]
     found = run(place, code)
-    assert re.search(f"the model tried {said}.*it was stopped", found), found
+    assert re.search(f"the model tried {said}.*this was blocked", found), found
     assert (place / "home/secret.txt").read_text() == "secret"
     assert [path.name for path in (place / "home").iterdir()] == ["secret.txt"]
 
 
 @pytest.mark.parametrize("case", ["process", "write", "import from a path", "pickle"])
-def test_what_was_stopped_is_an_error_even_if_the_model_hides_it(place, case):
+def test_blocked_action_is_an_error_even_if_the_model_hides_it(place, case):
     assert run(place, STOPPED[case][0], "hide").startswith("the model tried")
 
 
@@ -171,7 +171,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_what_loading_and_tracing_do_is_not_stopped(place, case):
+def test_loading_and_tracing_are_not_blocked(place, case):
     assert run(place, HARMLESS[case]) == "done"
 
 
@@ -192,7 +192,7 @@ def test_a_virtual_environment_in_the_models_directory_is_no_code_of_the_model(p
             str(place / "out"),
             "import installed",
         ],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,
@@ -205,7 +205,7 @@ def test_outside_of_the_block_nothing_is_stopped(place):
     program = PROGRAM + "\nprint(subprocess.run(['echo', 'free']).returncode)"
     found = subprocess.run(
         [sys.executable, "-c", program, str(place / "model"), str(place / "out"), code],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True,
         text=True,
         check=True,

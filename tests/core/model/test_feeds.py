@@ -71,7 +71,7 @@ def test_ragged_rows_are_padded_on_the_left_where_the_graph_decodes():
     ]
 
 
-def test_past_is_padded_on_the_left_and_positions_go_on_from_what_is_left():
+def test_past_is_padded_on_the_left_and_positions_continue():
     sizes = {"batch": 2, "sequence": 3, "past_sequence": 5}
     feeds = made(IDS, PAST, PAST_MASK, POSITIONS, sizes=sizes, ragged=True)
     assert feeds["attention_mask"].tolist() == [[1] * 8, [0] * 4 + [1] * 4]
@@ -106,7 +106,7 @@ def test_boxes_have_their_corners_in_order():
 def test_dim_without_a_size_and_type_that_cannot_be_made_are_errors():
     with pytest.raises(ShapeError, match="'sequence' has no size"):
         made(IDS, sizes={"batch": 1})
-    with pytest.raises(ShapeError, match="type string cannot be made up"):
+    with pytest.raises(ShapeError, match="cannot generate inputs of type string"):
         made(TensorSpec("text", "string", ("batch",)))
 
 
@@ -121,12 +121,12 @@ def test_limits_are_read_from_the_config():
         }
     )
     assert (limits.vocab_size, limits.pad_token_id, limits.special_ids) == (30, 1, (2, 3))
-    assert limits.max_positions == limits.hard_limit == 40
+    assert limits.max_positions == limits.position_limit == 40
 
 
 def test_positions_behind_the_padding_id_are_not_counted():
     config = {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}
-    assert limits_of(config).hard_limit == 512
+    assert limits_of(config).position_limit == 512
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_positions_behind_the_padding_id_are_not_counted():
     ],
 )
 def test_models_without_absolute_positions_have_no_hard_limit(config):
-    assert limits_of(config).hard_limit is None
+    assert limits_of(config).position_limit is None
 
 
 def test_audio_is_long_enough_for_eight_frames():
@@ -162,7 +162,7 @@ def test_image_sizes_are_read_from_the_vision_part_too():
 
 
 @pytest.mark.parametrize("dim", [10**12, 2**31 - 1])
-def test_more_elements_than_a_run_may_have_are_refused_before_they_are_made(dim):
+def test_too_many_elements_are_rejected_before_allocation(dim):
     with pytest.raises(
         ShapeError, match=r"mask: int64 \(batch, \d+\): the inputs have .* expected"
     ):
@@ -184,5 +184,5 @@ def test_more_elements_than_a_run_may_have_are_refused_before_they_are_made(dim)
     ids=str,
 )
 def test_an_input_that_its_name_or_dtype_does_not_fit_is_an_error_in_words(spec):
-    with pytest.raises(ShapeError, match="inputs cannot be made up for"):
+    with pytest.raises(ShapeError, match="cannot generate inputs for"):
         made(spec)

@@ -107,7 +107,7 @@ def written(directory, kind, document):
         (PreprocessorConfig, {"rescale_factor": math.inf}, "rescale_factor is inf, expected"),
     ],
 )
-def test_what_does_not_fit_names_file_key_found_and_expected(tmp_path, kind, document, message):
+def test_invalid_value_names_file_key_found_and_expected(tmp_path, kind, document, message):
     written(tmp_path, kind, document)
     with pytest.raises(ArtifactError) as error:
         kind.read(tmp_path)
@@ -153,7 +153,7 @@ def test_real_notations_are_read():
         assert found.size.sides(1) == (224, 224)
 
 
-def test_what_only_the_text_or_image_part_says_is_merged():
+def test_keys_of_the_text_or_vision_part_are_merged():
     config = ModelConfig.model_validate(
         {
             "vision_config": {"image_size": 32, "hidden_size": 8},
@@ -202,7 +202,7 @@ def test_values_that_pass_make_inputs():
         PoolingConfig,
     ],
 )
-def test_every_key_with_every_wrong_value_is_read_or_refused(tmp_path, kind):
+def test_every_key_with_every_wrong_value_is_read_or_rejected(tmp_path, kind):
     refused = 0
     for key in kind.model_fields:
         for value in WRONG:
@@ -228,7 +228,7 @@ def test_every_key_with_every_wrong_value_is_read_or_refused(tmp_path, kind):
         b"",
     ],
 )
-def test_what_is_no_json_object_is_refused(tmp_path, content):
+def test_file_without_a_json_object_is_rejected(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ArtifactError, match=r"config\.json"):
         ModelConfig.read(tmp_path)
@@ -237,7 +237,7 @@ def test_what_is_no_json_object_is_refused(tmp_path, content):
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ({}, "holds a dict, expected a list of modules"),
+        ({}, "contains a dict, expected a list of modules"),
         ([3], "0 is 3, expected an object"),
         ([{"type": 5}], "0.type is 5, expected a string"),
         ([{"type": "a.Pooling", "path": "../other"}], "leads outside the model's directory"),

@@ -83,7 +83,7 @@ REFUSED = {
     ),
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "evil/base"}},
-        "an adapter of another one, 'evil/base'",
+        "an adapter of another model, 'evil/base'",
     ),
     "modules": (
         {"modules.json": [{"idx": 0, "path": "", "type": "custom_st.Transformer"}]},
@@ -122,7 +122,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_only_the_user_may_grant_is_refused_by_file_and_key(model, case):
+def test_untrusted_settings_are_rejected_with_file_and_key(model, case):
     files, said = REFUSED[case]
     directory = model(files)
     with pytest.raises(UntrustedModelError, match=said):
@@ -157,11 +157,11 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_what_real_models_have_is_no_alarm(model, case):
+def test_settings_of_real_models_pass(model, case):
     screen(model(HARMLESS[case]))
 
 
-def test_a_side_file_that_is_a_link_to_elsewhere_is_refused(model, tmp_path):
+def test_side_file_that_links_out_is_rejected(model, tmp_path):
     directory = model({})
     (tmp_path / "secret.txt").write_text("secret")
     (directory / "vocab.txt").symlink_to(tmp_path / "secret.txt")
@@ -169,7 +169,7 @@ def test_a_side_file_that_is_a_link_to_elsewhere_is_refused(model, tmp_path):
         screen(directory)
 
 
-def test_a_folder_that_is_a_link_to_elsewhere_is_refused(model, tmp_path):
+def test_folder_that_links_out_is_rejected(model, tmp_path):
     directory = model({})
     (tmp_path / "other").mkdir()
     (directory / "1_Pooling").symlink_to(tmp_path / "other")
@@ -213,7 +213,7 @@ def test_a_configuration_that_is_no_json_is_named(model, content):
         screen(directory)
 
 
-def test_what_is_no_file_is_refused_before_a_loader_waits_for_it(model):
+def test_named_pipe_is_rejected_before_a_loader_blocks(model):
     directory = model({})
     os.mkfifo(directory / "vocab.txt")
     with pytest.raises(UntrustedModelError, match=r"vocab\.txt is a named pipe"):
@@ -224,7 +224,7 @@ def test_what_is_no_file_is_refused_before_a_loader_waits_for_it(model):
         screen(directory)
 
 
-def test_a_configuration_that_is_too_large_to_be_screened_is_refused(model):
+def test_a_configuration_that_is_too_large_to_be_screened_is_rejected(model):
     directory = model({"part/config.json": NESTED})
     with (directory / "part" / "config.json").open("r+b") as stream:
         stream.truncate(2**26 + 1)
@@ -250,7 +250,7 @@ def test_long_keys_above_many_elements_are_not_repeated_for_each(model):
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "chat_template.jinja", "config.4.0.0.json"])
-def test_a_link_to_itself_is_refused(model, name):
+def test_link_to_itself_is_rejected(model, name):
     directory = model({})
     (directory / name).symlink_to(name)
     with pytest.raises(UntrustedModelError, match="is a link"):

@@ -93,7 +93,7 @@ def test_a_directory_without_config_is_no_model(tmp_path):
         resolve_source(str(tmp_path))
 
 
-def test_a_directory_without_weights_says_so(tmp_path):
+def test_directory_without_weights_is_an_error(tmp_path):
     path = model_directory(tmp_path / "minilm")
     (path / "model.safetensors").unlink()
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_a_directory_without_weights_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("beside", [(), ("decoy.safetensors", "model.pt")])
-def test_pickled_weights_are_refused_unless_allowed(tmp_path, beside):
+def test_pickled_weights_are_rejected_unless_allowed(tmp_path, beside):
     path = model_directory(tmp_path / "minilm", weights="pytorch_model.bin")
     for name in beside:
         (path / name).write_bytes(b"")
@@ -164,17 +164,17 @@ def test_weights_that_the_configuration_names_are_those(tmp_path):
 @pytest.mark.parametrize(
     ("shards", "said"),
     [
-        ({"x": "../other.safetensors"}, "expected the name of a file beside it"),
-        ({"x": "/etc/passwd"}, "expected the name of a file beside it"),
-        ({"x": 3}, "expected the name of a file beside it"),
-        ({"x": "missing.safetensors"}, "names missing.safetensors, which is not there"),
-        ({"x": "pytorch_model.bin"}, "of another format"),
+        ({"x": "../other.safetensors"}, "expected the name of a file in the same"),
+        ({"x": "/etc/passwd"}, "expected the name of a file in the same"),
+        ({"x": 3}, "expected the name of a file in the same"),
+        ({"x": "missing.safetensors"}, "names missing.safetensors, which is missing"),
+        ({"x": "pytorch_model.bin"}, "which has another format"),
         ([], "weight_map is list"),
         ({}, "weight_map is dict"),
         (None, "weight_map is NoneType"),
     ],
 )
-def test_an_index_that_names_no_shards_beside_it_is_refused(tmp_path, shards, said):
+def test_an_index_that_names_no_shards_beside_it_is_rejected(tmp_path, shards, said):
     path = sharded(model_directory(tmp_path / "minilm", weights="pytorch_model.bin"), shards)
     with pytest.raises(SourceError, match=said):
         resolve_source(str(path), allow_pickle=True)
@@ -205,7 +205,7 @@ def test_the_first_of_several_models_in_a_package_is_always_the_same(tmp_path, m
 
 
 @pytest.mark.parametrize("name", ["no_such_package", "json.no_such", "", ".", "os", "a b"])
-def test_a_package_that_is_not_there_says_how_to_install_it(name):
+def test_missing_package_gives_the_install_command(name):
     with pytest.raises(
         SourceError, match=r"is not installed\. Install it with: pip install"
     ) as caught:
@@ -213,8 +213,8 @@ def test_a_package_that_is_not_there_says_how_to_install_it(name):
     assert f"package:{name}" in str(caught.value)
 
 
-def test_a_package_without_a_model_says_so():
-    with pytest.raises(SourceError, match=r"holds no config\.json"):
+def test_package_without_a_model_is_an_error():
+    with pytest.raises(SourceError, match=r"has no config\.json"):
         resolve_source("package:json")
 
 
@@ -223,7 +223,7 @@ def test_an_onnx_file_is_a_source(tmp_path):
     source = resolve_source(str(path))
     assert (source.record.kind, source.record.id, source.name) == ("onnx", str(path), "model")
     assert list(source.record.files) == ["model.onnx"]
-    with pytest.raises(SourceError, match=r"missing\.onnx': there is no such file"):
+    with pytest.raises(SourceError, match=r"missing\.onnx': no such file"):
         resolve_source(str(tmp_path / "missing.onnx"))
 
 
@@ -243,14 +243,12 @@ def _each(values):
 @pytest.mark.parametrize(
     "model", ["", "a/b/c", "/no/such/directory", "-x", "org/name with spaces", "~no_such_user/x"]
 )
-def test_what_names_no_model_says_what_does(model):
-    with pytest.raises(
-        SourceError, match=rf"model '{model}': (expected a Hub id|there is no such)"
-    ):
+def test_invalid_model_name_lists_valid_kinds(model):
+    with pytest.raises(SourceError, match=rf"model '{model}': (expected a Hub id|no such)"):
         resolve_source(model)
 
 
-def test_a_file_that_is_no_onnx_file_is_refused(tmp_path):
+def test_file_that_is_not_onnx_is_rejected(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(SourceError, match="expected a Hub id"):
         resolve_source(str(tmp_path / "model.bin"))
@@ -269,7 +267,7 @@ def test_a_source_that_changed_since_the_export_names_the_files(tmp_path):
         resolve_record(record)
 
 
-def test_a_pickled_source_that_was_allowed_once_is_allowed_anew_or_not_at_all(tmp_path):
+def test_pickled_source_must_be_allowed_each_time(tmp_path):
     path = model_directory(tmp_path / "minilm", weights="pytorch_model.bin")
     record = resolve_source(str(path), allow_pickle=True).record
     with pytest.raises(SourceError, match="--allow-pickle"):
@@ -334,7 +332,7 @@ def test_a_hub_revision_is_named_in_either_way(hub, model, options):
     assert (found["id"], found["revision"]) == ("org/name", COMMIT)
 
 
-def test_a_hub_model_with_pickled_weights_is_refused_before_the_download(hub):
+def test_a_hub_model_with_pickled_weights_is_rejected_before_the_download(hub):
     hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
     found = resolve("org/name")
     assert found["error"] == "SourceError"
@@ -346,18 +344,20 @@ def test_a_hub_model_with_pickled_weights_is_refused_before_the_download(hub):
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
-        ((404, "RepoNotFound"), "there is no such model, or it is private"),
-        ((401, "RepoNotFound"), "there is no such model, or it is private"),
+        ((404, "RepoNotFound"), "the model does not exist or is private"),
+        ((401, "RepoNotFound"), "the model does not exist or is private"),
         ((404, "RevisionNotFound"), "the model has no such revision"),
-        ((403, "GatedRepo"), "its authors grant access on request, and this account has none"),
+        ((403, "GatedRepo"), "it is gated, and this account has no access"),
         ((500, ""), "500 Server Error"),
     ],
 )
-def test_the_hubs_refusal_is_said_in_words_without_the_token(hub, refusal, reason):
+def test_hub_errors_are_described_without_the_token(hub, refusal, reason):
     hub.refusal = refusal
     found = resolve("org/name")
     assert found["error"] == "SourceError"
-    assert found["message"].startswith("model 'org/name' at revision 'main' cannot be had from the")
+    assert found["message"].startswith(
+        "model 'org/name' at revision 'main' cannot be downloaded from the"
+    )
     assert reason in found["message"]
     assert "HF_TOKEN" in found["message"]
 
@@ -370,7 +370,7 @@ def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_er
     assert resolve("org/name") == first
     assert resolve("org/name", revision=COMMIT) == first
     for model in ("org/name@v1", "org/other"):
-        assert "cannot be had from the Hub" in resolve(model)["message"]
+        assert "cannot be downloaded from the Hub" in resolve(model)["message"]
 
 
 def test_downloads_go_where_cache_dir_says(hub, tmp_path):

@@ -88,16 +88,16 @@ def test_force_builds_again():
     store, said = Store(), Said()
     obtain(store)
     assert obtain(store, force=True, progress=said)[1]
-    assert said.messages == ["export: building anew, as asked (--force)"]
+    assert said.messages == ["export: rebuilding (--force)"]
 
 
-def test_a_miss_says_which_field_changed():
+def test_miss_reports_the_changed_field():
     store, said = Store(), Said()
     obtain(store, OTHER, progress=said)
     obtain(store, FINGERPRINT, progress=said)
     assert said.messages == [
         "export: building, not in the store yet",
-        "export: building anew: opset: 17 → 20",
+        "export: rebuilding: opset: 17 → 20",
     ]
 
 
@@ -108,10 +108,10 @@ def test_a_miss_is_explained_by_the_nearest_of_several_and_never_by_another_mode
     for fingerprint in (OTHER, far, foreign):
         obtain(store, fingerprint)
     obtain(store, progress=said)
-    assert said.messages == ["export: building anew: opset: 17 → 20"]
+    assert said.messages == ["export: rebuilding: opset: 17 → 20"]
 
 
-def test_a_later_stage_is_explained_by_its_own_source_or_one_change():
+def test_miss_of_a_later_stage_compares_with_the_same_source_or_one_change():
     store, said = Store(), Said()
     fields = {"artifact": "a" * 64, "profiles": "batch=1", "flavor": "x"}
     for changes in (
@@ -123,8 +123,8 @@ def test_a_later_stage_is_explained_by_its_own_source_or_one_change():
         obtain(store, Fingerprint("build", {**fields, **changes}), progress=said)
     assert said.messages == [
         "build: building, not in the store yet",
-        "build: building anew: profiles: batch=1 → batch=2; flavor: x → y",
-        f"build: building anew: artifact: {'a' * 12} → {'b' * 12}",
+        "build: rebuilding: profiles: batch=1 → batch=2; flavor: x → y",
+        f"build: rebuilding: artifact: {'a' * 12} → {'b' * 12}",
         "build: building, not in the store yet",
     ]
 
@@ -157,7 +157,7 @@ def test_a_damaged_artifact_is_built_again(damage):
     assert store.find(ARTIFACTS, FINGERPRINT, "minilm") is None
     artifact, built = obtain(store, progress=said)
     assert built
-    assert said.messages == [f"export: building anew: {path.name} is damaged"]
+    assert said.messages == [f"export: rebuilding: {path.name} is damaged"]
     assert Artifact.open(artifact.path, verify=True)
 
 
@@ -187,7 +187,7 @@ def test_two_processes_that_ask_at_once_build_once(tmp_path):
     assert done == ["False", "True"]
 
 
-def test_who_waits_for_a_builder_says_so_and_takes_what_it_made(tmp_path):
+def test_waiting_process_reports_it_and_uses_the_result(tmp_path):
     log = tmp_path / "builds"
     with start(BUILD, log, "hang") as builder, start(BUILD, log, "wait") as other:
         while builder.stdout.readline() != "building\n":
@@ -270,7 +270,7 @@ def test_prune_removes_damaged_artifacts_whatever_the_size():
     assert [entry.path for entry in store.entries()] == [good]
 
 
-def test_prune_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path):
+def test_prune_removes_only_leftovers_of_dead_processes(tmp_path):
     store, log = Store(), tmp_path / "builds"
     with start(BUILD, log, "hang") as child:
         while child.stdout.readline() != "building\n":
@@ -282,7 +282,7 @@ def test_prune_removes_what_the_dead_left_and_nothing_of_the_living(tmp_path):
     assert leftovers(store) == []
 
 
-def test_prune_leaves_what_another_process_is_building_anew(tmp_path):
+def test_prune_keeps_entries_that_another_process_builds(tmp_path):
     store, log = Store(), tmp_path / "builds"
     damaged = obtain(store)[0]
     damaged.model.unlink()
@@ -321,7 +321,7 @@ def obtain_engine(store, fingerprint=ENGINE, **options):
     )
 
 
-def test_an_engine_is_kept_by_its_fingerprint_beside_the_artifacts(home):
+def test_engines_are_stored_by_fingerprint(home):
     store = Store()
     made, built = obtain_engine(store)
     assert built
@@ -353,8 +353,8 @@ def test_a_missed_engine_is_explained_by_one_of_its_graph_or_one_other_field():
     foreign = Fingerprint("tensorrt-rtx", {"graph": "c" * 64, "profiles": "rows=4"})
     obtain_engine(store, foreign, progress=said)
     assert said.messages == [
-        "tensorrt-rtx: building anew: profiles: batch=1 → batch=8",
-        f"tensorrt-rtx: building anew: graph: {'a' * 12} → {'b' * 12}",
+        "tensorrt-rtx: rebuilding: profiles: batch=1 → batch=8",
+        f"tensorrt-rtx: rebuilding: graph: {'a' * 12} → {'b' * 12}",
         "tensorrt-rtx: building, not in the store yet",
     ]
 
@@ -394,7 +394,7 @@ def test_files_that_an_artifact_and_an_engine_share_count_once():
     assert len(store.prune(max_size_bytes=size_bytes - own - 1)) == 2
 
 
-def test_prune_removes_damaged_engines_and_what_the_dead_left_of_them():
+def test_prune_removes_damaged_engines_and_their_leftovers():
     store = Store()
     made = obtain_engine(store)[0]
     made.plan.write_bytes(PLAN[::-1])
@@ -427,7 +427,7 @@ def test_a_store_that_may_only_be_read_still_serves(monkeypatch):
     assert store.find(ARTIFACTS, FINGERPRINT, "minilm") == artifact
 
 
-def test_a_corrupt_hash_table_stops_neither_building_nor_finding(home):
+def test_corrupt_hash_cache_is_ignored(home):
     home.mkdir()
     (home / "hashes.sqlite").write_bytes(b"not a database" * 1000)
     store = Store()

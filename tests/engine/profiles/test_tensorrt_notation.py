@@ -165,7 +165,7 @@ def test_a_dim_has_a_size_in_all_three():
         (
             "0x8",
             "2x8",
-            "min, opt and max shapes give batch 0:2:8: found the size 0, expected a "
+            "min, opt and max shapes give batch 0:2:8: found size 0, expected a "
             "whole number from 1 to 2147483647.",
         ),
         (

@@ -11,7 +11,7 @@ import pytest
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, OptionError, RegistryError
-from enginery.core.json_file import SEAL, sealed_bytes
+from enginery.core.json_file import CHECKSUM_KEY, append_checksum
 from enginery.publish.config import PublishConfig
 from enginery.publish.publication import LISTING, Publication
 from enginery.publish.stage import pull, run
@@ -262,8 +262,8 @@ def test_listing_with_an_outside_path_writes_nothing_there(artifact, registry, t
     listing = registry / "m/1" / LISTING
     said = json.loads(listing.read_text())
     said["files"][name] = said["files"]["model.onnx"]
-    del said[SEAL]
-    listing.write_bytes(sealed_bytes(json.dumps(said, indent=2)))
+    del said[CHECKSUM_KEY]
+    listing.write_bytes(append_checksum(json.dumps(said, indent=2)))
     home = tmp_path / "home"
     home.mkdir()
     (home / "victim").write_text("precious")

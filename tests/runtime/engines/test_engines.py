@@ -12,7 +12,7 @@ from enginery.core.errors import ArtifactError, EngineryError, ProviderError, Sh
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.runtime.engines import compatibility as engine_fit
 from enginery.runtime.engines import selection as engines
-from enginery.runtime.engines.profiles import most_rows, padded_sizes, sizes_of
+from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime import runner as ort_runner
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
@@ -98,7 +98,7 @@ def feeds(rows, tokens):
     }
 
 
-def test_the_engine_for_this_gpu_is_opened_and_the_reason_says_why(made, machine):
+def test_engine_for_this_gpu_is_opened_with_the_reason(made, machine):
     artifact = made({"capabilities": ("8.0",)}, {"capabilities": ("8.6", "8.9")})
     (record,), (head, *_) = chosen(artifact)
     assert record.capabilities == ("8.6", "8.9")
@@ -138,8 +138,8 @@ def test_engine_for_another_gpu_is_built_where_that_is_the_first(
     assert error.value.do.startswith(f"Build one: CUDA_VISIBLE_DEVICES={number} enginery build ")
 
 
-def test_gpu_that_is_not_there_is_an_error_with_those_that_are(made, machine):
-    with pytest.raises(ProviderError, match="device_id is 1, and this process sees the GPUs 0 NV"):
+def test_missing_gpu_is_an_error_with_the_visible_gpus(made, machine):
+    with pytest.raises(ProviderError, match="device_id is 1, but this process sees the GPUs 0 NV"):
         chosen(made({}), requested=on_second_gpu("tensorrt"))
 
 
@@ -169,7 +169,7 @@ def test_an_engine_for_this_gpu_goes_before_one_for_many_and_before_a_portable_o
     assert record.capabilities == ()
 
 
-def test_an_artifact_without_engines_is_refused_with_the_line_that_builds_one(made, machine):
+def test_artifact_without_engines_is_an_error_with_the_build_command(made, machine):
     artifact = made()
     with pytest.raises(ProviderError) as error:
         load_model(artifact, provider="tensorrt-rtx")
@@ -188,13 +188,13 @@ def test_an_artifact_without_engines_is_refused_with_the_line_that_builds_one(ma
     ("changes", "problem"),
     [
         ({"capabilities": ("8.0",)}, "it is not for compute capability 8.9"),
-        ({"flavor": "tensorrt"}, "it is of the flavor tensorrt"),
+        ({"flavor": "tensorrt"}, "it is for the flavor tensorrt"),
         ({"tensorrt": "1.6.9.1"}, "this machine has TensorRT 1.7.1"),
         ({"graph_sha256": "0" * 64}, "it was built from another model.onnx"),
-        ({"version_compatible": True}, "version-compatible plans hold code that ONNX Runtime"),
+        ({"version_compatible": True}, "version-compatible plans contain host code"),
     ],
 )
-def test_an_engine_that_does_not_fit_is_named_with_what_it_lacks(made, machine, changes, problem):
+def test_incompatible_engine_is_named_with_the_reason(made, machine, changes, problem):
     artifact = made(changes)
     name = engine_record(artifact, **changes).directory_name
     with pytest.raises(ProviderError) as error:
@@ -211,7 +211,7 @@ CLASSIC_HERE = {"flavor": "tensorrt", "tensorrt": "10.13.2.6", "capabilities": (
     ("compatibility", "gpu", "problem"),
     [
         ("none", CudaGpu("NVIDIA L4", "8.9", 1), ""),
-        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4, and for that alone"),
+        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4 and only runs there"),
         ("same-compute-capability", CudaGpu("NVIDIA L40S", "8.9", 1), ""),
         ("same-compute-capability", CudaGpu("NVIDIA A10", "8.6", 1), "it is not for compute"),
         ("ampere-plus", CudaGpu("NVIDIA B200", "10.0", 1), ""),
@@ -230,7 +230,7 @@ def test_a_classic_engine_runs_where_it_was_built_for(made, machine, compatibili
         assert (record.flavor, head.name) == ("tensorrt", TENSORRT)
 
 
-def test_a_gpu_that_rtx_does_not_support_is_told_what_it_can_use(made, machine):
+def test_unsupported_gpu_gets_the_alternatives(made, machine):
     machine.gpu = CudaGpu("NVIDIA H200", "9.0", 1)
     with pytest.raises(ProviderError) as error:
         chosen(made({"capabilities": ()}))
@@ -251,7 +251,7 @@ def test_an_engine_that_the_manifest_does_not_list_is_not_trusted(bert, tmp_path
     artifact = with_engines(bert, tmp_path / "artifact")
     record = engine_record(artifact)
     write_engine(artifact.path / "engines" / record.directory_name, record)
-    with pytest.raises(ArtifactError, match=r"engine\.json is not among the files of manifest"):
+    with pytest.raises(ArtifactError, match=r"engine\.json is not listed in manifest"):
         Artifact.open(artifact.path)
 
 
@@ -261,7 +261,7 @@ def test_a_plan_that_the_manifest_does_not_list_is_not_trusted(made, machine):
     edit_manifest(
         artifact.path, files={n: f for n, f in files.items() if not n.endswith("model.plan")}
     )
-    with pytest.raises(ProviderError, match=r"model\.plan is not among the files of the artifact"):
+    with pytest.raises(ProviderError, match=r"model\.plan is not listed in the artifact"):
         chosen(Artifact.open(artifact.path))
 
 
@@ -273,15 +273,13 @@ def test_an_altered_plan_is_an_error(made, machine):
         chosen(artifact)
 
 
-def test_a_version_that_cannot_be_read_is_said_and_not_held_against_the_engine(made, machine):
+def test_unknown_version_is_reported_but_accepted(made, machine):
     machine.tensorrt = ""
     _, (head, *_) = chosen(made({"tensorrt": "1.6.0.1"}))
-    assert head.reason.endswith("; which TensorRT runs it could not be read")
+    assert head.reason.endswith("; the version of TensorRT could not be read")
 
 
-def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(
-    made, machine, monkeypatch
-):
+def test_fallback_uses_the_next_provider_and_reports_the_missing_engine(made, machine, monkeypatch):
     artifact = made({"capabilities": ("8.0",)})
     opened = []
     monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
@@ -293,7 +291,7 @@ def test_fallback_takes_the_next_provider_and_says_which_engine_was_missed(
         chosen(artifact, requested=("tensorrt-rtx", "cuda"))
 
 
-def test_an_online_build_has_to_be_asked_for_and_is_said(made, machine, monkeypatch):
+def test_online_build_needs_an_option_and_is_reported(made, machine, monkeypatch):
     artifact = made()
     opened = []
     monkeypatch.setattr(ort_runner, "open_session", lambda path, *_, **__: opened.append(path))
@@ -369,7 +367,7 @@ def test_loading_runs_every_engine_at_its_optimum(made, machine):
         assert sorted(machine.ran) == sorted([((short,), (4, 8)), ((long,), (2, 32))])
 
 
-def test_an_optimum_that_another_engine_would_be_chosen_for_is_run_in_its_own(made, machine):
+def test_warm_up_runs_each_engine_even_if_another_is_preferred(made, machine):
     wide, narrow = "batch=1,sequence=1:16:64", "batch=1,sequence=1:32:48"
     artifact = made({"profiles": (wide,)}, {"profiles": (narrow,)})
     with load_model(artifact, provider="tensorrt-rtx"):
@@ -386,12 +384,12 @@ def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monke
         load_model(made({}), provider="tensorrt-rtx")
 
 
-def test_of_several_profiles_in_one_engine_the_first_is_used_and_that_is_said(made, machine):
+def test_first_of_several_profiles_is_used_and_reported(made, machine):
     artifact = made({"profiles": ("batch=1,sequence=1:8:16", "batch=1:8:32,sequence=1:8:16")})
     with OrtRunner(artifact, providers=("tensorrt-rtx",)) as runner:
         assert [str(profile) for profile in runner.profiles] == ["batch=1,sequence=1:8:16"]
         assert runner.providers[0].reason.endswith(
-            "the profile batch=1,sequence=1:8:16, the first of 2: ONNX Runtime reaches no other"
+            "the profile batch=1,sequence=1:8:16, the first of 2: ONNX Runtime cannot use others"
         )
         with pytest.raises(ShapeError, match="batch 2 is above its maximum 1"):
             runner(feeds(2, 8))
@@ -440,7 +438,7 @@ def arrays(ids, mask, past):
 
 
 def test_sizes_are_read_from_the_arrays():
-    found = sizes_of(INPUTS, arrays((2, 1), (2, 6), (2, 4, 5, 8)))
+    found = dim_sizes(INPUTS, arrays((2, 1), (2, 6), (2, 4, 5, 8)))
     assert found == {"batch": 2, "sequence": 1, "past_sequence": 5}
 
 
@@ -449,12 +447,12 @@ def test_sizes_are_read_from_the_arrays():
     [
         (((2, 1), (3, 6), (2, 4, 5, 8)), "attention_mask: batch is 3, but 2 in the inputs before"),
         (((2, 1), (2, 7), (2, 4, 5, 8)), "attention_mask: found 7 where past_sequence . sequence"),
-        (((2, 1), (2, 6), (2, 3, 5, 8)), r"past: found the shape \(2, 3, 5, 8\), expected past:"),
+        (((2, 1), (2, 6), (2, 3, 5, 8)), r"past: found shape \(2, 3, 5, 8\), expected past:"),
     ],
 )
 def test_arrays_that_do_not_go_together_are_an_error(shapes, message):
     with pytest.raises(ShapeError, match=message):
-        sizes_of(INPUTS, arrays(*shapes))
+        dim_sizes(INPUTS, arrays(*shapes))
 
 
 def test_padding_goes_to_the_profile_with_the_least_to_compute():
@@ -473,9 +471,9 @@ def test_padding_goes_to_the_profile_with_the_least_to_compute():
 def test_rows_are_bounded_by_the_profiles_that_take_the_length():
     profiles = [Profile.parse("batch=1:8:32,sequence=1:32:64")]
     profiles.append(Profile.parse("batch=1:1:4,sequence=1:128:512"))
-    assert most_rows(profiles, "batch", {"sequence": 64}) == 32
-    assert most_rows(profiles, "batch", {"sequence": 65}) == 4
-    assert most_rows(profiles, "batch", {"sequence": 513}) == 0
+    assert max_rows(profiles, "batch", {"sequence": 64}) == 32
+    assert max_rows(profiles, "batch", {"sequence": 65}) == 4
+    assert max_rows(profiles, "batch", {"sequence": 513}) == 0
 
 
 def test_the_version_is_that_of_a_library_already_loaded():

@@ -239,7 +239,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         load_image(path)
 
 
-def test_one_image_instead_of_a_list_is_refused(tiny):
+def test_one_image_instead_of_a_list_is_rejected(tiny):
     model = load_model(tiny.artifact("vit", "image-classification"))
     for one in ("cat.png", photo(20, 20), Image.fromarray(photo(20, 20))):
         with pytest.raises(InputError, match="expected a list of images"):
@@ -307,7 +307,7 @@ NARROW = [
 
 
 @pytest.mark.parametrize(("name", "settings"), NARROW)
-def test_a_narrow_image_that_would_become_a_huge_one_is_refused(
+def test_a_narrow_image_that_would_become_a_huge_one_is_rejected(
     tmp_path, monkeypatch, name, settings
 ):
     config = {"image_processor_type": f"{name}ImageProcessor", **settings}

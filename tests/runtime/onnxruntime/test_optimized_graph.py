@@ -50,7 +50,7 @@ def test_it_is_made_once(tiny, home):
     assert first.stat().st_mtime_ns == made
 
 
-def test_another_processor_has_its_own(tiny, home, monkeypatch):
+def test_each_processor_has_its_own_optimized_graph(tiny, home, monkeypatch):
     first = graph_of(tiny)
     monkeypatch.setattr(
         "enginery.runtime.onnxruntime.optimized_graph.read_cpuinfo", lambda: ("other", ("avx2",))
@@ -59,7 +59,7 @@ def test_another_processor_has_its_own(tiny, home, monkeypatch):
     assert graph_of(tiny) != first
 
 
-def test_one_that_was_altered_is_made_anew(tiny, home):
+def test_altered_optimized_graph_is_made_again(tiny, home):
     first = graph_of(tiny)
     content = first.read_bytes()
     first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -68,7 +68,7 @@ def test_one_that_was_altered_is_made_anew(tiny, home):
         runner(feeds_of(tiny))
 
 
-def test_there_is_none_for_another_provider(tiny, home):
+def test_no_optimized_graph_for_other_providers(tiny, home):
     record = tiny.manifest.graphs[0]
     providers = [Provider("CUDAExecutionProvider", "requested"), Provider(CPU, "beneath")]
     assert optimized_graph(tiny, record, providers) is None

@@ -16,15 +16,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery.core.errors import InputError, ProviderError
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
-from enginery.runtime.onnxruntime.multiply_adds import NodeWork, count_node_work, multiply_adds
+from enginery.runtime.onnxruntime.multiply_adds import (
+    NodeWork,
+    multiply_adds,
+    profile_multiply_adds,
+)
 from enginery.runtime.onnxruntime.placement import (
     RECORD,
     PlacedNode,
     Placement,
-    copies_in,
-    placement_of,
+    add_multiply_adds,
+    find_copies,
+    placement_from_session,
     read_placement,
-    with_work,
 )
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU, CUDA
@@ -121,7 +125,7 @@ def test_without_feeds_nothing_is_run_and_nothing_counted(two_products):
 
 
 def test_arithmetic_on_shapes_is_told_from_the_same_ops_on_activations(with_shapes):
-    work = count_node_work(with_shapes, FEEDS)
+    work = profile_multiply_adds(with_shapes, FEEDS)
     assert [name for name, node in work.items() if node.for_shapes] == [
         "shape",
         "gather",
@@ -140,9 +144,9 @@ def test_a_tensor_as_large_as_the_input_is_no_shape(tmp_path):
             helper.make_node("Cast", ["whole"], ["y"], to=TensorProto.FLOAT, name="back"),
         ],
     )
-    assert count_node_work(path, FEEDS)["large"].for_shapes
+    assert profile_multiply_adds(path, FEEDS)["large"].for_shapes
     many = {"x": np.ones((26, 4), np.float32)}
-    assert not count_node_work(path, many)["large"].for_shapes
+    assert not profile_multiply_adds(path, many)["large"].for_shapes
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_multiply_adds_of_an_op(op_type, inputs, output, expected):
     assert multiply_adds(op_type, inputs, [output]) == expected
 
 
-def test_a_transformers_work_is_what_its_dims_say(tiny):
+def test_multiply_adds_of_a_transformer_match_its_dims(tiny):
     # Of each token and layer: four products of 32 by 32 and two of 32 by 64; of each pair of
     # tokens in each layer the scores and the weighted values, 32 each.
     artifact = tiny.artifact("bert", "feature-extraction")
@@ -198,19 +202,19 @@ def test_the_runner_places_the_shapes_that_it_is_given(tiny):
 
 def test_a_graph_that_the_cpu_cannot_run_has_no_count(two_products):
     with pytest.raises(InputError, match="the CPU does not run the graph"):
-        count_node_work(two_products, {"x": np.ones((2, 5), np.float32)})
+        profile_multiply_adds(two_products, {"x": np.ones((2, 5), np.float32)})
     with pytest.raises(InputError, match="the graph fails on the feeds"):
         read_placement(two_products, ON_CPU, {"x": np.ones((2, 5), np.float32)})
 
 
 def test_a_session_that_has_not_kept_its_placement_is_an_error(two_products):
     bare = ort.InferenceSession(str(two_products), providers=["CPUExecutionProvider"])
-    with pytest.raises(ProviderError, match="has not kept its placement"):
-        placement_of(bare, CPU)
+    with pytest.raises(ProviderError, match="has not recorded its placement"):
+        placement_from_session(bare, CPU)
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD, "1")
     kept = ort.InferenceSession(str(two_products), options, providers=["CPUExecutionProvider"])
-    assert len(placement_of(kept, CPU).nodes) == 3
+    assert len(placement_from_session(kept, CPU).nodes) == 3
 
 
 def test_a_provider_that_does_not_register_is_an_error_and_not_the_cpu(two_products):
@@ -253,7 +257,7 @@ def test_copies_are_counted_once_each_from_a_profile():
         ("Memcpy_token_1", {"op_name": "MemcpyFromHost", "provider": CUDA}),
         ("Memcpy_token_2", {"op_name": "MemcpyToHost", "provider": CUDA}),
     ]
-    copies = copies_in(events)
+    copies = find_copies(events)
     assert copies == ("Memcpy_token_1", "Memcpy_token_2")
     assert Placement(CUDA, (), copies=copies).notes == ("2 copies between the devices in each run",)
 
@@ -261,24 +265,24 @@ def test_copies_are_counted_once_each_from_a_profile():
 def test_a_fused_node_has_the_work_of_the_one_it_is_named_after():
     placed = Placement(CPU, (PlacedNode("dense/MatMulAddFusion", "Gemm", "", CPU, 0, False),))
     work = {"dense": NodeWork("MatMul", 64, False), "lost": NodeWork("MatMul", 36, False)}
-    found = with_work(placed, work)
+    found = add_multiply_adds(placed, work)
     assert found.nodes[0].multiply_adds == 64
     assert found.notes == ("36.0% of the multiply-adds are in nodes that were renamed",)
 
 
-def test_what_keeps_a_cuda_graph_from_being_captured_is_named():
+def test_nodes_that_prevent_a_cuda_graph_are_named():
     looped = PlacedNode("loop", "Loop", "", CUDA, 0, False)
     placed = Placement(CUDA, (*UNDER_CUDA.nodes, looped))
     assert [node.name for node in placed.uncapturable()] == ["MatMulInteger_7", "loop"]
 
 
-def test_a_cuda_graph_is_refused_with_the_nodes_and_copies_that_forbid_it(monkeypatch):
+def test_cuda_graph_error_names_nodes_and_copies(monkeypatch):
     copied = Placement(CUDA, UNDER_CUDA.nodes, copies=("Memcpy_token_1",))
     monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: copied)
     with pytest.raises(ProviderError) as caught:
         with_cuda_graph(GRAPHS, [Provider(CUDA, "requested")])
     assert "MatMulInteger_7 (MatMulInteger on cpu)" in caught.value.message
-    assert "; the copy Memcpy_token_1." in caught.value.message
+    assert "; copy Memcpy_token_1." in caught.value.message
     with pytest.raises(ProviderError, match="cpu has no CUDA graphs"):
         with_cuda_graph(GRAPHS, ON_CPU)
     fine = Placement(CUDA, UNDER_CUDA.nodes[:2])
@@ -374,9 +378,7 @@ print(json.dumps(placement.as_json() | {"reason": providers[0].reason}))
 
 
 @pytest.mark.slow
-def test_openvino_runs_its_nodes_and_what_it_leaves_to_the_cpu_is_named(
-    with_openvino, two_products
-):
+def test_openvino_placement_names_nodes_on_the_cpu(with_openvino, two_products):
     found = with_openvino(_PLACE, two_products)
     assert [(p["name"], p["nodes"], p["multiply_adds"]) for p in found["providers"]] == [
         (OPENVINO, 2, 24),

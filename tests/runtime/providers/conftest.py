@@ -1,4 +1,4 @@
-"""A machine with a GPU that is not there, and no providers from the environment."""
+"""A simulated machine with a GPU, and no providers from the environment."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def _no_environment(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with a driver and a GPU; each provider's library needs what a test says."""
+    """Simulate a machine with a driver and a GPU; tests set the libraries that providers need."""
 
     machine = SimpleNamespace(
         needs={CUDA: ["libc.so.6"], TENSORRT: ["libc.so.6"]},

@@ -1,4 +1,4 @@
-"""What the tests of providers share: libraries with nothing but needs, refusals."""
+"""Helpers of the provider tests: ELF files with dependencies, expected errors."""
 
 import struct
 
@@ -9,7 +9,7 @@ from enginery.runtime.providers.selection import choose_providers
 
 
 def write_library(path, needed):
-    """A 64-bit ELF file with nothing but the libraries that it needs, mapped at 0x10000."""
+    """Return a 64-bit ELF file with only a list of needed libraries, mapped at 0x10000."""
     base, dynamic_at = 0x10000, 64 + 2 * 56
     strings = b"\0" + b"".join(name.encode() + b"\0" for name in needed)
     offsets = [strings.index(b"\0" + name.encode() + b"\0") + 1 for name in needed]

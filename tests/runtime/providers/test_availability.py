@@ -1,4 +1,4 @@
-"""Why a provider cannot be had, and the remedy. Nothing here needs a GPU."""
+"""Reasons why a provider is unavailable, and remedies. No test needs a GPU."""
 
 import subprocess
 import sys
@@ -32,16 +32,16 @@ def test_tensorrt_remedy_pins_the_major_that_onnxruntime_links(machine):
     assert "--allow-fallback" not in error.do
 
 
-def test_a_library_that_is_there_but_damaged_is_reported_in_the_loaders_words(machine):
+def test_damaged_library_is_reported_with_the_loaders_message(machine):
     machine.needs = {CUDA: ["libdamaged.so.1"]}
     (machine.wheels / "libdamaged.so.1").write_bytes(b"not a library")
     assert "libdamaged.so.1: file too short" in refusal("cuda").message
 
 
-def test_a_driver_for_an_older_cuda_is_refused(machine):
+def test_a_driver_for_an_older_cuda_is_rejected(machine):
     machine.driver = CudaDriver((12, 8), gpus=1)
     error = refusal("cuda")
-    assert "runs CUDA up to 12.8, and this onnxruntime is built for CUDA 13" in error.message
+    assert "supports CUDA up to 12.8, but this onnxruntime is built for CUDA 13" in error.message
     assert "580" in error.do
 
 
@@ -64,7 +64,7 @@ def test_a_lost_provider_library_is_a_broken_installation(machine):
     assert "is not in" in refusal("cuda").message
 
 
-def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_path):
+def test_remains_of_an_uninstalled_onnxruntime_are_reported_as_broken(tmp_path):
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -74,7 +74,7 @@ def test_what_is_left_of_an_uninstalled_onnxruntime_is_said_to_be_broken(tmp_pat
         "print(unavailable_reason('CUDAExecutionProvider').reason)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "cannot be imported (the module is there, and most of its files are gone" in done.stdout
+    assert "cannot be imported (most files of the module are missing" in done.stdout
 
 
 def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
@@ -84,7 +84,7 @@ def test_tensorrt_rtx_names_its_plugin_package(machine, monkeypatch):
     assert "pip install onnxruntime-ep-nv-tensorrt-rtx-cu13" in error.do
 
 
-def test_a_plugin_library_that_cannot_load_is_refused_in_onnxruntimes_words(
+def test_plugin_that_cannot_load_is_reported_with_onnxruntimes_message(
     machine, monkeypatch, tmp_path
 ):
     library = tmp_path / "plugin.so"
@@ -107,11 +107,11 @@ def test_missing_cudnn_is_a_reservation_under_cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
+def test_device_id_of_a_missing_gpu_is_rejected(machine, provider):
     spec = parse_providers(f"{provider},cpu", [f"{provider}.device_id=1"])
     error = refusal(*spec)
     assert error.message == (
-        f"{provider} requested, but device_id is 1, and this process sees one GPU, 0."
+        f"{provider} requested, but device_id is 1, but this process sees one GPU, 0."
     )
     assert "CUDA_VISIBLE_DEVICES" in error.do
     (cpu,) = choose_providers(spec, allow_fallback=True)
@@ -125,7 +125,7 @@ def test_a_gpu_beyond_those_that_are_there_is_refused(machine, provider):
 
 
 @pytest.mark.parametrize(("provider", "name"), [("cuda", CUDA), ("tensorrt", TENSORRT)])
-def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, provider, name):
+def test_library_with_a_missing_dependency_reports_the_dependency(machine, provider, name):
     write_library(machine.wheels / "libthere.so.1", ["libdeeper.so.2"])
     machine.needs[name] = ["libthere.so.1"]
     assert refusal(provider).message == f"{provider} requested, but libdeeper.so.2 was not found."
@@ -136,13 +136,13 @@ def test_a_library_that_is_there_and_lacks_another_is_refused_for_that(machine, 
 @pytest.mark.parametrize(
     ("provider", "words"),
     [
-        ("xnnpack", "has to be built from source"),
-        ("dnnl", "has to be built from source"),
+        ("xnnpack", "Build ONNX Runtime from source"),
+        ("dnnl", "Build ONNX Runtime from source"),
         ("qnn", "pip install 'onnxruntime-qnn'"),
-        ("nnapi", "Name a provider for this system"),
+        ("nnapi", "Choose a provider for this system"),
     ],
 )
-def test_what_is_not_here_says_what_brings_it(machine, provider, words):
+def test_unavailable_provider_names_the_package(machine, provider, words):
     assert words in refusal(provider).do
 
 

@@ -1,4 +1,4 @@
-"""The NVIDIA driver, from a libcuda that is not one."""
+"""The NVIDIA driver, with a test double of libcuda."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from enginery.runtime.providers.gpus import CudaDriver
 
 
 class FakeCuda:
-    """libcuda as far as it is called, with the driver API's way of returning values."""
+    """The functions of libcuda that are called, which return values through pointers."""
 
     def __init__(self, version=13010, gpus=2, init=0):
         self.version, self.gpus, self.init = version, gpus, init

@@ -1,4 +1,4 @@
-"""Names of providers and the table of them."""
+"""The table of known providers."""
 
 import pytest
 
@@ -38,6 +38,6 @@ def test_every_provider_has_one_row_and_what_is_typed_is_listed():
     assert option_names("xnnpack") == ("intra_op_num_threads",)
 
 
-def test_a_provider_for_another_system_says_for_which_it_is():
-    assert known_provider("directml").wrong_platform("linux") == "it is made for Windows alone"
+def test_provider_for_another_system_names_it():
+    assert known_provider("directml").wrong_platform("linux") == "it is only for Windows"
     assert known_provider("dml").wrong_platform("win32") == ""

@@ -1,4 +1,4 @@
-"""Libraries: what a file needs, and what the loader cannot find."""
+"""Needed and missing shared libraries."""
 
 import shutil
 import sys
@@ -31,7 +31,7 @@ def test_onnxruntimes_own_library_is_read():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_library_beside_the_provider_is_found(tmp_path):
+def test_library_in_the_providers_directory_is_found(tmp_path):
     # A copy under a name that the loader knows nowhere: only the directory can find it.
     maps = Path("/proc/self/maps").read_text().splitlines()
     source = next(line.split()[-1] for line in maps if line.endswith("libm.so.6"))

@@ -1,4 +1,4 @@
-"""Options: what is read, what is refused, and what ONNX Runtime's own parsers take."""
+"""Valid and invalid provider options, compared with ONNX Runtime's own parsers."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from enginery.runtime.providers.options import (
         ("device_id", None, "has no value"),
     ],
 )
-def test_a_value_that_does_not_fit_says_what_was_expected(option, value, words):
+def test_invalid_value_names_the_expected_one(option, value, words):
     with pytest.raises(OptionError, match=f"option '{option}' for cuda.*{re.escape(words)}"):
         read_options("cuda", {option: value})
 
@@ -91,7 +91,7 @@ def test_sizes_are_read_with_units_and_as_calculations(text, size):
         "(" * 50 + "1",
     ],
 )
-def test_what_is_no_calculation_with_whole_numbers_is_not_evaluated(text):
+def test_other_expressions_are_not_evaluated(text):
     with pytest.raises(ValueError):  # noqa: PT011
         parse_integer(text)
     with pytest.raises(ValueError):  # noqa: PT011
@@ -225,7 +225,7 @@ def test_onnxruntimes_cuda_parser_takes_every_option_that_is_known(cudas_parser)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-ins are ELF libraries")
-def test_onnxruntimes_cuda_parser_refuses_what_is_refused_here(cudas_parser):
+def test_onnxruntimes_cuda_parser_rejects_the_same_options(cudas_parser):
     unknown, wrong, device = cudas_parser(
         {"gpu_mem_limits": "1"}, {"cudnn_conv_algo_search": "FAST"}, {"device_id": "0"}
     )

@@ -1,4 +1,4 @@
-"""What a session is given: the order of providers, fallback, and the reasons for it."""
+"""The providers of a session: order, fallback and reasons."""
 
 import subprocess
 import sys
@@ -34,21 +34,21 @@ def test_cuda_is_given_with_the_cpu_beneath_for_shape_operations(machine):
 def test_tensorrt_has_cuda_then_the_cpu_beneath(machine, requested):
     chosen = choose_providers(requested)
     assert [provider.name for provider in chosen] == [TENSORRT, CUDA, CPU]
-    assert chosen[1].reason == "operations that tensorrt leaves over"
+    assert chosen[1].reason == "operations that tensorrt does not support"
 
 
 def test_naming_tensorrt_and_cpu_leaves_cuda_out(machine):
     assert [p.name for p in choose_providers(["tensorrt", "cpu"])] == [TENSORRT, CPU]
 
 
-def test_cuda_that_cannot_be_had_beneath_tensorrt_is_said(machine):
+def test_unavailable_cuda_below_tensorrt_is_reported(machine):
     machine.needs[CUDA] = ["libgone.so.1"]
     chosen = choose_providers(["tensorrt"])
     assert [provider.name for provider in chosen] == [TENSORRT, CPU]
-    assert chosen[1].reason.endswith("cuda is not beneath it: libgone.so.1 was not found")
+    assert chosen[1].reason.endswith("cuda is unavailable: libgone.so.1 was not found")
 
 
-def test_fallback_takes_the_next_provider_and_says_what_was_not_had(machine):
+def test_fallback_uses_the_next_provider_and_reports_the_unavailable_one(machine):
     machine.needs = {TENSORRT: ["libgone.so.1"], CUDA: ["libalsogone.so.2"]}
     assert choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True) == [
         Provider(
@@ -59,12 +59,12 @@ def test_fallback_takes_the_next_provider_and_says_what_was_not_had(machine):
     ]
 
 
-def test_fallback_takes_only_what_is_named(machine):
+def test_fallback_uses_only_requested_providers(machine):
     machine.needs = {CUDA: ["libgone.so.1"]}
     assert "libgone.so.1 was not found" in refusal("cuda", allow_fallback=True).message
 
 
-def test_no_driver_stands_before_missing_libraries_and_is_said_once(machine):
+def test_missing_driver_is_reported_once_before_missing_libraries(machine):
     machine.driver = CudaDriver(problem="there is no NVIDIA driver: libcuda.so.1 was not found")
     (cpu,) = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)
     assert cpu.reason == (
@@ -98,7 +98,7 @@ def test_cuda_beneath_tensorrt_is_on_its_gpu_unless_it_is_told_another(machine):
     assert choose_providers(spec)[1].options == {"device_id": "1"}
 
 
-def test_tensorrt_11_in_place_of_10_falls_back_to_cuda_and_says_so(machine):
+def test_tensorrt_11_instead_of_10_falls_back_to_cuda_with_the_reason(machine):
     machine.needs[TENSORRT] = ["libinfergone.so.10"]
     (machine.wheels / "libinfergone.so.11").touch()
     cuda, cpu = choose_providers(["tensorrt", "cuda", "cpu"], allow_fallback=True)

@@ -1,4 +1,4 @@
-"""What a user writes of providers: what is read, and what is refused."""
+"""Valid and invalid notations of requested providers."""
 
 import re
 
@@ -137,7 +137,7 @@ def test_onnxruntimes_own_list_of_names_and_pairs_is_read():
     )
 
 
-def test_typed_options_are_a_specification_and_only_what_differs_is_handed_on():
+def test_typed_options_pass_on_only_changed_values():
     (spec, _) = parse_providers([CudaOptions(gpu_mem_limit=1 << 30, use_tf32=False), "cpu"])
     assert spec == ProviderSpec("cuda", {"gpu_mem_limit": "1073741824", "use_tf32": "0"})
     assert parse_providers(
@@ -164,9 +164,9 @@ def test_the_environment_holds_where_nothing_is_named(monkeypatch):
         parse_providers()
 
 
-def test_where_nothing_is_named_the_default_holds_and_without_a_default_there_is_an_error():
+def test_default_provider_is_used_and_no_provider_is_an_error():
     assert parse_providers(default="cpu") == (ProviderSpec("cpu"),)
-    with pytest.raises(ProviderError, match="no execution provider is named"):
+    with pytest.raises(ProviderError, match="no execution provider was requested"):
         parse_providers()
 
 
@@ -202,12 +202,12 @@ def test_a_specification_as_text_is_read_again_the_same():
         ([{"openvino": {"device_type": ["CPU"]}}], [], "found a list, expected one value"),
     ],
 )
-def test_a_specification_that_cannot_be_read_says_why(given, options, words):
+def test_invalid_specification_is_an_error_with_the_reason(given, options, words):
     with pytest.raises(OptionError, match=re.escape(words)):
         parse_providers(given, options)
 
 
-def test_yaml_that_is_more_than_data_is_refused_and_nothing_is_run(monkeypatch):
+def test_yaml_with_tags_is_rejected_and_not_executed(monkeypatch):
     monkeypatch.setattr("os.system", lambda _: pytest.fail("ran"))
     with pytest.raises(OptionError, match="provider 'cuda': found a list, expected its options"):
         parse_providers("[{cuda: !!python/object/apply:os.system [ls]}]")
@@ -226,7 +226,7 @@ def test_names_are_taken_short_full_and_in_any_case_each_once():
 
 @pytest.mark.parametrize("given", [" , ", (), {}])
 def test_naming_no_provider_is_an_error(given):
-    with pytest.raises(ProviderError, match="no execution provider is named"):
+    with pytest.raises(ProviderError, match="no execution provider was requested"):
         parse_providers(given)
 
 
@@ -235,13 +235,13 @@ def test_naming_no_provider_is_an_error(given):
 
 @pytest.mark.parametrize("text", ["cpu", "openvino,cuda", "directml"])
 def test_cuda_graphs_are_nvidias(text):
-    with pytest.raises(ProviderError, match=r"and \w+ has no CUDA graphs") as error:
+    with pytest.raises(ProviderError, match=r"but \w+ has no CUDA graphs") as error:
         check_run_options(parse_providers(text), cuda_graph=True)
     assert error.value.do == "Leave it out, or run on cuda, tensorrt or tensorrt-rtx."
 
 
 @pytest.mark.parametrize("text", ["cuda", "tensorrt,cuda,cpu", "tensorrt-rtx"])
-def test_what_fits_passes(text):
+def test_valid_run_options_pass(text):
     specs = parse_providers(text)
     check_run_options(specs, cuda_graph=True)
     check_run_options(specs, io_binding=False, shrink_arena=True)
@@ -255,7 +255,7 @@ def test_what_fits_passes(text):
         ({"shrink_arena": True}, "a CUDA graph replays in the arena's memory"),
     ],
 )
-def test_cuda_graphs_exclude_what_takes_their_memory(other, message):
+def test_cuda_graphs_exclude_shrink_arena_and_unbound_runs(other, message):
     with pytest.raises(OptionError, match=message):
         check_run_options(parse_providers("cuda"), cuda_graph=True, **other)
 
@@ -270,7 +270,7 @@ def test_cuda_graphs_exclude_what_takes_their_memory(other, message):
     ],
 )
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_providers_own_option_for_graphs_is_refused_with_the_way_to_them(text, cuda_graph):
+def test_providers_own_cuda_graph_option_is_rejected_with_the_alternative(text, cuda_graph):
     with pytest.raises(OptionError, match="is set by itself") as error:
         check_run_options(parse_providers(text), cuda_graph=cuda_graph)
     assert "--cuda-graph" in error.value.do
@@ -279,7 +279,7 @@ def test_a_providers_own_option_for_graphs_is_refused_with_the_way_to_them(text,
     )
 
 
-def test_a_runner_itself_refuses_what_does_not_fit(tiny, monkeypatch):
+def test_runner_rejects_invalid_run_options(tiny, monkeypatch):
     artifact = tiny.artifact("bert", "text-classification")
     with pytest.raises(OptionError, match="a CUDA graph replays in the arena's memory"):
         OrtRunner(artifact, providers=["cuda"], cuda_graph=True, shrink_arena=True)

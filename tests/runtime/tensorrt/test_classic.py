@@ -77,7 +77,7 @@ def test_double_has_nothing_that_the_real_bindings_lack():
     assert hasattr(real.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
-def test_network_is_strongly_typed_and_defaults_are_said(calls, graph):
+def test_network_is_strongly_typed_and_defaults_are_set(calls, graph):
     built = build(graph)
     assert calls[0] == ("create_network", 1 << double.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert ("profiling_verbosity", double.ProfilingVerbosity.DETAILED) in calls
@@ -133,7 +133,7 @@ def test_profiles_name_every_input(calls, graph):
 def test_ampere_engines_are_not_built_on_turing(calls, graph, monkeypatch):
     turing = CudaGpu("Tesla T4", "7.5", 16 << 30)
     monkeypatch.setattr(capabilities, "visible_gpus", lambda: (turing,))
-    with pytest.raises(OptionError, match=r"ampere-plus, and this GPU has compute capability 7\.5"):
+    with pytest.raises(OptionError, match=r"ampere-plus, but this GPU has compute capability 7\.5"):
         build(graph, hardware_compatibility="ampere-plus")
 
 
@@ -160,7 +160,7 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
     assert [layer.precision for layer in built.layers] == ["int8", "fp16"]
 
 
-def test_refused_nodes_are_covered_as_with_the_other_flavor(calls, tmp_path):
+def test_coverage_of_rejected_nodes_equals_the_other_flavor(calls, tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -186,7 +186,7 @@ def test_timing_cache_is_made_and_then_used_and_not_written_again(calls, graph, 
     assert path.stat().st_ino == before.st_ino
 
 
-def test_timing_cache_keeps_what_others_wrote_meanwhile(calls, graph, tmp_path, monkeypatch):
+def test_timing_cache_keeps_concurrent_additions(calls, graph, tmp_path, monkeypatch):
     path = tmp_path / "timing.cache"
     path.write_bytes(double.HERE + b"kernel of old")
     build_network = double.Builder.build_serialized_network
@@ -205,9 +205,9 @@ def test_timing_cache_of_another_gpu_is_neither_used_nor_changed(calls, graph, t
     path.write_bytes(b"NVIDIA A100, TensorRT 10.16.1\nkernel of x")
     built = build(graph, timing_cache=str(path))
     assert calls.count(("set_timing_cache", False)) == 1
-    assert "is of another TensorRT or GPU" in built.warnings[-1]
+    assert "belongs to another TensorRT or GPU" in built.warnings[-1]
     assert path.read_bytes() == b"NVIDIA A100, TensorRT 10.16.1\nkernel of x"
-    with pytest.raises(ProviderError, match="is of another TensorRT or GPU"):
+    with pytest.raises(ProviderError, match="belongs to another TensorRT or GPU"):
         build(graph, timing_cache=str(path), timing_cache_fixed=True)
 
 
@@ -218,7 +218,7 @@ def test_fixed_timing_cache_is_only_read(calls, graph, tmp_path):
     assert ("set_timing_cache", True) in calls
     assert path.read_bytes() == double.HERE + b"kernel of other"
     path.unlink()
-    with pytest.raises(OptionError, match="is fixed, and is missing or empty"):
+    with pytest.raises(OptionError, match="is fixed, but is missing or empty"):
         build(graph, timing_cache=str(path), timing_cache_fixed=True)
 
 
@@ -255,12 +255,12 @@ def test_precision_of_dynamic_shapes_is_that_of_the_weights():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"Layers": ["/Relu", "/Add"]}', "gave the names of layers alone"),
+        ('{"Layers": ["/Relu", "/Add"]}', "gave only the names of layers"),
         ("", "gave no list of layers"),
         ("[1]", "gave no list of layers"),
     ],
 )
-def test_inspector_that_tells_too_little_is_an_error(text, words):
+def test_incomplete_inspector_output_is_an_error(text, words):
     with pytest.raises(ProviderError, match=words):
         read_inspector(text)
 
@@ -273,13 +273,14 @@ def test_missing_package_is_named_with_the_command(graph, monkeypatch):
     assert found.value.do == "Install it with: pip install 'tensorrt-cu13>=10,<11'"
 
 
-def test_version_11_is_refused_with_the_reason(graph, monkeypatch):
+def test_version_11_is_rejected_with_the_reason(graph, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", double.ClassicTensorRT([], "11.4.0.106"))
     with pytest.raises(ProviderError) as found:
         build(graph)
     assert found.value.message == (
-        "TensorRT 11.4.0.106 is installed, and 10 is needed: an engine runs with the version that "
-        "built it, and TensorrtExecutionProvider of ONNX Runtime 1.31 links libnvinfer.so.10."
+        "TensorRT 11.4.0.106 is installed, but 10 is required: an engine only runs with the "
+        "version that built it, and TensorrtExecutionProvider of ONNX Runtime 1.31 links "
+        "libnvinfer.so.10."
     )
     assert found.value.do.endswith("&& pip install 'tensorrt-cu13>=10,<11'")
 
@@ -297,7 +298,7 @@ def test_library_that_cannot_be_loaded_is_named(graph, tmp_path, monkeypatch):
         parse_onnx(graph, flavor=CLASSIC, isolated=False)
 
 
-def test_builder_that_does_not_start_without_a_gpu_says_so(calls, graph, monkeypatch):
+def test_builder_without_a_gpu_is_an_error(calls, graph, monkeypatch):
     def refuse(logger):
         logger.log(double.Severity.ERROR, "CUDA initialization failure with error: 35")
         raise TypeError("pybind11::init(): factory function returned nullptr")

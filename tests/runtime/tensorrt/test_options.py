@@ -18,7 +18,7 @@ from enginery.runtime.tensorrt.process import (
     RTX,
     BuildOptions,
     check_options,
-    flavor_named,
+    get_flavor,
     has_tensorrt,
     key_fields,
     resolve_capabilities,
@@ -43,12 +43,12 @@ def gpu(monkeypatch):
 def test_flavors_name_the_providers_that_load_their_engines():
     assert (RTX.provider, CLASSIC.provider) == (TENSORRT_RTX, TENSORRT)
     assert (RTX.needs_gpu, CLASSIC.needs_gpu) == (False, True)
-    assert flavor_named("tensorrt") is CLASSIC
+    assert get_flavor("tensorrt") is CLASSIC
 
 
 def test_unknown_flavor_is_an_error_with_the_nearest():
     with pytest.raises(OptionError, match="did you mean 'tensorrt-rtx'"):
-        flavor_named("tensort-rtx")
+        get_flavor("tensort-rtx")
 
 
 @needs_rtx
@@ -68,7 +68,7 @@ def test_version_is_read_without_loading_tensorrt(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"optimization_level": 5}, "is 5, and the optimization level has no effect"),
+        ({"optimization_level": 5}, "is 5, but the optimization level has no effect"),
         ({"sparsity": True}, "sparsity has no effect"),
         ({"auxiliary_streams": 2}, "the number of auxiliary streams has no effect"),
         ({"hardware_compatibility": "ampere-plus"}, "hardware compatibility has no effect"),
@@ -77,7 +77,7 @@ def test_version_is_read_without_loading_tensorrt(monkeypatch):
         ({"timing_cache": "t.cache"}, "a timing cache has no effect"),
     ],
 )
-def test_option_that_rtx_lacks_is_an_error_that_says_who_has_it(changes, words):
+def test_option_that_rtx_lacks_is_an_error_naming_the_other_flavor(changes, words):
     check_options(CLASSIC, BuildOptions(**changes))
     with pytest.raises(OptionError) as found:
         check_options(RTX, BuildOptions(**changes))
@@ -93,7 +93,7 @@ def test_option_that_rtx_lacks_is_an_error_that_says_who_has_it(changes, words):
         ({"optimization_level": -1}, "'optimization_level' is -1, expected 0 to 5"),
         ({"workspace_bytes": 0}, "'workspace_bytes' is 0, expected 1 or more"),
         ({"auxiliary_streams": -2}, "'auxiliary_streams' is -2, expected 0 or more"),
-        ({"timing_cache_fixed": True}, "'timing_cache_fixed' is set, and no timing cache is named"),
+        ({"timing_cache_fixed": True}, "'timing_cache_fixed' is set, but 'timing_cache' is not"),
     ],
 )
 def test_value_that_means_nothing_is_an_error(changes, words):
@@ -129,12 +129,12 @@ def test_portable_stands_alone():
         resolve_capabilities(RTX, "portable,8.9")
 
 
-def test_hopper_is_told_that_rtx_does_not_support_it_and_what_is_the_way(gpu):
+def test_hopper_is_unsupported_by_rtx_with_the_alternatives(gpu):
     gpu(H200)
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
     assert found.value.message == (
-        "NVIDIA H200 has compute capability 9.0, and TensorRT for RTX has no support for 9.0: "
+        "NVIDIA H200 has compute capability 9.0, but TensorRT for RTX has no support for 9.0: "
         "it supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1."
     )
     assert "--flavor tensorrt, or" in found.value.do
@@ -148,7 +148,7 @@ def test_without_a_gpu_current_names_the_list(monkeypatch):
     with pytest.raises(ProviderError) as found:
         resolve_capabilities(RTX, "current")
     assert found.value.message == (
-        "capability 'current' is that of this machine's GPU, and no GPU can be used: there is no "
+        "capability 'current' is that of this machine's GPU, but no GPU can be used: there is no "
         "driver."
     )
     assert "--capability 8.9" in found.value.do
@@ -157,16 +157,18 @@ def test_without_a_gpu_current_names_the_list(monkeypatch):
         resolve_capabilities(CLASSIC, "8.9")
 
 
-def test_classic_builds_for_its_own_gpu_alone(gpu):
+def test_classic_only_builds_for_its_own_gpu(gpu):
     gpu(L4)
     assert resolve_capabilities(CLASSIC, ["8.9"]) == ("8.9",)
-    with pytest.raises(OptionError, match=r"'8\.0': TensorRT builds for the GPU.*capability 8\.9"):
+    with pytest.raises(
+        OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"
+    ):
         resolve_capabilities(CLASSIC, "8.0")
-    with pytest.raises(OptionError, match="'portable': TensorRT builds for the GPU"):
+    with pytest.raises(OptionError, match="'portable': TensorRT only builds for the GPU"):
         resolve_capabilities(CLASSIC, "portable")
 
 
-def test_no_driver_is_an_error_that_says_so(monkeypatch):
+def test_missing_driver_is_an_error(monkeypatch):
     monkeypatch.setattr(gpus, "DRIVER", "libcuda_that_is_not_there.so.1")
     with pytest.raises(ProviderError, match="no GPU can be used: there is no NVIDIA driver"):
         visible_gpus()
@@ -187,7 +189,7 @@ def fields(flavor=RTX, capabilities=("8.9",), profiles=PROFILES, **options):
 
 
 @needs_rtx
-def test_key_of_rtx_has_what_changes_its_plans_and_no_more(monkeypatch):
+def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
     found = fields()
     assert found == {
         "flavor": "tensorrt-rtx",
@@ -253,7 +255,7 @@ def test_timing_cache_counts_by_its_content_where_it_is_fixed(classic, tmp_path)
     path = tmp_path / "timing.cache"
     plain = fields(CLASSIC)
     assert fields(CLASSIC, timing_cache=str(path)) == plain
-    with pytest.raises(OptionError, match="is fixed, and is missing"):
+    with pytest.raises(OptionError, match="is fixed, but is missing"):
         fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
     path.write_bytes(b"one")
     one = fields(CLASSIC, timing_cache=str(path), timing_cache_fixed=True)
@@ -266,6 +268,6 @@ def test_timing_cache_counts_by_its_content_where_it_is_fixed(classic, tmp_path)
 
 
 @needs_rtx
-def test_key_refuses_options_that_the_flavor_lacks():
+def test_key_rejects_options_that_the_flavor_lacks():
     with pytest.raises(OptionError, match="has no effect in TensorRT for RTX"):
         fields(optimization_level=1)

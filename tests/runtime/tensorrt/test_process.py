@@ -199,7 +199,7 @@ def test_child_process_and_this_one_find_the_same(tmp_path):
 
 
 @needs_tensorrt
-def test_refused_operators_are_all_named(tmp_path):
+def test_all_rejected_operators_are_named(tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -216,12 +216,12 @@ def test_refused_operators_are_all_named(tmp_path):
         ("second", "QuickGelu"),
     ]
     assert "Plugin not found" in report.refusals[0].reason
-    with pytest.raises(ProviderError, match=r"refuses first \(BiasGelu\).*\(1 more\).*lint"):
+    with pytest.raises(ProviderError, match=r"rejects first \(BiasGelu\).*\(1 more\).*lint"):
         build_plan(path, profiles=[BATCH])
 
 
 @needs_tensorrt
-def test_node_without_a_name_is_refused_by_number(tmp_path):
+def test_unnamed_node_is_rejected_by_index(tmp_path):
     path = save_graph(
         tmp_path / "g.onnx",
         [node("DynamicQuantizeLinear", "x", "q s z"), node("DequantizeLinear", "q s z", "y")],
@@ -258,7 +258,7 @@ def test_messages_of_an_inner_block_stay_inside():
 @pytest.mark.parametrize(
     ("profiles", "words"),
     [
-        ([], "dynamic dims batch, sequence and no profile"),
+        ([], "dynamic dims batch, sequence, but no profile"),
         (["batch=1:2:4"], "lacks the dim 'sequence'"),
         (["batch=1,sequence=8,rows=4"], "no dynamic dim 'rows'"),
         (["batch=1,sequence=8", "batch=1,sequence=8:64:256"], "positions end at 128"),
@@ -303,7 +303,7 @@ def test_dim_without_a_name_is_an_error(tmp_path):
     path = save_graph(
         tmp_path / "n.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
     )
-    with pytest.raises(ShapeError, match="input x: dim 1 is dynamic and has no name"):
+    with pytest.raises(ShapeError, match="input x: dim 1 is dynamic, but has no name"):
         build_plan(path, profiles=[BATCH])
 
 
@@ -328,15 +328,15 @@ def test_unknown_capability_is_an_error_that_lists_the_known(tmp_path, capabilit
 
 
 @needs_tensorrt
-def test_fp32_on_turing_says_what_to_do(tmp_path):
+def test_fp32_on_turing_has_a_remedy(tmp_path):
     constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
-    with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*make the graph FP16"):
+    with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*the graph to FP16"):
         build_plan(path, profiles=[BATCH], capabilities=["7.5"])
 
 
 @needs_tensorrt
-def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
+def test_attention_operator_in_fp32_has_a_remedy(tmp_path):
     dims = (TensorProto.FLOAT, ["batch", 8, 256])
     names = {"q": "wq", "k": "wk", "v": "wv"}
     path = save_graph(
@@ -351,13 +351,13 @@ def test_attention_operator_in_fp32_says_what_to_do(tmp_path):
         opset=23,
     )
     assert parse_onnx(path).accepted
-    with pytest.raises(ProviderError, match="make the graph FP16"):
+    with pytest.raises(ProviderError, match="convert the graph to FP16"):
         build_plan(path, profiles=[BATCH])
 
 
 @needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
-def test_plan_goes_into_a_file_and_is_read_when_asked_for(tmp_path, isolated):
+def test_plan_is_written_to_a_file_and_read_on_access(tmp_path, isolated):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     plan_path = tmp_path / "model.plan"
     built = build_plan(path, profiles=[BATCH], plan_path=plan_path, isolated=isolated)
@@ -391,7 +391,7 @@ def test_option_that_the_flavor_lacks_stops_before_the_build(tmp_path):
 
 @needs_tensorrt
 @pytest.mark.parametrize("isolated", [True, False])
-def test_coverage_counts_what_is_taken_and_names_the_rest(tmp_path, isolated):
+def test_coverage_counts_supported_nodes_and_names_the_others(tmp_path, isolated):
     path = save_graph(
         tmp_path / "g.onnx",
         [
@@ -425,7 +425,7 @@ def test_exported_graph_is_covered_whole(exported):
 
 
 @needs_tensorrt
-def test_merged_decoder_is_refused_with_the_way_to_export_it(tmp_path):
+def test_merged_decoder_is_rejected_with_the_export_option(tmp_path):
     """The parser takes it; only the builder does not."""
     path = merged_decoder(tmp_path / "merged.onnx")
     found = coverage(path)
@@ -437,7 +437,7 @@ def test_merged_decoder_is_refused_with_the_way_to_export_it(tmp_path):
 
 
 @needs_tensorrt
-def test_merged_t5_that_fails_to_build_says_how_to_export_it(tiny_model):
+def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model):
     source = tiny_model("t5", "text2text-generation")
     artifact = export_model(str(source), task="text2text-generation-with-past")
     dims = "batch=1:2:4,encoder_sequence=8,decoder_sequence=1,past_decoder_sequence=1:8:16"
@@ -446,7 +446,7 @@ def test_merged_t5_that_fails_to_build_says_how_to_export_it(tiny_model):
 
 
 @needs_tensorrt
-def test_coverage_of_what_is_no_model_is_an_error(tmp_path):
+def test_coverage_of_an_invalid_model_is_an_error(tmp_path):
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"hello junk")
     with pytest.raises(SourceError, match="not an ONNX model"):
@@ -456,7 +456,7 @@ def test_coverage_of_what_is_no_model_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("kill", [signal.SIGTERM, signal.SIGKILL])
-def test_builder_ends_with_the_process_that_asked_for_it(tmp_path, kill):
+def test_builder_ends_with_its_parent(tmp_path, kill):
     # A TensorRT that takes for ever to load.
     (tmp_path / "tensorrt.py").write_text('__version__ = "10.16"\nimport time\ntime.sleep(600)\n')
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
@@ -499,7 +499,7 @@ def test_crash_of_the_child_is_an_error_message(tmp_path, monkeypatch):
     crash.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crash))
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
-    with pytest.raises(ProviderError, match=r"crashed with signal 11.*last words are in .*\.log"):
+    with pytest.raises(ProviderError, match=r"crashed with signal 11.*output is in .*\.log"):
         parse_onnx(path)
 
 

@@ -191,12 +191,12 @@ def test_unsupported_module_is_rejected(tiny, altered):
     ("pooling", "message"),
     [({}, "no pooling is chosen"), ({"pooling_mode_median": True}, "unknown pooling")],
 )
-def test_an_unknown_pooling_is_refused(tiny, altered, pooling, message):
+def test_an_unknown_pooling_is_rejected(tiny, altered, pooling, message):
     with pytest.raises(ArtifactError, match=message):
         load_model(altered(tiny.artifact("bert", "feature-extraction"), modules(**pooling)))
 
 
-def test_a_graph_without_token_vectors_is_refused(tiny, altered):
+def test_a_graph_without_token_vectors_is_rejected(tiny, altered):
     artifact = tiny.artifact("bert", "text-classification")
     manifest = artifact.manifest.model_copy(update={"task": "feature-extraction"})
     mislabelled = type(artifact)(artifact.path, manifest)

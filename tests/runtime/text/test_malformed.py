@@ -17,7 +17,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.onnxruntime.session import require_interface
+from enginery.runtime.onnxruntime.session import check_interface
 from enginery.runtime.tasks.classify import Classify, classify_logits, label_names
 from enginery.runtime.tasks.embed import Embed
 
@@ -74,7 +74,7 @@ def works_or_is_refused(call):
     return True
 
 
-def test_text_files_with_wrong_values_work_or_are_refused(tiny, altered):
+def test_text_files_with_wrong_values_work_or_are_rejected(tiny, altered):
     source = tiny.artifact("bert", "feature-extraction")
     artifact = altered(source, {name: json.dumps(value) for name, value in SENTENCE.items()})
     record, labels = artifact.manifest.graphs[0], np.zeros((1, 3), np.float32)
@@ -113,7 +113,7 @@ def test_text_files_with_wrong_values_work_or_are_refused(tiny, altered):
     assert outcomes.count(True) > len(places)
 
 
-def test_image_files_with_wrong_values_work_or_are_refused(tiny, altered):
+def test_image_files_with_wrong_values_work_or_are_rejected(tiny, altered):
     artifact = altered(tiny.artifact("convnext", "image-classification"), {})
     file = artifact.path / "preprocessor_config.json"
     before = json.loads(file.read_text(encoding="utf-8"))
@@ -223,7 +223,7 @@ LOGITS = TensorSpec("logits", "float32", ("batch", 3))
         ({"outputs": (LOGITS, TensorSpec("more", "float32", ()))}, "has the outputs logits;"),
     ],
 )
-def test_a_graph_that_is_not_the_manifests_is_refused(tiny, tmp_path, changes, message):
+def test_a_graph_that_is_not_the_manifests_is_rejected(tiny, tmp_path, changes, message):
     source = tiny.artifact("bert", "text-classification")
     artifact = with_record(source, tmp_path / "altered", **changes)
     with pytest.raises(ArtifactError) as error:
@@ -250,7 +250,7 @@ def test_an_input_that_is_fixed_in_the_graph_is_fixed_in_the_manifest(shape, dim
         file="m", opset=17, inputs=(TensorSpec("x", "float32", dims),), outputs=(), data_files=()
     )
     with nullcontext() if fits else pytest.raises(ArtifactError, match="the input x: float32"):
-        require_interface(session, record, Path("m"))
+        check_interface(session, record, Path("m"))
 
 
 def test_a_graph_of_gigabytes_is_not_loaded(tiny, tmp_path):
@@ -275,7 +275,7 @@ def test_a_graph_of_gigabytes_is_not_loaded(tiny, tmp_path):
         ("token-classification", "token-classification expects 3 dims"),
     ],
 )
-def test_a_graph_without_the_outputs_of_its_task_is_refused(tiny, tmp_path, task, message):
+def test_a_graph_without_the_outputs_of_its_task_is_rejected(tiny, tmp_path, task, message):
     source = tiny.artifact("bert", "text-classification")
     source.copy_to(tmp_path / "altered")
     commit_artifact(tmp_path / "altered", source.manifest.model_copy(update={"task": task}))

@@ -179,7 +179,7 @@ def test_answers_keep_to_the_longest_answer(tiny):
         (("why " * 300, CONTEXT), "question 0 is too long"),
     ],
 )
-def test_unusable_questions_are_refused(tiny, question, message):
+def test_unusable_questions_are_rejected(tiny, question, message):
     model = load_model(tiny.artifact("bert", "question-answering"))
     with pytest.raises(InputError, match=message):
         model([question])
@@ -236,7 +236,7 @@ def test_method_of_another_task_names_the_right_one(tiny):
         ([("a", "b", "c")], "text 0 is a tuple"),
     ],
 )
-def test_inputs_that_are_not_texts_are_refused_by_index(tiny, texts, message):
+def test_inputs_that_are_not_texts_are_rejected_by_index(tiny, texts, message):
     with pytest.raises(InputError, match=message):
         load_model(tiny.artifact("bert", "text-classification")).classify(texts)
 
@@ -268,12 +268,12 @@ def test_a_missing_tokenizer_says_how_to_get_one(tiny, altered):
         load_model(artifact)
 
 
-def test_a_task_without_answers_is_refused(tiny):
+def test_a_task_without_answers_is_rejected(tiny):
     with pytest.raises(ArtifactError, match="exported for text-generation, which is not"):
         load_model(tiny.artifact("gpt2", "text-generation"))
 
 
-def test_a_failed_artifact_is_refused(tiny, altered):
+def test_a_failed_artifact_is_rejected(tiny, altered):
     from enginery.core.artifact.manifest import Verdict
     from enginery.core.errors import RejectedArtifactError
 

@@ -167,7 +167,7 @@ def _edit(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_text_with_a_lone_surrogate_is_refused_by_its_index():
+def test_text_with_a_lone_surrogate_is_rejected_by_its_index():
     with pytest.raises(InputError, match="text 1 contains a lone surrogate"):
         check_texts(["fine", "broken \udcff"])
 

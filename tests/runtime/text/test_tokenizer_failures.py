@@ -84,7 +84,7 @@ def test_interrupt_while_encoding_is_no_error_of_the_text(opened, monkeypatch):
         tokenizer.encode(["the pump"], offsets=False)
 
 
-def test_token_ids_are_refused_where_no_text_shows_the_special_tokens(plain, tmp_path):
+def test_token_ids_are_rejected_where_no_text_shows_the_special_tokens(plain, tmp_path):
     directory = shutil.copytree(plain, tmp_path / "no-a")
     spoil(directory, "no_unk")
     tokenizer = json.loads((directory / "tokenizer.json").read_text())

@@ -131,7 +131,7 @@ def test_faulty_artifact_fails_with_its_cosine(made, copied, model, fault):
     artifact = faults.break_graph(copied(made(*model)), WRONG[fault])
     report = validate_model(artifact)
     assert not report.passed
-    assert Artifact.open(artifact.path).failed()
+    assert Artifact.open(artifact.path).failed_verdict()
     (overall,) = report.overall
     assert 1 - overall.cosine > 1.5 * (1 - overall.cosine_limit)
     output = {"gpt2": "logits", "distilbert": "last_hidden_state"}[model[0]]

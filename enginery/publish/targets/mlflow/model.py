@@ -121,7 +121,7 @@ def tags(package: Package) -> dict[str, str]:
         "enginery.version": __version__,
     }
     for record in package.engines:
-        marks[f"enginery.engine.{record.directory_name}"] = record.binding
+        marks[f"enginery.engine.{record.directory_name}"] = record.hardware_target
     return {name: value[:_MAX_VALUE] for name, value in marks.items()}
 
 

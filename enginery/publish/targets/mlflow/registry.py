@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.locks import named_lock
-from enginery.core.names import is_portable_name
+from enginery.core.home import file_lock
+from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -106,7 +106,7 @@ class MlflowRegistry:
         # So two processes of this machine do not create two versions with the same content.
         server = hashlib.sha256(self.server.encode()).hexdigest()
         with (
-            named_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
+            file_lock(f"mlflow-{server[:16]}-{package.content_sha256[:16]}"),
             self._mlflow_errors(),
         ):
             client = self._client()
@@ -121,7 +121,7 @@ class MlflowRegistry:
                 repair_version(client, package, found, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
-        notes = tuple(f"{r.directory_name} is {r.binding}" for r in package.engines)
+        notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
         return Published(f"mlflow:/{self.name}/{version}", version, is_new, notes)
 
     @property

@@ -218,7 +218,7 @@ def _description(package: Package) -> str:
     lines = [
         f"{manifest.source.id}: {manifest.task}, {manifest.precision}, for {manifest.target}. "
         f"{checked} The card is {ARTIFACT}/README.md.",
-        *(f"- `engines/{r.directory_name}` is {r.binding}" for r in package.engines),
+        *(f"- `engines/{r.directory_name}` is {r.hardware_target}" for r in package.engines),
     ]
     return "\n".join(lines)[:4000]
 

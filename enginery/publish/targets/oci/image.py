@@ -232,7 +232,7 @@ def _config(package: Package, layers: tuple[ImageLayer, ...], architecture: str)
 
 def _annotations(package: Package) -> dict[str, str]:
     manifest = package.artifact.manifest
-    engines = {record.directory_name: record.binding for record in package.engines}
+    engines = {record.directory_name: record.hardware_target for record in package.engines}
     return {
         TITLE: package.name,
         "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import MissingPackageError, OptionError, RegistryError
-from enginery.core.home import enginery_home
-from enginery.core.locks import named_lock
+from enginery.core.home import enginery_home, file_lock
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
@@ -126,10 +125,10 @@ class OciRegistry:
         client = self._connect()
         with progress.task(f"hashing layers of {package.name}"):
             image = build_image(package)
-        notes = [f"{r.directory_name} is {r.binding}" for r in package.engines]
+        notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
         place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # Registries have no atomic compare-and-set; the lock serializes writers of this machine.
-        with named_lock(f"oci-{place[:32]}"):
+        with file_lock(f"oci-{place[:32]}"):
             there = read_tag(client, tag, self.url)
             self._check_version_tags(client, tag, config, there, package)
             is_same = there is not None and package.has_content(there.content, there.without_rights)
@@ -168,7 +167,7 @@ class OciRegistry:
             for layer in layers:
                 hexdigits = layer.digest.removeprefix("sha256:")
                 path = pulls / f"{hexdigits}.tar"
-                with named_lock(f"pull-{hexdigits[:32]}"):
+                with file_lock(f"pull-{hexdigits[:32]}"):
                     client.download(layer.digest, path, layer.size_bytes)
                     try:
                         check_layer(path, layer, self.url)
