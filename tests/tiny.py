@@ -1,9 +1,7 @@
 """Tiny models, built in code: complete Hugging Face directories with random weights.
 
-Takes a model type and a task; leaves what `from_pretrained` and the exporter take.
-
-    >>> save_tiny("bert", "text-classification", tmp_path / "bert")
-    >>> artifact = tiny_artifact("bert", "text-classification", tmp_path / "artifact")
+    save_tiny("bert", "text-classification", tmp_path / "bert")    # for `from_pretrained`
+    tiny_artifact("bert", "text-classification", tmp_path / "artifact")
 
 Two layers, hidden size 32, four heads, a vocabulary of a few hundred, images of 32 or 64 pixels.
 Weights are drawn wide (0.3, not 0.02), so that different inputs get clearly different answers.

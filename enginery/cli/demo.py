@@ -2,7 +2,7 @@
 
 >>> texts = ("The engine is warm.", "The motor is hot.")
 >>> [list(sample.row()) for sample in predict_samples(artifact, texts)]
-[['input', 'nearest', 'cosine'], ['input', 'nearest', 'cosine']]
+[['input', 'embedding', 'nearest', 'cosine'], ['input', 'embedding', 'nearest', 'cosine']]
 """
 
 from __future__ import annotations

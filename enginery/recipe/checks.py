@@ -2,7 +2,7 @@
 
 >>> check_recipe(Recipe.parse("{model: org/name, stages: [export, {validate: {data: no.csv}}]}"))
 Traceback (most recent call last):
-enginery.core.errors.RecipeError: recipe:1: data 'no.csv': there is nothing of that name. Change ...
+enginery.core.errors.RecipeError: recipe:1: data 'no.csv': no such file or folder. Change ...
 
 Nothing runs and nothing is written. Files are opened as the stages will open them, tables up to
 their first text. What depends on the exported graph is checked by the stages.

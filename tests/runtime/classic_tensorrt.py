@@ -1,9 +1,8 @@
 """A test double of classic TensorRT 10's Python module that checks how it is called.
 
-Takes `sys.modules`; records every call in order.
+It records every call in order:
 
-    >>> trt = ClassicTensorRT(calls := [])
-    >>> monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setitem(sys.modules, "tensorrt", ClassicTensorRT(calls := []))
 
 Names, arguments, results and defaults follow NVIDIA's reference of the Python API, 10.16
 (docs.nvidia.com/deeplearning/tensorrt/10.16.1/_static/python-api/infer/Core/: Builder,

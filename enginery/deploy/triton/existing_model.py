@@ -15,7 +15,7 @@ from pathlib import Path
 
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.json_file import read_document, parse_json
+from enginery.core.json_file import parse_json, read_document
 
 LISTING = "enginery.json"
 """File in each model's folder with the name of its export, its backend, and its files' digests."""
