@@ -45,13 +45,13 @@ _RANDOM_ROWS = 32
 def read_data(
     artifact: Artifact, config: QuantizeConfig, given: Iterable[Any] | None
 ) -> CalibrationData | None:
-    """The inputs, or None where ranges are reused and no data are named.
+    """Read the calibration inputs; None if ranges are reused and no data are given.
 
     Args:
-        artifact: what is calibrated.
-        config: names the file, or allows made-up inputs.
-        given: from Python, in place of a file: texts, images, rows that are mappings with a
-            `column` of either (a Hugging Face Dataset, say), or dicts of the graph's own inputs.
+        artifact: the artifact to calibrate.
+        config: the options, with the file or the permission to generate inputs.
+        given: inputs from Python, in place of a file: texts, images, mappings with a `column` of
+            either (such as a Hugging Face Dataset), or dicts of the graph's own inputs.
 
     Raises:
         InputError: the file or an item cannot be used, or there are none.
@@ -160,7 +160,7 @@ def _label2id(artifact: Artifact) -> dict[str, int]:
 
 
 def _kind(item: Any, *, images: bool) -> Kind:
-    """What an item is, where a string is the path of an image or a text."""
+    """Return the kind of an item; a string is a text, or with `images` the path of an image."""
     if isinstance(item, str):
         return "images" if images else "texts"
     return "feeds" if isinstance(item, Mapping) else "images"
