@@ -20,9 +20,10 @@ def show_provider_options(
     save_context: Flag = False,
     output: Output = OUTPUT,
 ) -> None:
-    """Print ONNX Runtime's options for TensorRT to build and cache by itself, as Python or JSON.
+    """Print the options with which ONNX Runtime builds and caches TensorRT engines itself.
 
-    They are for Optimum and plain sessions; engines of `enginery build` need none.
+    They are for Optimum and plain ONNX Runtime sessions. Engines built by `enginery build` need
+    none.
 
     Parameters
     ----------
@@ -38,7 +39,7 @@ def show_provider_options(
     fp16
         Let TensorRT 10 choose FP16 for an FP32 graph by itself.
     save_context
-        Let the provider tensorrt save the engine's ONNX wrapper beside it.
+        Let the tensorrt provider save the engine's ONNX wrapper beside the engine.
     """
     from enginery.core.artifact.artifact import Artifact
     from enginery.engine.provider_options import provider_options, to_json, to_python

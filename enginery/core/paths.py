@@ -16,7 +16,7 @@ from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
 
-_EXPECTED = "expected a relative path without '..' and control characters"
+_EXPECTED = "expected a relative path without '..' or control characters"
 
 
 def is_relative_path(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_relative_path(name: str) -> bool:
 def require_relative_path(name: str) -> str:
     """Return the name; raise ValueError if `is_relative_path` is False for it."""
     if not is_relative_path(name):
-        raise ValueError(f"{name!r} lies outside the directory: {_EXPECTED}")
+        raise ValueError(f"{name!r} is not a safe path in the directory: {_EXPECTED}")
     return name
 
 
@@ -51,15 +51,15 @@ def resolve_inside(root: Path, name: str, *, what: str) -> Path:
         ArtifactError: the name is absolute, not normalized, or goes through a symbolic link.
     """
     if not is_relative_path(name):
-        raise ArtifactError(f"{name!r} lies outside {what}: {_EXPECTED}.")
+        raise ArtifactError(f"{name!r} is not a safe path in {what}: {_EXPECTED}.")
     path = root
     for part in name.split("/"):
         path = path / part
         if path.is_symlink():
             raise ArtifactError(
-                f"{name} lies outside {what}: {path} is a symbolic link, and links are not "
+                f"{name} in {what} cannot be used: {path} is a symbolic link, and links are not "
                 "followed.",
-                do="Put the file itself in its place.",
+                do="Replace the link with the file.",
             )
     return path
 

@@ -27,8 +27,8 @@ _SIZE = re.compile(r"0*[0-9]{1,10}")
 _EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
 _MAX_SIZE = 2**31 - 1  # TensorRT 10 and older hold a dim in 32 bits
 _EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
-_MAX_RANK = 32  # numpy 1 has no more, TensorRT 8
-_MAX_NAME = 1024  # the sums and quotients that torch.export calls an output's dim have hundreds
+_MAX_RANK = 32  # numpy 1 allows at most 32 dims, TensorRT at most 8
+_MAX_NAME = 1024  # torch.export names output dims by sums and quotients with hundreds of characters
 _SUM = re.compile(r"\s*\+\s*")
 _TERM_SIZE = re.compile(r"[0-9]{1,10}")  # ASCII digits: str.isdigit accepts "²" as well
 

@@ -29,7 +29,7 @@ class BuildConfig(BuildOptions):
     applies to those whose dims it names."""
     min_shapes: str = ""
     """Minimum shapes in TensorRT's notation, such as `input_ids:1x8,attention_mask:1x8`; replaces
-    `profile`. Naming the inputs again starts another profile."""
+    `profile`. Repeat the inputs to start another profile."""
     opt_shapes: str = ""
     """Optimum shapes, which the engine is tuned for, in TensorRT's notation."""
     max_shapes: str = ""
@@ -71,9 +71,9 @@ def check_config(config: BuildConfig) -> None:
         "profiles_from": bool(config.profiles_from),
     }
     if sum(ways.values()) > 1:
-        found = " and ".join(f"'{name}'" for name, given in ways.items() if given)
+        found = ", ".join(f"'{name}'" for name, given in ways.items() if given)
         raise OptionError(
-            f"options {found} both set profiles.",
+            f"several options set profiles: {found}.",
             do="Use one of them: the profiles and their order are part of the engine's cache key.",
             option=next(name for name, given in ways.items() if given),
         )
@@ -81,6 +81,7 @@ def check_config(config: BuildConfig) -> None:
         raise OptionError(f"option 'count' is {config.count}, expected 1 or more.", option="count")
     if not config.capability.strip():
         raise OptionError(
-            "option 'capability' is empty, expected 8.0,8.9,12.0 or current or portable.",
+            "option 'capability' is empty, expected compute capabilities (8.0,8.9,12.0), current "
+            "or portable.",
             option="capability",
         )

@@ -263,7 +263,7 @@ def _check_input_kind(
 ) -> None:
     """Raise InputError if the input is images or lines of text, but the model needs another."""
     if isinstance(reader, ImageReader) and not predictor.takes_images:
-        raise InputError(f"the input is images, but the model does {task} on texts.")
+        raise InputError(f"the input is images, but the model's task is {task}, which takes texts.")
     if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.takes_images):
         wanted = " and ".join(f"'{column}'" for column in columns)
         raise InputError(

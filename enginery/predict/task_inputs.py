@@ -1,4 +1,4 @@
-"""Map predict's options to a task: columns of its inputs, task options, checks of a row's values.
+"""Translate predict's options into a task's input columns and options; check a row's values.
 
 >>> find_input_problem((None,), ("text",))
 'text is null'
@@ -99,7 +99,7 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
 
 
 def provider_specs(config: PredictConfig) -> tuple[ProviderSpec, ...]:
-    """Return the providers of the options.
+    """Return the providers that the options name.
 
     Raises:
         OptionError: a provider or an option of it is unknown.
@@ -123,7 +123,8 @@ def find_input_problem(values: Values, names: Sequence[str]) -> str:
             return f"{name} is empty"
         if len(values) > 1 and len(value) > MAX_PAIR_CHARACTERS:
             return (
-                f"{name} has {len(value):,} characters, of a pair at most {MAX_PAIR_CHARACTERS:,}"
+                f"{name} has {len(value):,} characters, expected at most {MAX_PAIR_CHARACTERS:,} "
+                "for a text of a pair"
             )
         try:
             check_texts([value])

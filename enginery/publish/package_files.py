@@ -32,7 +32,7 @@ _TOKENIZER = (
     "chat_template",
 )
 
-# A registry's files are readable for all its users, whatever modes the artifact's files have.
+# A registry's files are readable by all its users, whatever modes the artifact's files have.
 _MODE = 0o644
 
 

@@ -1,8 +1,9 @@
 """The quantize stage: quantize an FP32 artifact to INT8 or FP8.
 
 The new artifact has the quantized graph, `reports/quantization.json`, `reports/quantization.svg`
-and `reports/ranges.json`. It is saved only if the accuracy budget is met, TensorRT parses the graph
-and a trial engine was built. Dynamic INT8, for the CPU, is in `quantize/dynamic.py`.
+and `reports/ranges.json`. It is saved only if the accuracy budget is met and TensorRT parses the
+graph and, unless `capabilities` is empty, builds a trial engine. Dynamic INT8, for the CPU, is in
+`quantize/dynamic.py`.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def read_calibration(
     require_quantizable(source, config)
     if config.ranges and given is not None:
         raise OptionError(
-            "both calibration inputs and ranges were given, but with ranges nothing is measured.",
+            "both calibration inputs and ranges were given, but ranges replace the calibration.",
             do="Remove one.",
         )
     if config.scheme != "dynamic":
@@ -222,8 +223,8 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     """Check that the scheme can quantize the artifact.
 
     Raises:
-        ArtifactError: it is quantized already, not FP32 or fused for another target. For static
-            schemes also: it has several graphs, or an opset below 19.
+        ArtifactError: it is already quantized, is not FP32, or was fused for another target. For
+            static schemes also: it has several graphs, or an opset below 19.
     """
     manifest = source.manifest
     if any(stage.stage == STAGE for stage in manifest.stages):
@@ -249,7 +250,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     if manifest.graphs[0].opset < _MIN_OPSET:
         raise ArtifactError(
             f"{source.model} has opset {manifest.graphs[0].opset}, expected {_MIN_OPSET} or "
-            "later: earlier Q and DQ support neither FP16 scales nor FP8.",
+            "later: earlier versions of Q and DQ support neither FP16 scales nor FP8.",
             do="Export again: enginery export MODEL --opset 20",
         )
 

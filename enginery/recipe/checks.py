@@ -114,7 +114,7 @@ def _about(option: str) -> Iterator[None]:
         error.option = error.option or option
         raise
     except OSError as error:  # a name too long for a file, or no right to look
-        reason = f"'{error.filename}' cannot be looked at: {error.strerror}."
+        reason = f"'{error.filename}' cannot be accessed: {error.strerror}."
         raise InputError(reason, option=option) from error
 
 
@@ -250,7 +250,8 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     task = find_task(name, takes_images=name in _IMAGES or kind == "images")
     if task is None and name in supported_tasks():
         raise InputError(
-            f"input '{options.input}' is images, but the model does {name} of texts.",
+            f"input '{options.input}' is images, but the model's task is {name}, which takes "
+            "texts.",
             do="Name a file of texts.",
             option="input",
         )
@@ -357,7 +358,8 @@ def _check_files(options: Any, known: _Known) -> None:
         if images := getattr(options, "images", ""):
             if known.task in _TEXTS and not known.is_onnx:
                 raise InputError(
-                    f"option 'images' is given, but the model does {known.task} of texts.",
+                    f"option 'images' is given, but the model's task is {known.task}, which takes "
+                    "texts.",
                     do="Leave it out.",
                 )
             list_images(Path(images).expanduser(), rows=1)

@@ -24,7 +24,7 @@ from ruamel.yaml.reader import ReaderError
 
 from enginery.core.errors import RecipeError
 
-_MAX_CHARACTERS = 1 << 20  # a model passed for a recipe is refused before it is parsed
+_MAX_CHARACTERS = 1 << 20  # a model file passed as a recipe is refused before it is parsed
 _MAX_VALUES = 10_000  # after expanding aliases: nine lines of them can make a billion values
 _MAX_DEPTH = 20
 
@@ -50,7 +50,7 @@ class Document:
     """The line of each value; in a mapping the line of its key."""
 
     def line(self, path: Path) -> int:
-        """Return the line of a path, or of the nearest value around it."""
+        """Return the line of a path, or of the nearest enclosing value."""
         while path not in self.lines:
             path = path[:-1]
         return self.lines[path]
@@ -61,7 +61,7 @@ class Document:
 
 
 def read_yaml(text: str, name: str) -> Document:
-    """Read one YAML document, environment variables in its values expanded.
+    """Read one YAML document, and expand environment variables in its values.
 
     Args:
         text: the document.
@@ -91,7 +91,7 @@ def read_yaml(text: str, name: str) -> Document:
         raise RecipeError(
             f"{name}:{line}: {error.reason}, found {found}.", do="Remove the character."
         ) from error
-    except AssertionError as error:  # ruamel.yaml's, of a directive such as %YAML 1.3
+    except AssertionError as error:  # raised by ruamel.yaml for a directive such as %YAML 1.3
         raise RecipeError(
             f"{name}:1: {error}.", do="Leave the directive out: recipes are YAML 1.2."
         ) from error
@@ -192,7 +192,7 @@ class _Reader:
 
     def _expand(self, text: str, line: int) -> str:
         if "\0" in text:
-            self._fail(line, "a value has a NUL character.", do="Leave it out.")
+            self._fail(line, "a value contains a NUL character.", do="Leave it out.")
         try:
             return expand_variables(text, os.environ)
         except KeyError as error:

@@ -299,7 +299,7 @@ class Supervisor(Multiprocess):
     def serve(self) -> int:
         """Run until shutdown; return the exit status."""
         self.run()
-        # Ignore workers that died earlier and wait for their replacement.
+        # Skip workers that have died and are waiting to be replaced.
         statuses = [
             process.exitcode or 0
             for index, process in enumerate(self.processes)
@@ -365,9 +365,8 @@ class Supervisor(Multiprocess):
         )
         while alive := [process for process in self.processes if process.process.is_alive()]:
             self.handle_signals()
-            if (
-                self._interrupted
-            ):  # each time: to a worker that has not heard of the first, it is one
+            # Repeated, because a worker may have missed the first SIGINT.
+            if self._interrupted:
                 self._forward(signal.SIGINT)
             if time.monotonic() >= until:
                 for process in alive:

@@ -317,12 +317,12 @@ def test_failed_artifact_is_rejected_unless_allowed(tmp_path, built):
         (
             {"profile": [PROFILE], "min_shapes": "x:1x64"},
             OptionError,
-            "options 'profile' and 'min_shapes' both set profiles",
+            "several options set profiles: 'profile', 'min_shapes'",
         ),
         (
             {"profile": [PROFILE], "profiles_from": "a.csv"},
             OptionError,
-            "options 'profile' and 'profiles_from' both set profiles",
+            "several options set profiles: 'profile', 'profiles_from'",
         ),
         ({"profiles_from": "missing.csv"}, ShapeError, "model.onnx takes no texts"),
     ],

@@ -182,7 +182,7 @@ BROKEN = {
         HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
         "      profile: batch=1,sequence=8\n",
         8,
-        "both set profiles",
+        "several options set profiles",
         "Use one of them",
     ),
     "option of the other TensorRT": (

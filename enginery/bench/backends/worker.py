@@ -173,7 +173,7 @@ class BenchmarkWorker:
         """Measure the copies to and from the device."""
         backend = self._require_backend()
         if not isinstance(backend, OrtSessionBackend):
-            raise ProviderError("copies can only be measured on the backend onnxruntime.")
+            raise ProviderError("copies can only be measured with the onnxruntime backend.")
         session = backend.session_for(self._feeds)
         found = measure_copies(
             session, self._feeds, device=command["device"], seconds=command["seconds"]
@@ -183,7 +183,7 @@ class BenchmarkWorker:
     def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the energy of a run in joules.
 
-        The average is taken over some seconds, because the counter is updated only every 20 to
+        The average is taken over several seconds, because the counter is updated only every 20 to
         100 ms.
         """
         run = self._require_run()
@@ -206,7 +206,7 @@ class BenchmarkWorker:
         return found
 
     def _sample_device_memory(self) -> None:
-        """Update the largest GPU memory of this process.
+        """Update the highest GPU memory use of this process so far.
 
         The driver keeps no peak, so memory that a run allocates and frees again is missed.
         """

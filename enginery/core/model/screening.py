@@ -120,7 +120,7 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
         return
     except OSError as error:
         raise SourceError(
-            f"{path} cannot be read: {error.strerror}.", do="Put the file itself in its place."
+            f"{path} cannot be read: {error.strerror}.", do="Replace the link with the file."
         ) from error
     except ValueError as error:
         if path.name == "config.json" and path.parent == directory:

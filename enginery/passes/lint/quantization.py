@@ -31,12 +31,12 @@ from enginery.passes.lint.graph import (
 )
 
 BIAS_REMEDY = (
-    "Quantize without biases: extra_options={'QuantizeBias': False} of quantize_static, "
-    "or `enginery quantize`."
+    "Do not quantize biases: pass extra_options={'QuantizeBias': False} to quantize_static, "
+    "or use `enginery quantize`."
 )
 SYMMETRIC_REMEDY = (
-    "Quantize symmetrically: ActivationSymmetric and WeightSymmetric of quantize_static, "
-    "or `enginery quantize`."
+    "Quantize symmetrically: pass ActivationSymmetric and WeightSymmetric to quantize_static, "
+    "or use `enginery quantize`."
 )
 STATIC_REMEDY = "Quantize statically into Q/DQ nodes with calibration data: `enginery quantize`."
 
@@ -93,7 +93,7 @@ def integer_operators(graph: LintGraph) -> Iterator[LintFinding]:
                 "qoperator",
                 "error",
                 label(node),
-                f"{node.op_type} is of the QOperator format; TensorRT requires Q/DQ nodes.",
+                f"{node.op_type} belongs to the QOperator format; TensorRT requires Q/DQ nodes.",
                 "Quantize with quant_format=QuantFormat.QDQ, or `enginery quantize`.",
             )
 
@@ -105,7 +105,7 @@ def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
         if dtype in _KNOWN_TYPES or (dtype == "INT32" and node.op_type == DEQUANTIZE):
             continue  # an INT32 bias has its own rule
         consequence = (
-            "TensorRT reads it as INT8, so values above 127 become wrong."
+            "TensorRT reads it as INT8, so values above 127 are misread."
             if dtype == "UINT8"
             else "TensorRT only supports INT8, INT4, FP8 (E4M3) and FP4."
         )
@@ -150,6 +150,6 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
                 "scale",
                 "warning",
                 label(node),
-                "its scale is computed; TensorRT only uses INT8 kernels with constant scales.",
+                "has a computed scale; TensorRT only uses INT8 kernels with constant scales.",
                 STATIC_REMEDY,
             )

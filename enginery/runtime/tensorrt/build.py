@@ -5,8 +5,8 @@
     built.plan_bytes          # 226900123
     built.fused_attentions    # 12
 
-TensorRT may crash on unusual graphs, and keeps memory after a build, so `tensorrt.process` calls
-this in a child process.
+TensorRT may crash on unusual graphs, and does not free all its memory after a build, so
+`tensorrt.process` calls this in a child process.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def build_in_process(
         if refusals := parse_into(network, parser, path, messages):
             ParseReport(str(path), trt.__version__, False, refusals, (), ()).require_accepted()
         config = builder.create_builder_config()
-        # With this verbosity, the log and the engine list the layers with their types.
+        # With this verbosity, both the log and the engine have the layers and their types.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
         if options.weight_streaming:
@@ -141,7 +141,8 @@ def _configure_classic(
         raise OptionError(
             f"option 'hardware_compatibility' is {level}, but this GPU has compute capability "
             f"{capabilities[0]}, expected 8.0 or newer.",
-            do="Build it on a newer GPU, or use same-compute-capability.",
+            do="Build the engine on a newer GPU, or set hardware_compatibility to "
+            "same-compute-capability.",
         )
     name = level.upper().replace("-", "_")
     config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, name)
@@ -166,8 +167,8 @@ def _build_remedy(messages: Messages, inputs: Sequence[TensorSpec]) -> str:
         return MERGED_REMEDY
     if "FP32 GEMM is not supported" in errors:
         return (
-            "Compute capability 7.5 only multiplies matrices in FP16 and INT8; convert the graph "
-            "to FP16 first: enginery optimize --target tensorrt --precision fp16"
+            "GPUs of compute capability 7.5 multiply matrices only in FP16 and INT8; convert the "
+            "graph to FP16 first: enginery optimize --target tensorrt --precision fp16"
         )
     if "Attention operation was not supported" in errors:
         return (
@@ -187,7 +188,7 @@ def _add_profiles(
     profiles: Sequence[Profile],
     limits: Mapping[str, int],
 ) -> None:
-    """Check the profiles, because TensorRT does not find most mistakes, and set them."""
+    """Check the profiles, because TensorRT misses most mistakes, and add them."""
     for index, spec in enumerate(inputs):
         if -1 in spec.dims:
             raise ShapeError(

@@ -7,8 +7,8 @@ Source: platform.openai.com/docs/api-reference/embeddings. Vectors are normalize
 both before and after they are shortened to `dimensions`. `model` is a served model's name, the id
 of its source ("sentence-transformers/all-MiniLM-L6-v2") or the last part of that id. Without
 `model` the server's only embedding model is used. Any other name is an error (404), so that clients
-never get the vectors of another model than they expect. The server's option `truncate` determines
-whether texts that are too long are truncated or rejected.
+never get vectors from a model other than the one they expect. The server's option `truncate`
+determines whether texts that are too long are truncated or rejected.
 """
 
 from __future__ import annotations

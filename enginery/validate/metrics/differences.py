@@ -49,7 +49,7 @@ class CosineSums:
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between two arrays, over elements that are finite and no fill values."""
+    """Differences between two arrays, over elements that are finite and are not fill values."""
 
     max_abs: float
     p99_abs: float
@@ -83,7 +83,7 @@ def compute_differences(
         mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
         ordinary = np.isfinite(theirs) & (np.abs(theirs) < _FILL)
         comparable = ordinary & np.isfinite(mine)
-        # The same fill value: equal sign and a large magnitude.
+        # The same fill value: the same sign and a large magnitude.
         alike = (np.sign(mine) == np.sign(theirs)) & (np.abs(mine) >= _LEAST_FILL)
         unequal += int(np.count_nonzero(~comparable & ~(~ordinary & alike)))
         undefined += int(np.count_nonzero(np.isnan(theirs)))
@@ -107,7 +107,9 @@ def compute_differences(
 def argmax_disagreement(
     actual: Array, reference: Array, padding: PaddingMask | None, *, margin: float
 ) -> float:
-    """Return the share of rows whose argmax differs by more than `margin`, 0 to 1.
+    """Return the share of rows in which another class is chosen, 0 to 1.
+
+    A row counts only if the reference scores that class more than `margin` below its best one.
 
     Classes are on the last axis; for segmentation, (batch, classes, height, width), on axis 1.
     With one score per token (question answering), the argmax is over all positions.
