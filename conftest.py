@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Each worker has a core to itself: more threads would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 collect_ignore = ["enginery/deploy/triton/python_model.py"]  # runs inside Triton alone
 

@@ -609,6 +609,7 @@ def test_images_are_asked_by_path_alone(cli, tiny_model, tmp_path):
 # A terminal
 
 
+@pytest.mark.slow
 def test_terminal_shows_the_worst_case_of_each_output_and_v_shows_all(tiny_model):
     model = str(tiny_model("t5", "text2text-generation"))
     artifact = export_model(model, task="text2text-generation-with-past")

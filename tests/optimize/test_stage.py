@@ -161,6 +161,7 @@ def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
         optimized(artifact, precision="bf16")
 
 
+@pytest.mark.slow
 def test_all_graphs_of_sequence_to_sequence_models_are_cast(exported, optimized):
     source = exported("t5", "text2text-generation", post_process=False)
     artifact = optimized(source)

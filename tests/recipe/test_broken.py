@@ -464,7 +464,7 @@ BROKEN = {
     "images for a model of texts": (
         HEAD + EXPORT + "  - bench:\n      images: photos\n",
         6,
-        "the model does text-class",
+        "the model's task is text-class",
         "Leave it out",
     ),
     # files and columns

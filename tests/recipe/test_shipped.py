@@ -134,6 +134,7 @@ def test_release_runs(run, tiny_model, reviews, tmp_path, monkeypatch):
     assert again["stages"][-1]["result"]["version"] == said["stages"][-1]["result"]["version"]
 
 
+@pytest.mark.slow
 @needs_tensorrt
 def test_vit_fp16_runs(run, tiny_model, tmp_path, monkeypatch):
     (tmp_path / "photos").mkdir()

@@ -76,7 +76,7 @@ def test_unsupported_task_is_an_error(uncounted, tmp_path):
     (tmp_path / "in.txt").write_text("warm\n")
     with pytest.raises(ArtifactError, match="exported for token-counting, expected one of"):
         predict(uncounted, str(tmp_path / "in.txt"), tmp_path / "out.jsonl", PredictConfig())
-    with pytest.raises(InputError, match="token-counting is not answered from single texts"):
+    with pytest.raises(InputError, match="token-counting takes more than single texts"):
         predict_samples(uncounted, TEXTS)
 
 

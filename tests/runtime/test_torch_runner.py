@@ -115,7 +115,15 @@ def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bert", "deberta-v2", "modernbert", "mpnet", "vit", "resnet", "swin"]
+    "kind",
+    [
+        "bert",
+        "resnet",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("deberta-v2", "modernbert", "mpnet", "vit", "swin")
+        ),
+    ],
 )
 def test_weights_upcast_on_use_equal_fp64(tiny_model, kind, monkeypatch):
     """A large model's weights are never in memory in FP64; its answers are the same."""

@@ -59,7 +59,7 @@ _REMEDY = "Do not use it. Make it again from its source."
 
 @dataclass(frozen=True)
 class Artifact:
-    """A verified artifact on disk."""
+    """An artifact: a directory whose files are those of its manifest."""
 
     path: Path
     manifest: Manifest
