@@ -74,7 +74,7 @@ def test_external_data_behind_a_link_is_refused(tmp_path):
     path = linear(folder / "mine.onnx", external="weights.bin")
     (folder / "weights.bin").rename(tmp_path / "secret.bin")
     (folder / "weights.bin").symlink_to(tmp_path / "secret.bin")
-    with pytest.raises(SourceError, match="in the directory .*cannot be used|is a symbolic link"):
+    with pytest.raises(SourceError, match="is a symbolic link"):
         export_model(str(path))
 
 

@@ -527,7 +527,7 @@ def test_verdict_with_a_report_outside_is_rejected(tmp_path, report):
     artifact = make(tmp_path / "a")
     found = {**verdict().model_dump(), "report": report}
     edit_manifest(artifact.path, verdicts=[found])
-    with pytest.raises(ArtifactError, match=r"verdicts\.0\.report: .*(is not a safe path|not below)"):
+    with pytest.raises(ArtifactError, match=r"verdicts\.0\.report: .*(not a safe path|not below)"):
         Artifact.open(artifact.path)
 
 
