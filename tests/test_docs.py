@@ -157,6 +157,9 @@ def words_here(line, directory):
     ]
 
 
+OUTPUTS = ("--out", "-o", "--output")
+
+
 def pages_with_commands():
     for page, lines in lines_by_page().items():
         if runs := [line for line in lines if not reason_not_to_run(line)]:
@@ -170,10 +173,10 @@ def test_commands_of_a_page_run_in_their_order(lines, shelf, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for line in lines:
         words = words_here(line, tmp_path)
-        outputs = {
-            words[i + 1] for i, word in enumerate(words[:-1]) if word in ("--out", "-o", "--output")
-        }
-        names = {word.removeprefix("./").rstrip("/") for word in words if word not in outputs}
+        # An output need not exist, unless it is also the input, to which engines are added.
+        before = ["", *words]
+        inputs = [w for w, b in zip(words, before, strict=False) if b not in OUTPUTS]
+        names = {word.removeprefix("./").rstrip("/") for word in inputs}
         for name in sorted(name for name in names if name and not Path(name).is_absolute()):
             if (tmp_path / name).exists() or (made := shelf.has(name)) is None:
                 continue
