@@ -95,7 +95,7 @@ def optimize_model(
     Raises:
         EngineryError: the artifact cannot be optimized with these options. If its outputs in the
             new precision are too far from FP32, there is no error: the artifact is marked as
-            failed, see `Artifact.failed`.
+            failed, see `Artifact.failed_verdict`.
     """
     config = _config(OptimizeConfig, "optimize", config, options)
     return run_cached(

@@ -155,11 +155,6 @@ class BuiltPlan:
         return self.count("gemm", "fp32")
 
     @property
-    def fp8_gemms(self) -> int:
-        """Number of matrix products on FP8 activations."""
-        return self.count("gemm", "fp8")
-
-    @property
     def int8_convolutions(self) -> int:
         """Number of convolutions on INT8 activations."""
         return self.count("convolution", "int8")
