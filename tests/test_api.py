@@ -191,3 +191,20 @@ def test_unknown_option_of_either_stage_names_the_nearest(model, tmp_path):
         export_model(model, opsets=17)
     with pytest.raises(OptionError, match="'profiles' for validate; did you mean 'profile'"):
         validate_model(tmp_path, profiles=())
+
+
+# Options
+
+
+def test_config_and_keywords_are_the_same_options(model):
+    listener = Listener()
+    by_keywords = export_model(model, task="text-classification", opset=18)
+    config = ExportConfig(task="text-classification", opset=18)
+    by_config = export_model(model, config=config, progress=listener)
+    assert by_config.path == by_keywords.path
+    assert "nothing to do" in listener.said[-1]
+
+
+def test_config_beside_keywords_is_an_error(model):
+    with pytest.raises(OptionError, match="export: both config and options were given: opset"):
+        export_model(model, config=ExportConfig(), opset=18)
