@@ -86,7 +86,7 @@ docs-serve: docs  ## build the documentation and show it on PORT
 	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/site
 
 test: setup  ## run the tests
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --prefork -m "not slow and not gpu and not network" $(ARGS)
 
 test-all: setup  ## run the tests, those that take minutes too
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not network" $(ARGS)

@@ -10,6 +10,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker has a core to itself: more threads would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--prefork", action="store_true", help="fork the children that import PyTorch; see tests"
+    )
+
+
 collect_ignore = ["enginery/deploy/triton/python_model.py"]  # runs inside Triton alone
 
 

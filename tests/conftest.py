@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.subprocess import python_command
+from tests import prefork
 from tests.tiny import save_tiny
 
 # A shell starts background jobs with SIGINT ignored, which child processes of tests would inherit.
@@ -32,6 +36,30 @@ def session_home(shared_directory):
     home = shared_directory / "home"
     home.mkdir(exist_ok=True)
     return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _prefork(request, tmp_path_factory):
+    """With `--prefork`, fork the children that import PyTorch instead of starting them."""
+    if not request.config.getoption("--prefork"):
+        yield
+        return
+    path = tmp_path_factory.mktemp("prefork") / "socket"
+    started = python_command
+
+    def command(module: str, *arguments: str) -> list[str]:
+        if module not in prefork.MODULES or not path.exists():
+            return started(module, *arguments)
+        return [sys.executable, "-I", "-S", prefork.__file__, str(path), module, *arguments]
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(started("tests.prefork", str(path)), env=environment) as server,
+    ):
+        patch.setattr("enginery.core.subprocess.python_command", command)
+        yield
+        server.kill()
 
 
 @pytest.fixture(autouse=True)
