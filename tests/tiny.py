@@ -97,6 +97,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "mpnet": {**_COMMON, "max_position_embeddings": MAX_POSITIONS + 2},
     "albert": {**_COMMON, "embedding_size": 16},
     "electra": {**_COMMON, "embedding_size": 16},
+    "convbert": {**_COMMON, "embedding_size": 16, "conv_kernel_size": 3},
     "deberta-v2": {
         **_COMMON,
         "relative_attention": True,

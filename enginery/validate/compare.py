@@ -5,7 +5,8 @@ Each case is measured as soon as it has run, so that memory holds the outputs of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
-from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.known import CUDA
 from enginery.validate.cases.padding import find_padding_mask
@@ -26,10 +26,8 @@ from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized, quantization_budget
-from enginery.validate.metrics.outputs import (
-    compare_output,
-    unmatched_output,
-)
+from enginery.validate.metrics.differences import compute_differences
+from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
 from enginery.validate.overall import OverallComparison
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
@@ -85,6 +83,21 @@ class ComparisonLimits:
         )
         return replace(self, tolerance=Tolerance.for_precision("tf32"), rule=rule)
 
+    def ratio(self, actual: NDArray[Any], expected: NDArray[Any], noise: NoiseFloor) -> float:
+        """Return the difference of two outputs divided by the largest one that the limits allow.
+
+        For a quantized graph, the difference and its limit are those of the direction: 1 - cosine.
+        """
+        found = compute_differences(actual, expected, None)
+        if found.unequal:
+            return math.inf
+        limit = self.max_abs_error
+        if limit is None:
+            limit = self.tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
+        if math.isfinite(limit):
+            return found.max_abs / limit if limit else (math.inf if found.max_abs else 0.0)
+        return (1 - found.cosine) / (1 - self.embedding_cosine)
+
     @property
     def embedding_cosine(self) -> float:
         """Minimum cosine of pooled embeddings."""
@@ -94,7 +107,7 @@ class ComparisonLimits:
 
 
 def compare_graph(
-    runner: OrtRunner,
+    run: Callable[[Feeds], Outputs],
     record: GraphRecord,
     cases: Sequence[ValidationCase],
     pytorch: ReferenceRun,
@@ -109,7 +122,7 @@ def compare_graph(
     An output that PyTorch lacks in some cases is skipped in those (a merged decoder passes on what
     its other branch computes). An output that it lacks in all cases fails.
     """
-    known = {name for expected in pytorch.outputs for name in expected.files}
+    known = set(pytorch.noise_floors)
     results = []
     with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
         for case, expected in zip(cases, pytorch.outputs, strict=True):
@@ -117,7 +130,7 @@ def compare_graph(
             result = _without_metrics(record, case, feeds, expected)
             if not expected.problem:
                 try:
-                    found = runner(feeds)
+                    found = run(feeds)
                 except EngineryError as error:
                     problem = f"ONNX Runtime fails but PyTorch does not: {error.message}"
                     result = replace(result, problem=problem)

@@ -8,6 +8,8 @@ from typing import Literal
 
 from enginery.core.errors import OptionError
 
+Effort = Literal["quick", "normal", "thorough"]
+
 
 @dataclass(frozen=True)
 class ValidateConfig:
@@ -39,6 +41,9 @@ class ValidateConfig:
     min_cosine: float | Literal["by-precision"] = "by-precision"
     """Smallest cosine between an output and the reference. `by-precision` derives it from the
     artifact's precision, or from the budget of a quantized artifact."""
+    effort: Effort = "normal"
+    """How many batch sizes and lengths to run: `quick`, `normal` or `thorough`, which runs every
+    length."""
     seed: int = 0
     """Random seed for the inputs of the shape sweep."""
     trust_remote_code: bool = False

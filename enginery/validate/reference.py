@@ -60,7 +60,7 @@ class ReferenceRun:
     outputs: list[ReferenceOutputs]
     """One for each case, in order."""
     noise_floors: dict[str, NoiseFloor]
-    """Output name -> largest noise floor over all cases."""
+    """Output name -> largest noise floor over all cases; every output that PyTorch has."""
     notes: list[str]
 
 
@@ -70,8 +70,8 @@ def run_pytorch(
     record: GraphRecord,
     cases: Sequence[ValidationCase],
     scratch: Path,
-    progress: Progress,
     *,
+    progress: Progress,
     noise: bool = True,
     trust_remote_code: bool = False,
 ) -> ReferenceRun:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -28,6 +29,7 @@ from enginery.core.artifact.fingerprint import (
 )
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.artifact.reports import (
+    GraphCoverage,
     OverallMetrics,
     ProviderRecord,
     ValidationCaseResult,
@@ -49,6 +51,7 @@ from enginery.validate.cases.real_inputs import check_data_usable, real_cases
 from enginery.validate.cases.sweep import LONGEST, profile_cases, profiles_by_graph, sweep_cases
 from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
+from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
@@ -57,7 +60,7 @@ from enginery.validate.reference import run_pytorch
 from enginery.validate.report import summarize
 
 STAGE = "validate"
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -164,6 +167,7 @@ def run(
     overall = OverallComparison() if limits.overall_cosine is not None else None
     results: list[ValidationCaseResult] = []
     providers: list[ProviderRecord] = []
+    coverage: list[GraphCoverage] = []
     for record in manifest.graphs:
         real, more_notes = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
@@ -177,16 +181,16 @@ def run(
             reached[record.file],
         )
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            pytorch = run_pytorch(
+            run_reference = partial(
+                run_pytorch,
                 artifact,
                 source,
                 record,
-                cases,
-                Path(scratch),
-                progress,
-                noise=not is_quantized(artifact),
+                progress=progress,
                 trust_remote_code=config.trust_remote_code,
             )
+            noise = not is_quantized(artifact)
+            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
             with OrtRunner(
                 artifact,
                 graph=record.file,
@@ -198,7 +202,7 @@ def run(
                     for p in runner.providers
                 ]
                 limits = limits.where(runner.providers)
-                results += compare_graph(
+                found = compare_graph(
                     runner,
                     record,
                     cases,
@@ -208,6 +212,15 @@ def run(
                     overall=overall,
                     progress=progress,
                 )
+                scan = ConsistencyScan(
+                    runner, record, feed_limits, engines=reached[record.file], seed=config.seed
+                )
+                scanned = scan.run(scan.shapes(config.effort, promised), limits, pytorch, progress)
+                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
+                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
+        coverage.append(scan.coverage(found, scanned))
+        more_notes += scan_notes(record, scanned, found)
+        results += found
         results += left_out
         notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
     least = limits.embedding_cosine
@@ -236,6 +249,8 @@ def run(
         cases=results,
         embeddings=pooled,
         overall=together,
+        effort=config.effort,
+        coverage=coverage,
         notes=notes,
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),

@@ -67,12 +67,15 @@ def test_batch_folded_to_one(verdict):
 
 def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
     report = verdict(TEXT, faults.ignore_mask)
-    assert cases_that_fail(report) == {"ragged", "sentences 1–16"}
+    assert {name for name in cases_that_fail(report) if "padded" not in name} == {
+        "ragged",
+        "sentences 1–16",
+    }
 
 
 def test_ignored_attention_mask_of_a_decoder(verdict):
     report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
-    assert cases_that_fail(report) == {"ragged"}
+    assert {name for name in cases_that_fail(report) if "padded" not in name} == {"ragged"}
 
 
 def test_nan_weight(verdict):

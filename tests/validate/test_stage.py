@@ -130,10 +130,15 @@ def test_every_profile_corner_runs_once(exported, copied):
         "batch 1, sequence 2",
         "batch 1, sequence 16",
         "batch 4, sequence 2",
+        "batch 4, sequence 2, padded",
         "batch 4, sequence 16",
+        "batch 4, sequence 16, padded",
         "batch 2, sequence 8",  # the second profile starts at 4 × 16
+        "batch 2, sequence 8, padded",
         "batch 4, sequence 24",
+        "batch 4, sequence 24, padded",
         "batch 4, sequence 20",
+        "batch 4, sequence 20, padded",
     ]
     corner = next(case for case in report.cases if case.name == "batch 4, sequence 24")
     assert corner.shapes["input_ids"] == [4, 24]

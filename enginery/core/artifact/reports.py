@@ -223,6 +223,23 @@ class OverallMetrics:
 
 
 @dataclass(frozen=True)
+class GraphCoverage:
+    """The batch sizes and lengths that one graph ran at; a length is 0 if no dim is padded."""
+
+    graph: str
+    dim: str
+    """The dim whose length is meant, such as `sequence`; empty if none is padded."""
+    compared: list[tuple[Count, Count]]
+    """(batch, length) of the cases that were compared with PyTorch."""
+    consistent: list[tuple[Count, Count]]
+    """(batch, length) of padded batches whose rows equal the same rows run alone."""
+    deviating: list[tuple[Count, Count]]
+    """(batch, length) of those whose rows do not; the worst of them are in `compared`, too."""
+    reason: str = ""
+    """Reason why rows were not run alone."""
+
+
+@dataclass(frozen=True)
 class ValidationReport(Report):
     """The content of `reports/validation.json`."""
 
@@ -242,6 +259,10 @@ class ValidationReport(Report):
     seconds: float
     overall: list[OverallMetrics] = field(default_factory=list)
     """For a quantized artifact that is checked against its own budget."""
+    effort: str = ""
+    """The option of the validation; empty in reports of earlier versions, like the next member."""
+    coverage: list[GraphCoverage] = field(default_factory=list)
+    """The batch sizes and lengths that ran, for each graph."""
     schema_version: Count = field(default=1)
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:

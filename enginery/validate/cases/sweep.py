@@ -41,13 +41,12 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
     """Return the cases one, small, odd, ragged (padded) and longest; equal sizes run once."""
     names = dynamic_dims(record.inputs)
     longest = min(limits.max_positions, LONGEST)
-    rows = 2 if longest <= 512 else 1
     steps = [
         ("one", 1, 1, 0),
         ("small", 2, 8, 0),
         ("odd", 3, 17, 1),
         ("ragged", 4, 24, 0),
-        ("longest", rows, longest, 0),
+        ("longest", 1, longest, 0),
     ]
     if not any("sequence" in name for name in names):
         # Without a sequence dim, the largest input is a full batch.
@@ -57,7 +56,7 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
     seen = []
     cases = []
     for name, batch, sequence, odd in steps:
-        sizes = _sizes(names, limits, batch, sequence, odd)
+        sizes = sweep_sizes(names, limits, batch=batch, sequence=sequence, odd=odd)
         ragged = name == "ragged"
         if (sizes, ragged) in seen:
             continue
@@ -65,7 +64,7 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
         make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=ragged)
         cases.append(ValidationCase(name, "sweep", make))
     if any(spec.name == "use_cache_branch" for spec in record.inputs):
-        sizes = _sizes(names, limits, 2, 8, 0)
+        sizes = sweep_sizes(names, limits, batch=2, sequence=8)
         cases.append(
             ValidationCase(
                 "without past", "sweep", partial(_feeds_without_past, record, sizes, limits, seed)
@@ -77,12 +76,16 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
 def profile_cases(
     record: GraphRecord, profiles: Sequence[Profile], limits: FeedLimits, *, seed: int
 ) -> list[ValidationCase]:
-    """Return a case for every corner and optimum of the profiles; shared corners run once.
+    """Return the cases for every corner and optimum of the profiles; shared corners run once.
+
+    A corner with several rows runs twice if the graph has a padding mask: without padding, and with
+    rows of different lengths.
 
     Raises:
         ShapeError: a profile does not fit the graph.
     """
     names = dynamic_dims(record.inputs)
+    pads = any(is_padding_mask(spec) for spec in record.inputs)
     cases: dict[str, ValidationCase] = {}
     for profile in profiles:
         profile.check(record.inputs, _largest_sizes(names, limits))
@@ -91,6 +94,10 @@ def profile_cases(
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
             make = partial(make_feeds, record.inputs, sizes, limits, seed=seed)
             cases.setdefault(label, ValidationCase(label, "profile", make))
+            if pads and sizes.get("batch", 1) > 1:
+                label = f"{label}, padded"
+                case = ValidationCase(label, "profile", partial(make, ragged=True))
+                cases.setdefault(label, case)
     return list(cases.values())
 
 
@@ -129,9 +136,19 @@ def _largest_sizes(names: Sequence[str], limits: FeedLimits) -> dict[str, int]:
     return {name: limits.position_limit for name in names if name == "sequence"}
 
 
-def _sizes(
-    names: list[str], limits: FeedLimits, batch: int, sequence: int, odd: int
+def sweep_sizes(
+    names: Sequence[str], limits: FeedLimits, *, batch: int, sequence: int, odd: int = 0
 ) -> dict[str, int]:
+    """Return a size for each dim of a graph.
+
+    Args:
+        names: names of the dims.
+        limits: limits of the model.
+        batch: number of rows.
+        sequence: length in the model's unit: tokens, or audio frames. Past and present share the
+            model's positions, so each gets half of a length that is too long for both.
+        odd: number of steps of 32 to enlarge images by.
+    """
     past = [name for name in names if name.startswith("past_")]
     sizes: dict[str, int] = {}
     for name in names:

@@ -1,0 +1,465 @@
+"""Compare rows of padded batches with the same rows run alone, in ONNX Runtime.
+
+The outputs of a row must depend neither on the other rows of its batch nor on padding that its mask
+excludes. A graph that ignores the mask above 64 tokens, or that computes something else for more
+than 16 rows, breaks this rule. Checking it does not take PyTorch, so it is checked for many more
+batch sizes and lengths than PyTorch could run.
+
+A deviation is not yet a fault: some models read padded positions in PyTorch, too (a convolution
+over the sequence). So the validate stage compares shapes that deviate with PyTorch, and only that
+result counts.
+
+Two dims are scanned: the batch size, with short rows, and the length, with two rows. The length is
+the dim that a padding mask covers: `sequence` in an encoder, `past_sequence` in a decoder with a KV
+cache, `encoder_sequence` in a decoder that attends to an encoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import GraphCoverage, ValidationCaseResult
+from enginery.core.errors import InputError, ShapeError
+from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
+from enginery.core.progress import Progress
+from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
+from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.sample_inputs import fixed_batch
+from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
+from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.config import Effort
+from enginery.validate.reference import ReferenceRun
+
+Array = NDArray[Any]
+
+_SHORT = 4
+"""Length of the rows in the scan over batch sizes."""
+
+_ROW_LENGTHS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513)
+"""Lengths of the rows that are padded: one above each power of two."""
+
+_DIFFERENT_ROWS = 5
+"""Number of different rows in a batch of images or of audio."""
+
+_POSITIONS = 64
+"""Number of positions of a row that are compared. GPT-2's logits for 1024 positions take 200 MB."""
+
+_SUSPICIOUS = 0.5
+"""Share of a limit that a row may deviate. Either side of the comparison has its own roundings."""
+
+_CONFIRMED = 8
+"""Number of deviating shapes that PyTorch runs."""
+
+_EVERY_LENGTH = {"quick": 8, "normal": 40, "thorough": LONGEST}
+"""Effort -> length up to which every length runs. Beyond, powers of two and their neighbours do."""
+_EVERY_BATCH = {"quick": (8, 33), "normal": (33, 65), "thorough": (129, 257)}
+"""Effort -> batch size up to which every size runs, and the largest one."""
+_BATCHES_OF_IMAGES = {
+    "quick": (2, 3, 9, 17),
+    "normal": (2, 3, 8, 17, 32, 33),
+    "thorough": tuple(range(2, 34)),
+}
+"""Effort -> batch sizes of graphs without a padded dim, whose rows are images or audio."""
+
+
+@dataclass(frozen=True)
+class ScanShape:
+    """A batch size, and the length that its rows are padded to; 0 if nothing is padded."""
+
+    batch: int
+    length: int
+
+
+@dataclass
+class ScanResult:
+    """Result of the scan of one graph."""
+
+    consistent: list[ScanShape] = field(default_factory=list)
+    """Shapes at which every row equals the same row alone."""
+    deviating: dict[ScanShape, float] = field(default_factory=dict)
+    """Other shapes -> largest difference divided by its limit."""
+    reason: str = ""
+    """Reason why nothing ran."""
+
+    def to_confirm(self) -> list[ScanShape]:
+        """Return the shapes that PyTorch should run: the worst, and some of the others."""
+        ranked = sorted(self.deviating, key=lambda shape: -self.deviating[shape])
+        half = _CONFIRMED // 2
+        others = ranked[half:]
+        step = max(1, len(others) // half)
+        return [*ranked[:half], *others[::step][:half]]
+
+
+@dataclass(frozen=True)
+class PaddedDim:
+    """The dim that a padding mask covers."""
+
+    name: str
+    """A term of the mask's second dim."""
+    left: bool
+    """True if padding is on the left, as in decoders."""
+
+    @classmethod
+    def of(cls, inputs: Sequence[TensorSpec]) -> PaddedDim | None:
+        """Return the dim that the graph's first padding mask covers; None without one."""
+        mask = next((spec for spec in inputs if is_padding_mask(spec)), None)
+        terms = dim_terms(mask.dims[1]) if mask else []
+        if mask is None or not terms:
+            return None
+        past = next((term for term in terms if term.startswith("past_")), None)
+        decodes = past is not None or any(spec.name == "position_ids" for spec in inputs)
+        return cls(past or terms[0], left=decodes and not mask.name.startswith("encoder_"))
+
+
+@dataclass(frozen=True)
+class _RowOutput:
+    """An output of a row that ran alone."""
+
+    shape: tuple[int, ...]
+    """Its shape, without the batch."""
+    positions: list[Array]
+    """The compared positions of each axis."""
+    values: Array
+    """The values there."""
+
+
+class ConsistencyScan:
+    """The padded batches of one graph, and the outputs of their rows alone."""
+
+    def __init__(
+        self,
+        run: Callable[[Feeds], dict[str, Array]],
+        record: GraphRecord,
+        limits: FeedLimits,
+        *,
+        engines: Sequence[Profile] = (),
+        seed: int,
+    ) -> None:
+        """Prepare the scan of a graph.
+
+        Args:
+            run: runs the graph.
+            record: the graph.
+            limits: limits on its inputs.
+            engines: profiles of the engines that run it. If they take no single row, a row "alone"
+                is a batch of the same row.
+            seed: random seed for the rows.
+        """
+        self._run = run
+        self._record = record
+        self._limits = limits
+        self._seed = seed
+        self._names = dynamic_dims(record.inputs)
+        self._batch_dim = record.inputs[0].dims[0]
+        # Samples of audio are padded before they are normalized, which no mask undoes.
+        tokens = limits.min_sequence == 1
+        self._padded = PaddedDim.of(record.inputs) if tokens else None
+        self.dim = self._padded.name if self._padded else ""
+        """Name of the padded dim; empty if there is none."""
+        self._longest = self._sizes(LONGEST)[self._padded.name] if self._padded else 0
+        least = {dim: min(p.dims[dim].min for p in engines) for p in engines for dim in p.dims}
+        self._shortest = least.get(self.dim, 1)
+        self._copies = fixed_batch(record) or least.get("batch", 1)
+        self._rows: dict[int, Feeds] = {}
+        self._names_compared: set[str] = set()
+        self._alone: dict[int, dict[str, _RowOutput]] = {}
+
+    def shapes(self, effort: Effort, profiles: Sequence[Profile]) -> list[ScanShape]:
+        """Return the shapes to run.
+
+        Args:
+            effort: how many.
+            profiles: shape profiles, whose bounds run in any case.
+        """
+        batches = self._batch_sizes(effort, profiles)
+        if self._padded is None:
+            return [ScanShape(size, 0) for size in sorted(batches)]
+        bounds = _bounds(profiles, self.dim) | {self._longest - 1, self._longest}
+        lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds
+        short = max(min(_SHORT, self._longest), self._shortest)
+        two = fixed_batch(self._record) or max(2, self._copies)
+        found = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
+        return list(dict.fromkeys([*found, *(ScanShape(size, short) for size in sorted(batches))]))
+
+    def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
+        if fixed := fixed_batch(self._record):
+            return {fixed}
+        if self._padded:
+            sizes = _with_powers_of_two(*_EVERY_BATCH[effort])
+        else:
+            sizes = set(_BATCHES_OF_IMAGES[effort])
+        return {size for size in sizes | _bounds(profiles, "batch") if size >= max(2, self._copies)}
+
+    def run(
+        self,
+        shapes: Sequence[ScanShape],
+        limits: ComparisonLimits,
+        pytorch: ReferenceRun,
+        progress: Progress,
+    ) -> ScanResult:
+        """Run padded batches and compare their rows with the rows alone.
+
+        Args:
+            shapes: the shapes; those that no engine takes are left out.
+            limits: the tolerances of the comparison with PyTorch.
+            pytorch: PyTorch's outputs for the other cases; outputs that it lacks in some of them
+                are left out.
+            progress: receives progress messages.
+        """
+        result = ScanResult(reason=_obstacle(self._record))
+        if result.reason:
+            return result
+        ran = [set(expected.files) for expected in pytorch.outputs if expected.files]
+        self._names_compared = set.intersection(*ran) if ran else set()
+        with progress.task("batches against rows alone", total=len(shapes)) as advance:
+            for shape in shapes:
+                try:
+                    ratios = [
+                        limits.ratio(mine, alone, pytorch.noise_floors[name])
+                        for name, mine, alone in self._compare(shape)
+                    ]
+                except ShapeError:  # no engine takes it
+                    continue
+                except InputError:  # the graph fails
+                    ratios = [math.inf]
+                finally:
+                    advance()
+                if not ratios:
+                    return ScanResult(reason="no output has a row for each input")
+                if max(ratios) > _SUSPICIOUS:
+                    result.deviating[shape] = max(ratios)
+                else:
+                    result.consistent.append(shape)
+        return result
+
+    def confirm(
+        self,
+        scanned: ScanResult,
+        limits: ComparisonLimits,
+        pytorch: ReferenceRun,
+        run_reference: Callable[[Sequence[ValidationCase]], ReferenceRun],
+        progress: Progress,
+    ) -> list[ValidationCaseResult]:
+        """Compare the worst shapes that deviate with PyTorch; those it rejects are left out.
+
+        Args:
+            scanned: the result of the scan.
+            limits: the tolerances of the comparison with PyTorch.
+            pytorch: PyTorch's outputs for the other cases.
+            run_reference: runs PyTorch on these cases.
+            progress: receives progress messages.
+        """
+        cases = {case.name: case for shape in scanned.to_confirm() for case in self.cases(shape)}
+        if not cases:
+            return []
+        listed = list(cases.values())
+        confirmed = replace(run_reference(listed), noise_floors=pytorch.noise_floors)
+        results = compare_graph(
+            self._run, self._record, listed, confirmed, limits, progress=progress
+        )
+        return [result for result in results if not result.skipped]
+
+    def coverage(self, cases: Sequence[ValidationCaseResult], scanned: ScanResult) -> GraphCoverage:
+        """Return the batch sizes and lengths of the compared cases and of the scan."""
+        compared = {self._shape_of(case) for case in cases if case.outputs}
+        return GraphCoverage(
+            graph=self._record.file,
+            dim=self.dim,
+            compared=sorted((shape.batch, shape.length) for shape in compared),
+            consistent=[(shape.batch, shape.length) for shape in scanned.consistent],
+            deviating=[(shape.batch, shape.length) for shape in scanned.deviating],
+            reason=scanned.reason,
+        )
+
+    def _shape_of(self, case: ValidationCaseResult) -> ScanShape:
+        arrays = {name: np.empty(shape, bool) for name, shape in case.shapes.items()}
+        sizes = dim_sizes(self._record.inputs, arrays)
+        first = case.shapes[self._record.inputs[0].name]
+        return ScanShape(first[0] if first else 1, sizes.get(self.dim, 0))
+
+    def cases(self, shape: ScanShape) -> list[ValidationCase]:
+        """Return the padded batch of a shape, and its longest row alone, as cases for PyTorch."""
+        if self._padded is None:
+            name = f"batch {shape.batch} of different rows"
+            return [ValidationCase(name, "sweep", partial(self._make_batch, shape))]
+        longest = max(self._row_lengths(shape))
+        name = f"batch {shape.batch} padded to {shape.length}"
+        return [
+            ValidationCase(name, "sweep", partial(self._make_batch, shape)),
+            ValidationCase(f"length {longest}", "sweep", partial(self._make_alone, longest)),
+        ]
+
+    def _compare(self, shape: ScanShape) -> Iterator[tuple[str, Array, Array]]:
+        """Run a padded batch, and yield each output's name, values and those of the rows alone.
+
+        Only positions that both have are yielded, in one row. Outputs whose size does not follow
+        from the inputs' dims are left out.
+        """
+        together = self._run(self._make_batch(shape))
+        rows = [self._run_alone(length) for length in self._row_lengths(shape)]
+        for spec in self._outputs():
+            _check_rows(together[spec.name], spec, shape.batch)
+            places = [self._place(spec, row[spec.name], together[spec.name]) for row in rows]
+            if all(place is not None for place in places):
+                mine = [
+                    together[spec.name][index][place].ravel() for index, place in enumerate(places)
+                ]
+                alone = [row[spec.name].values.ravel() for row in rows]
+                yield spec.name, np.concatenate(mine)[None], np.concatenate(alone)[None]
+
+    def _place(self, spec: TensorSpec, row: _RowOutput, together: Array) -> Any:
+        """Return the index of a row's compared positions in a padded row; None if unknown."""
+        index = []
+        for dim, positions, size, wide in zip(
+            spec.dims[1:], row.positions, row.shape, together.shape[1:], strict=True
+        ):
+            if size != wide and not (size < wide and self._pads(dim)):
+                return None
+            left = self._padded is not None and self._padded.left
+            index.append(positions + (wide - size if left else 0))
+        return np.ix_(*index)
+
+    def _outputs(self) -> list[TensorSpec]:
+        return [
+            spec
+            for spec in self._record.outputs
+            if spec.name in self._names_compared and spec.dims and spec.dims[0] == self._batch_dim
+        ]
+
+    def _pads(self, dim: int | str) -> bool:
+        """Return True if an axis grows with padding."""
+        return self._padded is not None and self._padded.name in dim_terms(dim)
+
+    def _sizes(self, length: int) -> dict[str, int]:
+        return sweep_sizes(self._names, self._limits, batch=1, sequence=length)
+
+    def _row_lengths(self, shape: ScanShape) -> list[int]:
+        """Return the lengths of the rows before they are padded.
+
+        One row is a token shorter than the padded length, so that the lengths of a scan are run
+        with and without padding. Without a padded dim, the numbers only tell rows apart.
+        """
+        if self._padded is None:
+            return [index % _DIFFERENT_ROWS for index in range(shape.batch)]
+        allowed = range(self._shortest, shape.length)
+        shorter = [size for size in _ROW_LENGTHS[::-1] if size in allowed] or [shape.length]
+        if shape.batch == 2:
+            return [max(shape.length - 1, self._shortest), shorter[len(shorter) // 2]]
+        return [(shape.length, *shorter)[i % (len(shorter) + 1)] for i in range(shape.batch)]
+
+    def _make_row(self, length: int) -> Feeds:
+        if length not in self._rows:
+            sizes = self._sizes(_SHORT)
+            if self._padded:
+                sizes[self._padded.name] = length
+            seed = self._seed + length
+            self._rows[length] = make_feeds(self._record.inputs, sizes, self._limits, seed=seed)
+        return self._rows[length]
+
+    def _make_alone(self, length: int) -> Feeds:
+        row = self._make_row(length)
+        return {
+            spec.name: np.repeat(row[spec.name], self._copies, axis=0)
+            if spec.dims[0] == self._batch_dim
+            else row[spec.name]
+            for spec in self._record.inputs
+        }
+
+    def _run_alone(self, length: int) -> dict[str, _RowOutput]:
+        if length not in self._alone:
+            outputs = self._run(self._make_alone(length))
+            kept = {}
+            for spec in self._outputs():
+                _check_rows(outputs[spec.name], spec, self._copies)
+                found = outputs[spec.name][0]
+                positions = [
+                    _positions(size, _POSITIONS if self._pads(dim) else size)
+                    for dim, size in zip(spec.dims[1:], found.shape, strict=True)
+                ]
+                kept[spec.name] = _RowOutput(found.shape, positions, found[np.ix_(*positions)])
+            self._alone[length] = kept
+        return self._alone[length]
+
+    def _make_batch(self, shape: ScanShape) -> Feeds:
+        lengths = self._row_lengths(shape)
+        rows = [self._make_row(length) for length in lengths]
+        feeds = dict(rows[0])  # of `use_cache_branch` there is one for all rows
+        for spec in self._record.inputs:
+            if spec.dims[0] == self._batch_dim:
+                padded = [
+                    self._pad(row[spec.name], spec, shape.length - length)
+                    for row, length in zip(rows, lengths, strict=True)
+                ]
+                feeds[spec.name] = np.concatenate(padded)
+        return feeds
+
+    def _pad(self, array: Array, spec: TensorSpec, missing: int) -> Array:
+        """Pad one row: 0 in the mask, the padding token in ids, repeated values elsewhere."""
+        if self._padded is None or missing <= 0:
+            return array
+        wide = [
+            ((missing, 0) if self._padded.left else (0, missing))
+            if self._padded.name in dim_terms(dim)
+            else (0, 0)
+            for dim in spec.dims
+        ]
+        if spec.name.endswith("input_ids"):
+            return np.pad(array, wide, constant_values=self._limits.pad_token_id)
+        if np.issubdtype(array.dtype, np.floating):
+            # What a mask excludes need not be 0: an encoder computes states there, too.
+            return np.pad(array, wide, mode="wrap")
+        return np.pad(array, wide)
+
+
+def scan_notes(
+    record: GraphRecord, scanned: ScanResult, cases: Sequence[ValidationCaseResult]
+) -> list[str]:
+    """Return notes on what a scan could not tell, given all cases compared with PyTorch."""
+    if scanned.reason:
+        return [f"{record.file}: batches were not compared with rows alone: {scanned.reason}"]
+    if not scanned.deviating or not all(case.passed for case in cases):
+        return []
+    total = len(scanned.deviating) + len(scanned.consistent)
+    return [
+        f"{record.file}: {len(scanned.deviating)} of {total} padded batches differ from their rows "
+        "alone; the worst equal PyTorch's, which differ as well"
+    ]
+
+
+def _obstacle(record: GraphRecord) -> str:
+    """Return the reason why rows of a graph cannot be run alone; empty if they can."""
+    batch = record.inputs[0].dims[0]
+    for spec in record.inputs:
+        if spec.name != "use_cache_branch" and (not spec.dims or spec.dims[0] != batch):
+            return f"the first dim of {spec.name} is not the batch"
+    return ""
+
+
+def _check_rows(output: Array, spec: TensorSpec, rows: int) -> None:
+    if output.ndim != len(spec.dims) or len(output) != rows:
+        raise InputError(f"{spec}: found shape {output.shape} for a batch of {rows}.")
+
+
+def _bounds(profiles: Sequence[Profile], dim: str) -> set[int]:
+    """Return the sizes of a dim in profiles: minimum, optimum and maximum."""
+    ranges = [profile.dims[dim] for profile in profiles if dim in profile.dims]
+    return {size for found in ranges for size in (found.min, found.opt, found.max)}
+
+
+def _with_powers_of_two(every: int, largest: int) -> set[int]:
+    """Return the sizes up to `every`, and powers of two with their neighbours up to `largest`."""
+    powers = {2**k + step for k in range(largest.bit_length() + 1) for step in (-1, 0, 1)}
+    return {size for size in {*range(1, every + 1), *powers} if 1 <= size <= largest}
+
+
+def _positions(size: int, count: int) -> Array:
+    """Return up to `count` evenly spread positions, the first and the last included."""
+    return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(int))

@@ -1,0 +1,174 @@
+"""Rows of padded batches equal the same rows alone; what deviates is compared with PyTorch."""
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from enginery import validate_model
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
+from enginery.core.shapes import Profile
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanShape
+from tests.validate import faults
+
+FEATURES = ("bert", "feature-extraction")
+
+
+@pytest.fixture
+def scan(exported):
+    """Return a function: the scan of a model's graph, whose runs it counts."""
+    opened = []
+
+    def make(model, **options):
+        artifact = exported(*model)
+        limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+        runner = OrtRunner(artifact)
+        opened.append(runner)
+        return ConsistencyScan(runner, runner.record, limits, seed=0, **options)
+
+    yield make
+    for runner in opened:
+        runner.close()
+
+
+def where(size, operation, limit):
+    """Return nodes that compute `condition`: a size of input_ids compared with a limit."""
+    axis = {"batch": 0, "length": 1}[size]
+    return [
+        helper.make_node("Shape", ["input_ids"], ["its_sizes"]),
+        faults.constant("its_axis", np.int64(axis)),
+        helper.make_node("Gather", ["its_sizes", "its_axis"], ["its_size"]),
+        faults.constant("its_limit", np.int64(limit)),
+        helper.make_node(operation, ["its_size", "its_limit"], ["condition"]),
+    ]
+
+
+def weaken_attention(size, operation, limit):
+    """Multiply one layer's attention by 0.7 under a condition on the size of the input."""
+
+    def edit(model):
+        node = next(node for node in model.graph.node if node.op_type == "Softmax")
+        output, node.output[0] = node.output[0], "attention_before"
+        nodes = [
+            *where(size, operation, limit),
+            faults.constant("weaker", np.float32(0.7)),
+            faults.constant("same", np.float32(1)),
+            helper.make_node("Where", ["condition", "weaker", "same"], ["factor"]),
+            helper.make_node("Mul", ["attention_before", "factor"], [output]),
+        ]
+        position = 1 + list(model.graph.node).index(node)
+        for added in reversed(nodes):
+            model.graph.node.insert(position, added)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("fault", "found_at"),
+    [
+        (("batch", "Greater", 16), "batch 17 padded to 4"),
+        (("batch", "Equal", 32), "batch 32 padded to 4"),
+        (("length", "Greater", 64), "batch 2 padded to 65"),
+        (("length", "Equal", 36), "batch 2 padded to 36"),
+    ],
+)
+def test_fault_at_some_sizes_fails(exported, copied, fault, found_at):
+    artifact = faults.break_graph(copied(exported(*FEATURES)), weaken_attention(*fault))
+    report = validate_model(artifact)
+    assert not report.passed
+    assert {"one", "small", "odd", "ragged"}.isdisjoint(
+        case.name for case in report.cases if not case.passed
+    )
+    assert found_at in {case.name for case in report.cases if not case.passed}
+
+
+def test_thorough_runs_every_length(exported, copied):
+    artifact = faults.break_graph(
+        copied(exported(*FEATURES)), weaken_attention("length", "Equal", 100)
+    )
+    assert validate_model(artifact, effort="normal").passed
+    report = validate_model(artifact, effort="thorough")
+    assert {"length 100", "batch 2 padded to 100"} <= {
+        case.name for case in report.cases if not case.passed
+    }
+    lengths = {length for _, length in report.coverage[0].consistent}
+    assert lengths >= set(range(2, 129)) - {100, 101}
+
+
+def test_wrong_last_row_fails(exported, copied):
+    """Only batches of more than 20 rows have it, which no other case has."""
+
+    def edit(model):
+        faults.after(
+            model.graph,
+            "last_hidden_state",
+            lambda before: [
+                *where("batch", "Greater", 20),
+                helper.make_node("Identity", [before], ["plain"]),
+                faults.constant("starts", np.int64([0])),
+                faults.constant("ends", np.int64([-1])),
+                helper.make_node("Slice", ["plain", "starts", "ends"], ["but_last"]),
+                faults.constant("last_starts", np.int64([-1])),
+                faults.constant("last_ends", np.int64([10**6])),
+                helper.make_node("Slice", ["plain", "last_starts", "last_ends"], ["last"]),
+                faults.constant("zero", np.float32(0)),
+                faults.constant("one", np.float32(1)),
+                helper.make_node("Where", ["condition", "zero", "one"], ["factor"]),
+                helper.make_node("Mul", ["last", "factor"], ["last_row"]),
+                helper.make_node("Concat", ["but_last", "last_row"], ["out"], axis=0),
+            ],
+        )
+
+    report = validate_model(faults.break_graph(copied(exported(*FEATURES)), edit))
+    assert "padded to 4" in report.summary
+
+
+def test_report_lists_the_sizes(exported, copied):
+    (found,) = validate_model(copied(exported(*FEATURES)), force=True).coverage
+    assert (found.graph, found.dim, found.reason) == ("model.onnx", "sequence", "")
+    assert {(1, 1), (2, 8), (3, 17), (4, 24), (1, 128)} <= set(found.compared)
+    assert {length for batch, length in found.consistent if batch == 2} >= {*range(1, 41), 128}
+    assert {batch for batch, length in found.consistent if length == 4} >= {*range(2, 34), 65}
+    assert found.deviating == []
+
+
+def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied):
+    """ConvBERT convolves over padded positions."""
+    report = validate_model(copied(exported("convbert", "feature-extraction")))
+    assert report.passed, report.summary
+    assert report.coverage[0].deviating
+    assert any("differ from their rows alone" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "dim", "left"),
+    [
+        (FEATURES, "sequence", False),
+        (("gpt2", "text-generation-with-past"), "past_sequence", True),
+        (("t5", "text2text-generation-with-past"), "encoder_sequence", False),
+    ],
+)
+def test_padded_dim(exported, model, dim, left):
+    graph = exported(*model).manifest.graphs[0]
+    assert PaddedDim.of(graph.inputs) == PaddedDim(dim, left)
+
+
+def test_images_have_no_padded_dim(scan):
+    images = scan(("resnet", "image-classification"))
+    assert images.dim == ""
+    assert images.shapes("quick", []) == [ScanShape(size, 0) for size in (2, 3, 9, 17)]
+
+
+def test_bounds_of_profiles_are_scanned(scan):
+    shapes = scan(FEATURES).shapes("quick", [Profile.parse("batch=1:8:50,sequence=16:77:100")])
+    assert {ScanShape(50, 4), ScanShape(2, 77), ScanShape(2, 100)} <= set(shapes)
+
+
+def test_engine_without_single_rows_runs_the_same_row_twice(scan):
+    profile = Profile.parse("batch=2:2:8,sequence=16:16:32")
+    engine = scan(FEATURES, engines=[profile])
+    shapes = engine.shapes("quick", [profile])
+    assert min(shape.batch for shape in shapes) == 2
+    assert min(shape.length for shape in shapes) == 16
+    assert engine.cases(ScanShape(2, 32))[1].make()["input_ids"].shape == (2, 31)
