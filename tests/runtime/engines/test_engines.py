@@ -12,7 +12,7 @@ from enginery.core.errors import ArtifactError, EngineryError, ProviderError, Sh
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.runtime.engines import compatibility as engine_fit
 from enginery.runtime.engines import selection as engines
-from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
+from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime import runner as ort_runner
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
