@@ -185,7 +185,7 @@ def _plan_build(
 ) -> _Plan | None:
     """Return None if the artifact has all requested engines, and so is itself the result."""
     from enginery.engine import stage as build
-    from enginery.engine.key import resolve_requests
+    from enginery.engine.requests import resolve_requests
 
     requested = resolve_requests(artifact, config)
     if not force and build.has_engines(artifact, requested):

@@ -29,7 +29,7 @@ from enginery.core.store.store import ENGINES as STORED
 from enginery.core.store.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
-from enginery.engine.key import EngineRequest, size_limits
+from enginery.engine.requests import EngineRequest, size_limits
 from enginery.runtime.tensorrt.options import Flavor, get_flavor
 from enginery.runtime.tensorrt.process import build_plan, coverage
 
