@@ -37,8 +37,8 @@ from enginery.core.errors import (
 )
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
-from enginery.recipe.loading import Document, read_yaml
 from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
+from enginery.recipe.yaml_document import Document, read_yaml
 from enginery.runtime.providers.specification import format_providers, parse_providers
 from enginery.validate.config import ValidateConfig
 
