@@ -35,7 +35,6 @@ def export(request: WorkerRequest) -> WorkerResult:
     gc.collect()
     # Not imported before the trace, during which memory peaks.
     from enginery.export import graphs
-    from enginery.export.probe import probe_dims
 
     report_phase("checking the graphs")
     limits = FeedLimits.from_config(exported.config)
@@ -49,7 +48,7 @@ def export(request: WorkerRequest) -> WorkerResult:
         if precisions[-1] == "bf16":
             notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
-            record, notes = probe_dims(path, record, limits)
+            record, notes = graphs.probe_dims(path, record, limits)
         records.append(record)
         exported.notes.extend(notes)
     graphs.check_task_outputs(exported.task, records)
