@@ -255,7 +255,10 @@ def deliver(
     An artifact at `out` with the same model keeps verdicts that only it has. Of each stage the
     newest verdict is kept, except that stages in `checked` have just run and always count.
     """
-    present = _open(out)
+    try:
+        present = Artifact.open(out)
+    except ArtifactError:
+        present = None
     same_model = present is not None and present.manifest.files == artifact.manifest.files
     verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
     for verdict in present.manifest.verdicts if present and same_model else ():
@@ -288,10 +291,3 @@ def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes | None:
     """Return a verdict's report; None if it was removed, because the verdict holds without it."""
     file = artifact.report(PurePosixPath(verdict.report).relative_to(REPORTS).as_posix())
     return file.read_bytes() if file else None
-
-
-def _open(path: Path) -> Artifact | None:
-    try:
-        return Artifact.open(path)
-    except ArtifactError:
-        return None

@@ -191,7 +191,8 @@ def probe_dims(
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
         return record, []
     names = dynamic_dims(record.inputs)
-    base = _base_sizes(names, limits)
+    known = {**limits.sizes, **_BASE}
+    base = {name: known.get(name, max(8, limits.min_sequence)) for name in names}
     before = _run(session, record, base, limits)
     if isinstance(before, str):
         return record, [f"dims not probed: {path.name} does not run at {base} ({before})"]
@@ -208,8 +209,9 @@ def probe_dims(
             notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
     for spec in record.inputs:
         changes[spec.name] = [fixed.get(str(dim), dim) for dim in spec.dims]
+    steps = {"height": 32, "width": 32}  # smaller steps can stay within one patch
     varied = {
-        name: _run(session, record, {**base, name: base[name] + _step(name)}, limits)
+        name: _run(session, record, {**base, name: base[name] + steps.get(name, 1)}, limits)
         for name in names
         if name not in fixed
     }
@@ -271,15 +273,6 @@ def _axis_name(axis: int, rank: int) -> str:
     return "sequence" if axis == 1 else f"dim_{axis}"
 
 
-def _base_sizes(names: list[str], limits: FeedLimits) -> dict[str, int]:
-    known = {**limits.sizes, **_BASE}
-    return {name: known.get(name, max(8, limits.min_sequence)) for name in names}
-
-
-def _step(name: str) -> int:
-    return 32 if name in ("height", "width") else 1
-
-
 def _open(path: Path) -> Any:
     import onnxruntime as ort
 
@@ -306,10 +299,11 @@ def _run(
 
 def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     """Return the specs of inputs or outputs; raise ExportError if one does not fit a manifest."""
-    found = [
-        {"name": v.name, "dtype": _dtype(v.type.tensor_type.elem_type), "dims": _dims(v)}
-        for v in values
-    ]
+    found = []
+    for value in values:
+        element = value.type.tensor_type.elem_type
+        dtype = _DTYPES.get(element) or onnx.TensorProto.DataType.Name(element).lower()
+        found.append({"name": value.name, "dtype": dtype, "dims": _dims(value)})
     try:
         return _SPECS.validate_python(found)
     except ValidationError as error:
@@ -327,9 +321,3 @@ def _dims(value: Any) -> list[Dim]:
         dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
         for dim in shape.dim
     ]
-
-
-def _dtype(element: int) -> str:
-    if element in _DTYPES:
-        return _DTYPES[element]
-    return str(onnx.TensorProto.DataType.Name(element)).lower()

@@ -28,10 +28,14 @@ def report_phase(name: str) -> None:
     print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
 
 
-def export(request: WorkerRequest) -> WorkerResult:
-    """Export the model of a request, then check the graphs and correct their dims."""
-    source, out = Path(request.path), Path(request.out)
-    exported = _trace(request, source, out)
+def handle_request(values: dict[str, Any]) -> dict[str, Any]:
+    """Export a model, then check the graphs and correct their dims.
+
+    Takes the fields of a `WorkerRequest` and returns those of a `WorkerResult`, as JSON data.
+    """
+    request = WorkerRequest(**{**values, "config": ExportConfig(**values["config"])})
+    out = Path(request.out)
+    exported = _trace(request, out)
     gc.collect()
     # Not imported before the trace, during which memory peaks.
     from enginery.export import graphs
@@ -52,7 +56,7 @@ def export(request: WorkerRequest) -> WorkerResult:
         records.append(record)
         exported.notes.extend(notes)
     graphs.check_task_outputs(exported.task, records)
-    return WorkerResult(
+    result = WorkerResult(
         task=exported.task,
         model_type=exported.model_type,
         library=exported.library,
@@ -61,20 +65,21 @@ def export(request: WorkerRequest) -> WorkerResult:
         notes=exported.notes,
         peak_rss_bytes=peak_rss_bytes(),
     )
+    return asdict(result)
 
 
-def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
+def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
+    """Write the graphs and the files beside them to `out`."""
+    source, config = Path(request.path), request.config
     if request.kind == "onnx":
         from enginery.export import onnx_file
 
         report_phase("importing the ONNX file")
-        return onnx_file.import_onnx(source, request.config, out)
+        return onnx_file.import_onnx(source, config, out)
     report_phase("loading PyTorch and Optimum")
-    if not request.config.trust_remote_code:
+    if not config.trust_remote_code:
         # All files are local. Trusted code may be in another repository, which needs the Hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
-    _load_transformers()
-    config = request.config
     exporter = _import_exporter(config.exporter)
     from enginery.runtime.torch_runner import guarded
 
@@ -84,17 +89,7 @@ def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
 
 
 def _import_exporter(name: str) -> Callable[..., ExportedModel]:
-    if name == "dynamo":
-        from enginery.export.dynamo import export_with_dynamo
-
-        return export_with_dynamo
-    from enginery.export.optimum import export_with_optimum
-
-    return export_with_optimum
-
-
-def _load_transformers() -> None:
-    """Import transformers as if scikit-learn were not installed.
+    """Import an exporter, and transformers as if scikit-learn were not installed.
 
     transformers only needs it for assisted generation but imports it for every model, which takes
     40 MB and 0.4 s.
@@ -103,11 +98,13 @@ def _load_transformers() -> None:
     with suppress(ImportError):  # the exporter reports what is missing
         import transformers  # noqa: F401
     del sys.modules["sklearn"]
+    if name == "dynamo":
+        from enginery.export.dynamo import export_with_dynamo
 
+        return export_with_dynamo
+    from enginery.export.optimum import export_with_optimum
 
-def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Run one request; request and result are JSON data."""
-    return asdict(export(WorkerRequest(**{**request, "config": ExportConfig(**request["config"])})))
+    return export_with_optimum
 
 
 if __name__ == "__main__":
