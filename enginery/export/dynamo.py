@@ -20,8 +20,8 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.export.config import ExportConfig
+from enginery.export.graphs import ExportedModel
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
-from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.torch_runner import load_pytorch
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import (
     Dim,
     TensorSpec,
@@ -71,10 +72,57 @@ _TASK_OUTPUTS = {
 }
 
 Shapes = dict[str, tuple[int, ...]]
+"""The shape of each output."""
 
 _BASE = {"batch": 2}
 
 _SPECS = TypeAdapter(tuple[TensorSpec, ...])
+
+
+@dataclass
+class ExportedModel:
+    """The graphs that an exporter has written, before they are checked."""
+
+    files: list[str]
+    """The ONNX files, relative to the staging directory."""
+    task: str
+    model_type: str
+    library: str
+    fixed_dims: dict[str, int] = field(default_factory=dict)
+    """Dims that the tracer left dynamic but the weights fix, such as the channels of an image."""
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The model's config.json, with the image size of its processor if it has none."""
+    notes: list[str] = field(default_factory=list)
+
+
+def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord], str]:
+    """Check the graphs that an exporter wrote to `out`, and correct their dims on disk.
+
+    What was corrected is added to `exported.notes`.
+
+    Returns:
+        The records of the graphs for the manifest, and the precision of the first.
+
+    Raises:
+        ExportError: a graph is invalid, has a dim without a name, does not fit the task, or ONNX
+            Runtime cannot load it.
+    """
+    limits = FeedLimits.from_config(exported.config)
+    records, precisions = [], []
+    for path in (out / file for file in exported.files):
+        model = name_dims(path, exported.fixed_dims)
+        check_exported_graph(path, model)
+        record = record_graph(path, out, model)
+        precisions.append(float_precision(path, model))
+        del model  # else its weights would be in memory beside those of the probing session
+        if precisions[-1] == "bf16":
+            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
+        else:
+            record, notes = probe_dims(path, record, limits)
+        records.append(record)
+        exported.notes.extend(notes)
+    check_task_outputs(exported.task, records)
+    return records, precisions[0]
 
 
 def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:

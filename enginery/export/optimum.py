@@ -14,7 +14,7 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.export.config import ExportConfig, check_options
-from enginery.export.protocol import ExportedModel
+from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
 
 try:

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.model.feeds import FeedLimits
 from enginery.core.subprocess import peak_rss_bytes, worker_main
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
+from enginery.export.graphs import ExportedModel, finish_graphs
+from enginery.export.stage import PHASE, WorkerRequest, WorkerResult
 
 
 def report_phase(name: str) -> None:
@@ -37,30 +37,13 @@ def handle_request(values: dict[str, Any]) -> dict[str, Any]:
     out = Path(request.out)
     exported = _trace(request, out)
     gc.collect()
-    # Not imported before the trace, during which memory peaks.
-    from enginery.export import graphs
-
     report_phase("checking the graphs")
-    limits = FeedLimits.from_config(exported.config)
-    records, precisions = [], []
-    for path in (out / file for file in exported.files):
-        model = graphs.name_dims(path, exported.fixed_dims)
-        graphs.check_exported_graph(path, model)
-        record = graphs.record_graph(path, out, model)
-        precisions.append(graphs.float_precision(path, model))
-        del model  # else its weights would be in memory beside those of the probing session
-        if precisions[-1] == "bf16":
-            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
-        else:
-            record, notes = graphs.probe_dims(path, record, limits)
-        records.append(record)
-        exported.notes.extend(notes)
-    graphs.check_task_outputs(exported.task, records)
+    records, precision = finish_graphs(exported, out)
     result = WorkerResult(
         task=exported.task,
         model_type=exported.model_type,
         library=exported.library,
-        precision=precisions[0],
+        precision=precision,
         graphs=[record.model_dump(mode="json") for record in records],
         notes=exported.notes,
         peak_rss_bytes=peak_rss_bytes(),
