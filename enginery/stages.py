@@ -94,7 +94,7 @@ def run_cached(
     Args:
         source: the artifact that the stage starts from; for export, what names the model.
         config: the stage's options, which also say which stage it is.
-        out: where a copy of the artifact goes; empty for the store alone.
+        out: where a copy of the artifact goes; empty to keep it only in the store.
         force: run the stage even if the store has its result.
         allow_failed: accept an artifact whose validation failed.
         calibration: inputs for quantize that no file holds.

@@ -169,7 +169,7 @@ def _verdict(output: OutputMetrics) -> str:
 
 
 def _limit(output: OutputMetrics) -> str:
-    """Return the allowed error; for a quantized graph, which only has a cosine limit, a dash."""
+    """Return the allowed error; for a quantized graph, which has only a cosine limit, a dash."""
     return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
 
 

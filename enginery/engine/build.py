@@ -154,7 +154,7 @@ def _build(
 ) -> Engine:
     """Build an engine into the store. `engine.json` is written last."""
     graph, fields = request.graph, request.fingerprint.fields
-    shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` only replaces artifacts
+    shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` replaces only artifacts
     with staging(out) as directory, progress.task(f"building an engine of {graph.file}"):
         plan = directory / plan_name(graph.file)
         built = build_plan(

@@ -1,7 +1,7 @@
 """Check exported graphs, give their dims true sizes and readable names, record their interface.
 
 The dims that a tracer declares are not reliable. It leaves height and width of an image model
-dynamic although the position embeddings only fit one size, and declares the size of a feature map
+dynamic although the position embeddings fit only one size, and declares the size of a feature map
 as a constant although it depends on that of the image. So `probe_dims` runs the graph once at small
 base sizes, and once more for each dynamic dim, with only that dim changed. An output dim that
 changes is dynamic, and one that never changes is a constant.

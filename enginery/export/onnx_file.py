@@ -54,7 +54,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
 
 
 class _KnownTypes:
-    """The model types of transformers, which is only imported when one is looked up."""
+    """The model types of transformers, which is imported only when one is looked up."""
 
     def __contains__(self, kind: object) -> bool:
         try:

@@ -129,7 +129,7 @@ def _pad_token_id(source: Path) -> int:
 
 
 def _convert_tokenizer(source: Path, out: Path) -> None:
-    """Write tokenizer.json for a model that only has the files of a slow tokenizer."""
+    """Write tokenizer.json for a model that has only the files of a slow tokenizer."""
     names = ("tokenizer_config.json", "vocab.txt", "spiece.model", "tokenizer.model", "vocab.json")
     if (out / "tokenizer.json").is_file() or not any((source / name).is_file() for name in names):
         return
@@ -164,7 +164,7 @@ def choose_task(asked: str, settings: ModelConfig) -> str:
             do=f"Set --task to one of: {', '.join(tasks)}.",
         )
     try:
-        # The public method only accepts Hub ids, but these files are local.
+        # The public method accepts only Hub ids, but these files are local.
         task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
     except ValueError as error:
         raise ExportError(

@@ -139,7 +139,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
 
         def on_line(line: str) -> bool:
             if not line.startswith(PHASE):
-                # The tracer warns about every constant; these lines only go to the log.
+                # The tracer warns about every constant; these lines go only to the log.
                 return False
             progress.say(f"export: {line.removeprefix(PHASE).strip()}")
             advance()

@@ -74,7 +74,7 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
 def _import_exporter(name: str) -> Callable[..., ExportedModel]:
     """Import an exporter, and transformers as if scikit-learn were not installed.
 
-    transformers only needs it for assisted generation but imports it for every model, which takes
+    transformers needs it only for assisted generation but imports it for every model, which takes
     40 MB and 0.4 s.
     """
     sys.modules["sklearn"] = None  # type: ignore[assignment]  # what import_module documents

@@ -145,7 +145,7 @@ def _check_standard_ops(artifact: Artifact) -> None:
             raise ExportError(
                 f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
                 f"parse: {', '.join(others[:_MAX_LISTED])}{more}.",
-                do="Optimize the exported artifact instead: ONNX Runtime's fused ops only suit the "
+                do="Optimize the exported artifact instead: ONNX Runtime's fused ops suit only the "
                 "targets cuda and cpu.",
             )
 

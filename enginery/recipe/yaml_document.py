@@ -112,7 +112,7 @@ def read_yaml(text: str, name: str) -> Document:
 def expand_variables(text: str, environment: Mapping[str, str]) -> str:
     """Replace `${NAME}` and `${NAME:-default}`; `$${` is a literal `${`.
 
-    The default is used if the variable is unset or empty. Any other `$` is left alone, and the
+    The default is used if the variable is unset or empty. Any other `$` stays as it is, and the
     value of a variable is not expanded again.
 
     Raises:

@@ -5,7 +5,7 @@
 ['opset: 17 → 20']
 
 Hashes of files are cached in `$ENGINERY_HOME/hashes.sqlite` by path, size, inode, mtime and ctime,
-so that a large artifact is only read when it is opened for the first time.
+so that a large artifact is read only when it is opened for the first time.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ class SearchRecord:
     allowed: float
     simulated: AccuracyMetrics
     effects: dict[str, Number]
-    """Layer -> loss of accuracy when it alone is quantized."""
+    """Layer -> loss of accuracy when only that layer is quantized."""
     curve: list[MixAccuracy]
     """Measured combinations, from the smallest quantized share to the largest."""
 

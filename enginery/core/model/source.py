@@ -227,7 +227,7 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
 def _write_ref(snapshot: Path, revision: str) -> None:
     """Record the commit of a branch in the Hub cache, which is read without a network.
 
-    huggingface_hub only does so if the branch's name is downloaded. Here the commit is downloaded,
+    huggingface_hub does so only if the branch's name is downloaded. Here the commit is downloaded,
     so that the branch cannot move between two files.
     """
     if revision != snapshot.name:

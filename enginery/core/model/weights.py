@@ -81,7 +81,7 @@ def find_weights(
             other directories.
     """
     first = next((name for name in _WEIGHTS if name in names), "")
-    # config.json may name a file with this key; transformers only accepts safetensors there.
+    # config.json may name a file with this key; transformers accepts only safetensors there.
     if any(".safetensors" in name for name in names):
         named = read_json_file("config.json").get("transformers_weights")
         first = _require_name(model, "config.json: transformers_weights", named) or first
@@ -137,6 +137,6 @@ def _require_name(model: str, where: str, name: object) -> str:
         raise SourceError(
             f"model '{model}': {where} is {name!r}, expected the name of a file in the same "
             "directory.",
-            do="A model may only load files of its own directory; do not trust this one.",
+            do="A model may load only files of its own directory; do not trust this one.",
         )
     return name

@@ -56,7 +56,7 @@ def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
 
 
 def has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
-    """Return True if TensorRT only quantizes the weight with one scale for all its channels."""
+    """Return True if TensorRT quantizes such a weight only with one scale for all channels."""
     return scheme.per_channel and layer.split and layer.linear
 
 

@@ -4,7 +4,7 @@
     wrapper_path(engines[0]).name                # 'model_ctx.onnx'
     str(reachable_profile(engines[0].record))    # 'batch=1:8:32,sequence=8:128:512'
 
-There is one engine for each profile, because ONNX Runtime only reaches the first profile of an
+There is one engine for each profile, because ONNX Runtime reaches only the first profile of an
 engine. Nothing is built here, and incompatible engines are rejected before ONNX Runtime loads them.
 """
 
@@ -39,7 +39,7 @@ def reachable_profile(record: EngineRecord) -> Profile:
 
     A session over an EPContext node keeps its execution context on profile 0: TensorRT's provider
     in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it), and that of
-    TensorRT for RTX, whose `nv_profile_index` only applies to engines that it builds itself.
+    TensorRT for RTX, whose `nv_profile_index` applies only to engines that it builds itself.
     """
     return Profile.parse(record.profiles[0]) if record.profiles else Profile({})
 
