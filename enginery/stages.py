@@ -252,8 +252,9 @@ def deliver(
 ) -> Artifact:
     """Copy an artifact to `out`, unless the same one is there, and return the copy.
 
-    An artifact at `out` with the same model keeps verdicts that only it has. Of each stage the
-    newest verdict is kept, except that stages in `checked` have just run and always count.
+    An artifact at `out` with the same model keeps verdicts that only it has. If both artifacts have
+    a verdict from the same stage, the newer one stays. Verdicts from the stages in `checked`, which
+    have just run, always replace those at `out`.
     """
     try:
         present = Artifact.open(out)

@@ -67,7 +67,7 @@ STDIN = "-"
 
 
 def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
-    """Return the fingerprint of an output: of its input, artifact, options and tools."""
+    """Compute the fingerprint of an output from its input, artifact, options and tools."""
     options = {k: v for k, v in options_dict(config).items() if k not in NOT_IN_FINGERPRINT}
     return Fingerprint(
         STAGE,

@@ -63,7 +63,7 @@ def choose_engines(
 ) -> tuple[list[Engine], str]:
     """Return the engines of a graph that a GPU can run, one for each profile, and the reason.
 
-    Of two engines with the same profile, one built for this GPU is preferred to a portable one.
+    If two engines have the same profile, one built for this GPU is preferred to a portable one.
 
     Args:
         artifact: artifact with the engines.

@@ -44,7 +44,7 @@ class ParseReport:
     """TensorRT's version."""
     accepted: bool
     refusals: tuple[Refusal, ...]
-    """Every unsupported operator; of other problems, only the first."""
+    """Every unsupported operator, but only the first among other problems."""
     inputs: tuple[TensorSpec, ...]
     warnings: tuple[str, ...]
 
