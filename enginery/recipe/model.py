@@ -38,7 +38,7 @@ from enginery.core.errors import (
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
 from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
-from enginery.recipe.yaml_document import Document, read_yaml
+from enginery.recipe.yaml_document import Document, error_at, read_yaml
 from enginery.runtime.providers.specification import format_providers, parse_providers
 from enginery.validate.config import ValidateConfig
 
@@ -249,7 +249,7 @@ class Recipe:
         if isinstance(error, InputError | SourceError | ArtifactError):
             named = error.option or key or "value"
             do = f"Change '{named}'; paths start from the recipe's directory."
-        return RecipeError(f"{self.name}:{line}: {error.message}", do=error.do or do)
+        return error_at(self.name, line, error.message, do=error.do or do)
 
 
 def _wrap_error(error: EngineryError, *place: int | str) -> PydanticCustomError:
@@ -372,7 +372,7 @@ def _first_problem(error: ValidationError, document: Document) -> RecipeError:
         line = document.line((*found["loc"], *context.get("place", ())))
         problems.append((line, context.get("error") or _to_option_error(found)))
     line, first = min(problems, key=lambda problem: problem[0])
-    return RecipeError(f"{document.name}:{line}: {first.message}", do=first.do)
+    return error_at(document.name, line, first.message, do=first.do)
 
 
 def _to_option_error(problem: Any) -> OptionError:
