@@ -156,8 +156,8 @@ def build_engine(
 
     Args:
         artifact: an artifact whose graphs TensorRT supports, or its path.
-        out: where the artifact with the engines goes, which may be where it is; empty for the
-            store.
+        out: where the artifact with the engines goes, which may be the path of `artifact` itself;
+            empty for the store.
         force: build even if there are finished engines.
         progress: receives progress messages.
         config: the options.

@@ -1,6 +1,6 @@
 """Copy the files beside a model that its results depend on: tokenizer, image processor, pooling.
 
-They are copied byte for byte. To save them with transformers would change a tokenizer's padding, or
+They are copied byte for byte. Saving them with transformers would change a tokenizer's padding, and
 drop files that only sentence-transformers reads.
 """
 

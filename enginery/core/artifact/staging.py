@@ -6,7 +6,7 @@
 ['model.onnx']
 
 A process holds a lock on each staging directory that it creates. The kernel releases the lock when
-the process ends, in whatever way. A staging directory without a lock was left by a killed run, and
+the process ends, even by SIGKILL. A staging directory without a lock was left by a killed run, and
 the next run removes it.
 """
 

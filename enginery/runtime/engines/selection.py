@@ -37,9 +37,10 @@ def wrapper_path(engine: Engine) -> Path:
 def reachable_profile(record: EngineRecord) -> Profile:
     """Return the first profile, which inputs must fit; without dims if all shapes are fixed.
 
-    A session over an EPContext node keeps its execution context on profile 0: TensorRT's provider
-    in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it), and that of
-    TensorRT for RTX, whose `nv_profile_index` applies only to engines that it builds itself.
+    A session over an EPContext node always uses profile 0. This holds for TensorRT's provider in
+    ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it) and for the
+    provider of TensorRT for RTX: its `nv_profile_index` applies only to engines that the provider
+    builds.
     """
     return Profile.parse(record.profiles[0]) if record.profiles else Profile({})
 
