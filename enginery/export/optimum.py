@@ -7,12 +7,12 @@ transformers and optimum, and runs in the child process of the stage.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig, check_options
 from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
@@ -34,7 +34,6 @@ def export_with_optimum(
     source: Path,
     config: ExportConfig,
     out: Path,
-    report_phase: Callable[[str], None],
     *,
     pickled: bool,
 ) -> ExportedModel:
@@ -44,7 +43,6 @@ def export_with_optimum(
         source: the model directory.
         config: the options of the stage.
         out: the staging directory.
-        report_phase: called with the name of each phase.
         pickled: True if the weights are pickled.
 
     Raises:

@@ -31,9 +31,6 @@ TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
 # The location of the source does not affect the graph; the source's hashes are in the key.
 _NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision")
 
-PHASE = "\x1ephase "
-"""The prefix of a line in the child's output that names the current phase."""
-
 
 @dataclass(frozen=True)
 class WorkerRequest:
@@ -134,16 +131,12 @@ def run(
 
 
 def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
-    """Run the child process, report its phases, and write its other output to a log."""
+    """Run the child process and report its phases. Its other output goes to a log."""
     with progress.task(f"exporting {name}") as advance:
 
-        def on_line(line: str) -> bool:
-            if not line.startswith(PHASE):
-                # The tracer warns about every constant; these lines go only to the log.
-                return False
-            progress.say(f"export: {line.removeprefix(PHASE).strip()}")
+        def on_phase(phase: str) -> None:
+            progress.say(f"export: {phase}")
             advance()
-            return True
 
         found = run_in_subprocess(
             "enginery.export.worker",
@@ -152,6 +145,6 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             description=f"exporting {name}",
             error=ExportError,
             reraise=(SourceError, UntrustedModelError),
-            on_line=on_line,
+            on_phase=on_phase,
         )
     return WorkerResult(**found)

@@ -17,15 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.subprocess import peak_rss_bytes, worker_main
+from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel, finish_graphs
-from enginery.export.stage import PHASE, WorkerRequest, WorkerResult
-
-
-def report_phase(name: str) -> None:
-    """Report the current phase to the parent process."""
-    print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
+from enginery.export.stage import WorkerRequest, WorkerResult
 
 
 def handle_request(values: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +63,7 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
 
     gc.freeze()  # modules are never freed, so later collections need not scan them
     with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
-        return exporter(source, config, out, report_phase, pickled=request.pickled)
+        return exporter(source, config, out, pickled=request.pickled)
 
 
 def _import_exporter(name: str) -> Callable[..., ExportedModel]:
