@@ -223,7 +223,7 @@ def bench_model(
     config: BenchConfig | None = None,
     **options: Any,
 ) -> BenchResult:
-    """Measure models beside one another, PyTorch, ONNX Runtime and Optimum.
+    """Measure models, and compare them with one another, PyTorch, ONNX Runtime and Optimum.
 
     The result goes into each artifact's `reports/`, with figures and a page.
 

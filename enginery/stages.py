@@ -213,7 +213,7 @@ def run_validate(
     force: bool = False,
     progress: Progress = SILENT,
 ) -> StageResult:
-    """Validate an artifact, or take the verdict of an earlier validation that still holds.
+    """Validate an artifact, or take the verdict from an earlier validation that still holds.
 
     Raises:
         EngineryError: the comparison cannot be made; see `validate.stage.run`.

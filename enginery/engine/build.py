@@ -207,7 +207,7 @@ def place_engine(engine: Engine, artifact: Path) -> Path:
         ArtifactError: another process removed the engine from the store.
     """
     directory = artifact / ENGINES / engine.name
-    shutil.rmtree(directory, ignore_errors=True)  # of an earlier build
+    shutil.rmtree(directory, ignore_errors=True)  # from an earlier build
     directory.mkdir(parents=True)
     for file in (engine.record.plan, engine.record.layer_list, ENGINE_FILE):
         try:
