@@ -156,8 +156,8 @@ def build_engine(
 
     Args:
         artifact: an artifact whose graphs TensorRT supports, or its path.
-        out: where the artifact with the engines goes, which may be where it is; empty for the
-            store.
+        out: where the artifact with the engines goes, which may be the path of `artifact` itself;
+            empty for the store.
         force: build even if there are finished engines.
         progress: receives progress messages.
         config: the options.
@@ -223,7 +223,7 @@ def bench_model(
     config: BenchConfig | None = None,
     **options: Any,
 ) -> BenchResult:
-    """Measure models beside one another, PyTorch, ONNX Runtime and Optimum.
+    """Measure models, and compare them with one another, PyTorch, ONNX Runtime and Optimum.
 
     The result goes into each artifact's `reports/`, with figures and a page.
 

@@ -94,7 +94,7 @@ def run_cached(
     Args:
         source: the artifact that the stage starts from; for export, what names the model.
         config: the stage's options, which also say which stage it is.
-        out: where a copy of the artifact goes; empty for the store alone.
+        out: where a copy of the artifact goes; empty to keep it only in the store.
         force: run the stage even if the store has its result.
         allow_failed: accept an artifact whose validation failed.
         calibration: inputs for quantize that no file holds.
@@ -185,7 +185,7 @@ def _plan_build(
 ) -> _Plan | None:
     """Return None if the artifact has all requested engines, and so is itself the result."""
     from enginery.engine import stage as build
-    from enginery.engine.key import resolve_requests
+    from enginery.engine.requests import resolve_requests
 
     requested = resolve_requests(artifact, config)
     if not force and build.has_engines(artifact, requested):
@@ -213,7 +213,7 @@ def run_validate(
     force: bool = False,
     progress: Progress = SILENT,
 ) -> StageResult:
-    """Validate an artifact, or take the verdict of an earlier validation that still holds.
+    """Validate an artifact, or take the verdict from an earlier validation that still holds.
 
     Raises:
         EngineryError: the comparison cannot be made; see `validate.stage.run`.
@@ -252,10 +252,14 @@ def deliver(
 ) -> Artifact:
     """Copy an artifact to `out`, unless the same one is there, and return the copy.
 
-    An artifact at `out` with the same model keeps verdicts that only it has. Of each stage the
-    newest verdict is kept, except that stages in `checked` have just run and always count.
+    An artifact at `out` with the same model keeps verdicts that only it has. If both artifacts have
+    a verdict from the same stage, the newer one stays. Verdicts from the stages in `checked`, which
+    have just run, always replace those at `out`.
     """
-    present = _open(out)
+    try:
+        present = Artifact.open(out)
+    except ArtifactError:
+        present = None
     same_model = present is not None and present.manifest.files == artifact.manifest.files
     verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
     for verdict in present.manifest.verdicts if present and same_model else ():
@@ -288,10 +292,3 @@ def _report_bytes(artifact: Artifact, verdict: Verdict) -> bytes | None:
     """Return a verdict's report; None if it was removed, because the verdict holds without it."""
     file = artifact.report(PurePosixPath(verdict.report).relative_to(REPORTS).as_posix())
     return file.read_bytes() if file else None
-
-
-def _open(path: Path) -> Artifact | None:
-    try:
-        return Artifact.open(path)
-    except ArtifactError:
-        return None

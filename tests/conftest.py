@@ -59,6 +59,7 @@ def _prefork(request, tmp_path_factory):
     ):
         patch.setattr("enginery.core.subprocess.python_command", command)
         yield
+        assert server.poll() is None, "the server of --prefork has ended"
         server.kill()
 
 

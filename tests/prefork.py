@@ -34,7 +34,6 @@ _PRELOADED = (
     "optimum.exporters.onnx",
     "enginery.export.optimum",
     "enginery.export.graphs",
-    "enginery.export.probe",
     "enginery.runtime.torch_runner",
 )
 

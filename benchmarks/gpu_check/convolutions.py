@@ -18,7 +18,7 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.precision import Tolerance
+from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.work import Work
 from enginery import build_engine, optimize_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ProviderError
-from enginery.core.precision import Tolerance
+from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.availability import unavailable_reason
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus

@@ -1,18 +1,48 @@
-"""The application of the command line, and the options that all commands share."""
+"""The application of the command line: its commands, the options that all share, and `main`."""
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
+from enginery.cli.console import Console
+from enginery.core.errors import EngineryError, OptionError
 from enginery.core.version import __version__
 
-if TYPE_CHECKING:
-    from enginery.cli.console import Console
-
-# Each command imports its stage when it runs, which keeps `enginery --help` fast.
+COMMANDS = {
+    "export": "export",
+    "optimize": "optimize",
+    "quantize": "quantize",
+    "build": "build",
+    "run": "run",
+    "validate": "validate",
+    "lint": "lint",
+    "inspect": "inspect",
+    "provider-options": "provider_options",
+    "doctor": "doctor",
+    "bench": "bench",
+    "report": "bench",
+    "predict": "predict",
+    "serve": "serve",
+    "publish": "publish",
+    "pull": "publish",
+    "export-triton": "deploy",
+    "export-kserve": "deploy",
+    "store": "store",
+}
+"""The module of each command. It imports its stage when the command runs, so that `enginery --help`
+stays fast."""
+_TERMINATED = 128 + signal.SIGTERM
 
 
 def _format_default(value: Any) -> str | None:
@@ -47,9 +77,85 @@ class Output:
 
     def console(self) -> Console:
         """Return the console of this command."""
-        from enginery.cli.console import Console
-
         return Console(as_json=self.json, quiet=self.quiet, verbose=self.verbose)
 
 
 OUTPUT = Output()
+
+
+def commands(arguments: Sequence[str] = ()) -> App:
+    """Return the application with the command that the arguments begin with, or with all commands.
+
+    Reading the options of all commands takes several times as long as those of one.
+    """
+    first = arguments[0] if arguments else ""
+    names = [COMMANDS[first]] if first in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for name in names:
+        import_module(f"enginery.cli.{name}")
+    return application
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit; an EngineryError is printed as a message, not a traceback."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the parent process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+        # Characters that the terminal's encoding lacks are escaped instead of failing.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with _unwinding_on_sigterm(given):
+        status = _run(given)
+    sys.exit(status)
+
+
+@contextmanager
+def _unwinding_on_sigterm(arguments: Sequence[str]) -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that temporary files and child processes are removed.
+
+    `serve` handles the signal itself: it drains its requests.
+    """
+    if arguments[:1] == ["serve"] or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would stop the cleanup
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status."""
+    try:
+        commands(arguments)(arguments, exit_on_error=False, print_error=False)
+    except EngineryError as error:
+        failure = error
+    except CycloptsError as error:
+        failure = OptionError(str(error), do=f"See: {_help_of(error)}")
+    except OSError as error:  # a full disk, a directory that may not be written
+        place = f"{error.filename}: " if error.filename else ""
+        failure = EngineryError(f"{place}{error.strerror or error}.")
+    except KeyboardInterrupt:
+        failure = EngineryError("interrupted.")
+        failure.exit_code = 130
+    except SystemExit as ended:
+        if ended.code != _TERMINATED:
+            raise
+        failure = EngineryError("ended by SIGTERM.")
+        failure.exit_code = _TERMINATED
+    else:
+        return 0
+    with suppress(OSError):  # standard error may be closed
+        Output(json="--json" in arguments).console().error(failure)
+    return failure.exit_code
+
+
+def _help_of(error: CycloptsError) -> str:
+    return " ".join(["enginery", *(error.command_chain or ()), "--help"])

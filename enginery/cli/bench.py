@@ -21,7 +21,7 @@ def bench(
     config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Measure latency, throughput and memory, beside PyTorch, ONNX Runtime and Optimum.
+    """Measure latency, throughput and memory, and compare with PyTorch, ONNX Runtime and Optimum.
 
     Parameters
     ----------

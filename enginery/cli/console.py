@@ -127,7 +127,7 @@ class Console:
         # JSON's own escapes where the stream cannot hold the character itself.
         escaped = not (sys.stdout.encoding or "").lower().startswith("utf")
         text = json.dumps(value, indent=2, ensure_ascii=escaped) + "\n"
-        # JSON escapes C0 alone; DEL and C1 are in strings, where an escape is the same character.
+        # json.dumps leaves DEL and C1, which occur only in strings, where JSON allows escapes.
         text = _DEL_AND_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
         try:
             sys.stdout.write(text)

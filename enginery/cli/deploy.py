@@ -23,7 +23,7 @@ def export_triton(
     config: Annotated[TritonConfig, Parameter(name="*")] = _TRITON,
     output: Output = OUTPUT,
 ) -> None:
-    """Write models for NVIDIA Triton: from texts to results, or the graph alone.
+    """Write models for NVIDIA Triton: from texts to results, or only the graph.
 
     Parameters
     ----------

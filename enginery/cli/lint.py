@@ -21,7 +21,7 @@ def lint(
     Parameters
     ----------
     model
-        An .onnx file, whoever made it, or an artifact's directory.
+        An .onnx file from any tool, or an artifact's directory.
     target
         The runtime to check for.
     """

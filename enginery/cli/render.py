@@ -169,7 +169,7 @@ def _verdict(output: OutputMetrics) -> str:
 
 
 def _limit(output: OutputMetrics) -> str:
-    """Return the allowed error; for a quantized graph, which only has a cosine limit, a dash."""
+    """Return the allowed error; for a quantized graph, which has only a cosine limit, a dash."""
     return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
 
 
@@ -201,7 +201,7 @@ def provider_line(report: ValidationReport) -> str:
 
 
 def made_rows(result: RunResult) -> list[Row]:
-    """Return what a run made, from which model, and where it is."""
+    """Return the results of a run: the model, the artifact and its path."""
     manifest = result.artifact.manifest
     revision = f" at {manifest.source.revision[:12]}" if manifest.source.revision else ""
     opsets = ", ".join(dict.fromkeys(f"opset {graph.opset}" for graph in manifest.graphs))

@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""The control characters C0, DEL and C1, of which terminal escape sequences consist."""
+"""The control characters C0, DEL and C1, which make up terminal escape sequences."""
 
 
 class EngineryError(Exception):

@@ -98,8 +98,8 @@ def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
 def parse_json(content: str | bytes) -> Any:
     """Parse any JSON value.
 
-    Python alone would only raise a RecursionError, from about 1,000 levels on. Functions that walk
-    through the value afterwards would raise it earlier.
+    Without the limit, `json.loads` would raise a RecursionError from about 1,000 levels on, and
+    functions that walk through the value afterwards would raise one earlier.
 
     Raises:
         ValueError: the content is not JSON, or nested deeper than `MAX_DEPTH`.

@@ -302,9 +302,9 @@ class Profile:
 def choose_profile(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int:
     """Return the index of the profile that runs an input of these sizes.
 
-    The same input always runs in the same profile: of those that cover it, the one whose largest
-    shape is the smallest. TensorRT selects the kernels of a profile for its optimum alone, and
-    allocates memory for its largest shape.
+    The same input always runs in the same profile: the one with the smallest maximum among those
+    that cover the input. TensorRT selects a profile's kernels only for its optimum, and allocates
+    memory for its maximum.
 
     Args:
         profiles: profiles of one engine, in its order.

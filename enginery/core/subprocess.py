@@ -3,8 +3,8 @@
     run_in_subprocess("enginery.export.worker", request, log=log, description="exporting minilm",
                       error=ExportError)
 
-The child reads its request from a JSON file and writes its result or its error into another. What
-it prints goes to the log:
+The child reads its request from one JSON file and writes its result or its error into another. What
+it prints goes to the log, except the phases that it reports:
 
     $ python -m enginery.export.worker request.json result.json
 
@@ -35,6 +35,9 @@ from enginery.core.errors import EngineryError
 _PIPE = "ENGINERY_PARENT_PIPE"
 """Environment variable with the descriptor of the pipe whose other end the parent holds."""
 
+_PHASE = "\x1ephase "
+"""The prefix of a line in a child's output that names its current phase."""
+
 WorkerResult = dict[str, Any]
 
 
@@ -46,7 +49,7 @@ def run_in_subprocess(
     description: str,
     error: type[EngineryError],
     reraise: tuple[type[EngineryError], ...] = (),
-    on_line: Callable[[str], bool] = lambda _: False,
+    on_phase: Callable[[str], object] = lambda _: None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and return its result.
 
@@ -57,24 +60,25 @@ def run_in_subprocess(
         description: start of the message if the child ends without a result: `exporting minilm`.
         error: class of the error to raise, unless the child raised one of `reraise`.
         reraise: classes of errors to raise as the child raised them.
-        on_line: called with each line of the child's output; a line is not logged if it returns
-            True.
+        on_phase: called with each phase that the child reports; see `report_phase`.
 
     Raises:
         EngineryError: the child failed or crashed; `error` or one of `reraise`, with the child's
             message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_line(line: str) -> None:
+        if line.startswith(_PHASE):
+            on_phase(line.removeprefix(_PHASE).strip())
+        else:
+            stream.write(line)
+
     with tempfile.TemporaryDirectory(prefix="enginery-child-") as scratch:
         request_file, result_file = Path(scratch, "request.json"), Path(scratch, "result.json")
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
-            status = run_module(
-                module,
-                str(request_file),
-                str(result_file),
-                on_line=lambda line: on_line(line) or stream.write(line),
-            )
+            status = run_module(module, str(request_file), str(result_file), on_line=on_line)
         found: WorkerResult = {}
         if status == 0 and result_file.is_file():
             found = json.loads(result_file.read_text(encoding="utf-8"))
@@ -289,6 +293,11 @@ def exit_when_closed(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([pipe], [], [], 0)[0]:  # closed before O_ASYNC was set
         signal.raise_signal(signal.SIGIO)
+
+
+def report_phase(name: str) -> None:
+    """Report the current phase to the parent process, whose `on_phase` gets it."""
+    print(f"{_PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
 
 
 def worker_main(handle: Callable[[Any], Mapping[str, Any]], *, description: str) -> NoReturn:

@@ -29,7 +29,7 @@ from enginery.core.store.store import ENGINES as STORED
 from enginery.core.store.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
-from enginery.engine.key import EngineRequest, size_limits
+from enginery.engine.requests import EngineRequest, size_limits
 from enginery.runtime.tensorrt.options import Flavor, get_flavor
 from enginery.runtime.tensorrt.process import build_plan, coverage
 
@@ -154,7 +154,7 @@ def _build(
 ) -> Engine:
     """Build an engine into the store. `engine.json` is written last."""
     graph, fields = request.graph, request.fingerprint.fields
-    shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` only replaces artifacts
+    shutil.rmtree(out, ignore_errors=True)  # a forced rebuild; `staging` replaces only artifacts
     with staging(out) as directory, progress.task(f"building an engine of {graph.file}"):
         plan = directory / plan_name(graph.file)
         built = build_plan(
@@ -207,7 +207,7 @@ def place_engine(engine: Engine, artifact: Path) -> Path:
         ArtifactError: another process removed the engine from the store.
     """
     directory = artifact / ENGINES / engine.name
-    shutil.rmtree(directory, ignore_errors=True)  # of an earlier build
+    shutil.rmtree(directory, ignore_errors=True)  # from an earlier build
     directory.mkdir(parents=True)
     for file in (engine.record.plan, engine.record.layer_list, ENGINE_FILE):
         try:

@@ -13,8 +13,8 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.reports import BuildReport, BuiltEngine
 from enginery.core.figures import save_figure
 from enginery.engine.build import GraphCoverage
-from enginery.engine.key import RequestedEngines
 from enginery.engine.profiles.buckets import LengthBuckets
+from enginery.engine.requests import RequestedEngines
 
 _FIRST_PROFILE = (
     "ONNX Runtime uses only the first profile of an engine; without --no-engine-per-profile each "

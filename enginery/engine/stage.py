@@ -38,8 +38,8 @@ from enginery.engine.build import (
     place_engine,
 )
 from enginery.engine.config import BuildConfig
-from enginery.engine.key import RequestedEngines, resolve_requests
 from enginery.engine.report import make_report, save_length_figure
+from enginery.engine.requests import RequestedEngines, resolve_requests
 from enginery.runtime.tensorrt.options import get_flavor
 
 STAGE = "build"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from enginery.core.errors import ExportError, SourceError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
+from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
+from enginery.export.graphs import ExportedModel
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
-from enginery.export.protocol import ExportedModel
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.torch_runner import load_pytorch
 
@@ -34,7 +34,6 @@ def export_with_dynamo(
     source: Path,
     config: ExportConfig,
     out: Path,
-    report_phase: Callable[[str], None],
     *,
     pickled: bool,
 ) -> ExportedModel:
@@ -44,7 +43,6 @@ def export_with_dynamo(
         source: the model directory.
         config: the options of the stage.
         out: the staging directory.
-        report_phase: called with the name of each phase.
         pickled: True if the weights are pickled.
 
     Raises:

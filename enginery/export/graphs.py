@@ -1,13 +1,21 @@
-"""Check exported graphs, give their dims readable names, and record their interface.
+"""Check exported graphs, give their dims true sizes and readable names, record their interface.
 
-The functions take the path of an ONNX file, and optionally the `onnx.ModelProto` that was read from
-it, because reading inline weights again takes time and memory. External data stays on disk.
+The dims that a tracer declares are not reliable. It leaves height and width of an image model
+dynamic although the position embeddings fit only one size, and declares the size of a feature map
+as a constant although it depends on that of the image. So `probe_dims` runs the graph once at small
+base sizes, and once more for each dynamic dim, with only that dim changed. An output dim that
+changes is dynamic, and one that never changes is a constant.
+
+The other functions take the path of an ONNX file, and optionally the `onnx.ModelProto` that was
+read from it, because reading inline weights again takes time and memory. External data stays on
+disk.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import (
     Dim,
     TensorSpec,
@@ -61,7 +71,58 @@ _TASK_OUTPUTS = {
     "text-generation-with-past": ("logits",),
 }
 
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of each output."""
+
+_BASE = {"batch": 2}
+
 _SPECS = TypeAdapter(tuple[TensorSpec, ...])
+
+
+@dataclass
+class ExportedModel:
+    """The graphs that an exporter has written, before they are checked."""
+
+    files: list[str]
+    """The ONNX files, relative to the staging directory."""
+    task: str
+    model_type: str
+    library: str
+    fixed_dims: dict[str, int] = field(default_factory=dict)
+    """Dims that the tracer left dynamic but the weights fix, such as the channels of an image."""
+    config: ModelConfig = field(default_factory=ModelConfig)
+    """The model's config.json, with the image size of its processor if it has none."""
+    notes: list[str] = field(default_factory=list)
+
+
+def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord], str]:
+    """Check the graphs that an exporter wrote to `out`, and correct their dims on disk.
+
+    What was corrected is added to `exported.notes`.
+
+    Returns:
+        The records of the graphs for the manifest, and the precision of the first.
+
+    Raises:
+        ExportError: a graph is invalid, has a dim without a name, does not fit the task, or ONNX
+            Runtime cannot load it.
+    """
+    limits = FeedLimits.from_config(exported.config)
+    records, precisions = [], []
+    for path in (out / file for file in exported.files):
+        model = name_dims(path, exported.fixed_dims)
+        check_exported_graph(path, model)
+        record = record_graph(path, out, model)
+        precisions.append(float_precision(path, model))
+        del model  # else its weights would be in memory beside those of the probing session
+        if precisions[-1] == "bf16":
+            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
+        else:
+            record, notes = probe_dims(path, record, limits)
+        records.append(record)
+        exported.notes.extend(notes)
+    check_task_outputs(exported.task, records)
+    return records, precisions[0]
 
 
 def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
@@ -163,7 +224,57 @@ def check_task_outputs(task: str, records: Sequence[GraphRecord]) -> None:
             )
 
 
-def set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
+def probe_dims(
+    path: Path, record: GraphRecord, limits: FeedLimits
+) -> tuple[GraphRecord, list[str]]:
+    """Run the graph at several sizes, and correct its dims on disk.
+
+    Returns:
+        The corrected record, and notes on what was changed and why.
+
+    Raises:
+        ExportError: ONNX Runtime cannot load the graph.
+    """
+    session = _open(path)
+    if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
+        return record, []
+    names = dynamic_dims(record.inputs)
+    known = {**limits.sizes, **_BASE}
+    base = {name: known.get(name, max(8, limits.min_sequence)) for name in names}
+    before = _run(session, record, base, limits)
+    if isinstance(before, str):
+        return record, [f"dims not probed: {path.name} does not run at {base} ({before})"]
+    changes: dict[str, list[Dim]] = {
+        spec.name: list(spec.dims) for spec in (*record.inputs, *record.outputs)
+    }
+    notes = []
+    fixed: dict[str, int] = {}
+    if {"height", "width"} <= set(names):
+        other = {**base, "height": base["height"] + 32, "width": base["width"] + 64}
+        if isinstance(_run(session, record, other, limits), str):
+            fixed = {"height": base["height"], "width": base["width"]}
+            size = f"{base['height']} × {base['width']}"
+            notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
+    for spec in record.inputs:
+        changes[spec.name] = [fixed.get(str(dim), dim) for dim in spec.dims]
+    steps = {"height": 32, "width": 32}  # smaller steps can stay within one patch
+    varied = {
+        name: _run(session, record, {**base, name: base[name] + steps.get(name, 1)}, limits)
+        for name in names
+        if name not in fixed
+    }
+    for spec in record.outputs:
+        changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
+    if changes != {s.name: list(s.dims) for s in (*record.inputs, *record.outputs)}:
+        _set_interface_dims(path, changes)
+    corrected = {
+        "inputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.inputs),
+        "outputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.outputs),
+    }
+    return record.model_copy(update=corrected), notes
+
+
+def _set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
     """Set the dims of the inputs and outputs named in `changes`, and save the file."""
     model = load_graph(path)
     for value in [*model.graph.input, *model.graph.output]:
@@ -176,12 +287,71 @@ def set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None
     onnx.save(model, str(path))
 
 
+def _output_dims(
+    output: str,
+    dims: tuple[Dim, ...],
+    before: Shapes,
+    varied: Mapping[str, Shapes | str],
+    names: list[str],
+) -> list[Dim]:
+    """Return the dims of an output: declared names of input dims, else what the runs show."""
+    true: list[Dim] = []
+    for axis, dim in enumerate(dims):
+        follows = [
+            name
+            for name, after in varied.items()
+            if not isinstance(after, str) and after[output][axis] != before[output][axis]
+        ]
+        declared = isinstance(dim, str) and dim != "" and set(dim_terms(dim)) <= set(names)
+        if declared:
+            true.append(dim)
+        elif not follows:
+            true.append(before[output][axis])
+        elif follows == ["batch"] and before[output][axis] == _BASE["batch"]:
+            true.append("batch")
+        else:
+            true.append(f"{output}_{_axis_name(axis, len(dims))}")
+    return true
+
+
+def _axis_name(axis: int, rank: int) -> str:
+    """Name an axis: feature maps are (batch, channels, height, width), others have a sequence."""
+    if rank == 4:
+        return ("batch", "channels", "height", "width")[axis]
+    return "sequence" if axis == 1 else f"dim_{axis}"
+
+
+def _open(path: Path) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"{path.name} cannot be loaded by ONNX Runtime: {error}") from error
+
+
+def _run(
+    session: Any, record: GraphRecord, sizes: Mapping[str, int], limits: FeedLimits
+) -> Shapes | str:
+    """Return the output shapes at these sizes, or the message of the failure."""
+    feeds = make_feeds(record.inputs, sizes, limits, seed=0)
+    try:
+        values = session.run([spec.name for spec in record.outputs], feeds)
+    except Exception as error:
+        return str(error)
+    return {spec.name: v.shape for spec, v in zip(record.outputs, values, strict=True)}
+
+
 def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     """Return the specs of inputs or outputs; raise ExportError if one does not fit a manifest."""
-    found = [
-        {"name": v.name, "dtype": _dtype(v.type.tensor_type.elem_type), "dims": _dims(v)}
-        for v in values
-    ]
+    found = []
+    for value in values:
+        element = value.type.tensor_type.elem_type
+        dtype = _DTYPES.get(element) or onnx.TensorProto.DataType.Name(element).lower()
+        found.append({"name": value.name, "dtype": dtype, "dims": _dims(value)})
     try:
         return _SPECS.validate_python(found)
     except ValidationError as error:
@@ -199,9 +369,3 @@ def _dims(value: Any) -> list[Dim]:
         dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param
         for dim in shape.dim
     ]
-
-
-def _dtype(element: int) -> str:
-    if element in _DTYPES:
-        return _DTYPES[element]
-    return str(onnx.TensorProto.DataType.Name(element)).lower()

@@ -10,8 +10,8 @@ from enginery.core.errors import ExportError, SourceError
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.screening import screen_model
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import ExportedModel
-from enginery.export.side_files import copy_side_file, copy_side_files
+from enginery.export.graphs import ExportedModel
+from enginery.export.side_files import copy_side_files
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 
@@ -42,8 +42,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
         shutil.copyfile(source.parent / name, out / name)
     settings = ModelConfig.read(source.parent, error=SourceError)
     if has_side_files:
-        copy_side_files(source.parent, out, code=False)
-        copy_side_file(source.parent, ModelConfig.FILE, out)
+        copy_side_files(source.parent, out, code=False, config=True)
     return ExportedModel(
         files=["model.onnx"],
         task=config.task if config.task != "auto" else "unknown",
@@ -55,7 +54,7 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
 
 
 class _KnownTypes:
-    """The model types of transformers, which is only imported when one is looked up."""
+    """The model types of transformers, which is imported only when one is looked up."""
 
     def __contains__(self, kind: object) -> bool:
         try:

@@ -7,14 +7,14 @@ transformers and optimum, and runs in the child process of the stage.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig, check_options
-from enginery.export.protocol import ExportedModel
+from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
 
 try:
@@ -34,7 +34,6 @@ def export_with_optimum(
     source: Path,
     config: ExportConfig,
     out: Path,
-    report_phase: Callable[[str], None],
     *,
     pickled: bool,
 ) -> ExportedModel:
@@ -44,7 +43,6 @@ def export_with_optimum(
         source: the model directory.
         config: the options of the stage.
         out: the staging directory.
-        report_phase: called with the name of each phase.
         pickled: True if the weights are pickled.
 
     Raises:
@@ -129,7 +127,7 @@ def _pad_token_id(source: Path) -> int:
 
 
 def _convert_tokenizer(source: Path, out: Path) -> None:
-    """Write tokenizer.json for a model that only has the files of a slow tokenizer."""
+    """Write tokenizer.json for a model that has only the files of a slow tokenizer."""
     names = ("tokenizer_config.json", "vocab.txt", "spiece.model", "tokenizer.model", "vocab.json")
     if (out / "tokenizer.json").is_file() or not any((source / name).is_file() for name in names):
         return
@@ -164,7 +162,7 @@ def choose_task(asked: str, settings: ModelConfig) -> str:
             do=f"Set --task to one of: {', '.join(tasks)}.",
         )
     try:
-        # The public method only accepts Hub ids, but these files are local.
+        # The public method accepts only Hub ids, but these files are local.
         task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
     except ValueError as error:
         raise ExportError(

@@ -1,6 +1,6 @@
 """Copy the files beside a model that its results depend on: tokenizer, image processor, pooling.
 
-They are copied byte for byte. To save them with transformers would change a tokenizer's padding, or
+They are copied byte for byte. Saving them with transformers would change a tokenizer's padding, and
 drop files that only sentence-transformers reads.
 """
 
@@ -14,37 +14,41 @@ from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
-# The exporter writes these itself, in the form that Optimum's loaders require.
-_LEFT_OUT = ("config.json", "generation_config.json")
+# Optimum and dynamo write these themselves, in the form that Optimum's loaders require.
+_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
-def copy_side_files(source: Path, out: Path, *, code: bool) -> None:
-    """Copy the side files of the model directory `source`, and with `code` its Python files.
+def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False) -> None:
+    """Copy the side files of the model directory `source`.
 
     sentence-transformers stores its modules in numbered folders (`1_Pooling/config.json`).
+
+    Args:
+        source: the model directory.
+        out: the staging directory.
+        code: copy Python files too.
+        config: copy config.json too.
 
     Raises:
         UntrustedModelError: a file is a link out of the directory, which would publish the linked
             file, or its name is invalid in a manifest.
     """
     suffixes = (*_COPIED, ".py") if code else _COPIED
+    left_out = (_GENERATION_CONFIG,) if config else (_CONFIG, _GENERATION_CONFIG)
     folders = [path for path in source.iterdir() if path.is_dir() and path.name[0].isdigit()]
     for folder in (source, *folders):
         refuse_linked_out(folder, source)
         for path in sorted(folder.iterdir()):
             name = path.relative_to(source).as_posix()
-            wanted = path.is_file() and path.suffix in suffixes and name not in _LEFT_OUT
-            if wanted and not path.name.endswith(".index.json"):
-                copy_side_file(source, name, out)
-
-
-def copy_side_file(source: Path, name: str, out: Path) -> None:
-    """Copy one file of the model directory `source`; see `copy_side_files` for the errors."""
-    if not is_relative_path(name):
-        raise UntrustedModelError(
-            f"the name of the file {name!r} in {source} has a backslash or control characters.",
-            do="Rename the file, or remove it if the model does not need it.",
-        )
-    refuse_linked_out(source / name, source)
-    (out / name).parent.mkdir(exist_ok=True)
-    shutil.copyfile(source / name, out / name)
+            wanted = path.is_file() and path.suffix in suffixes and name not in left_out
+            if not wanted or path.name.endswith(".index.json"):
+                continue
+            if not is_relative_path(name):
+                raise UntrustedModelError(
+                    f"the name of the file {name!r} in {source} has a backslash or control "
+                    "characters.",
+                    do="Rename the file, or remove it if the model does not need it.",
+                )
+            refuse_linked_out(path, source)
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, out / name)

@@ -7,9 +7,10 @@ process does the work, so that its memory is freed and a crash becomes an error 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import Fingerprint, option_fields, tool_versions
@@ -20,7 +21,6 @@ from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import PHASE, WorkerRequest, WorkerResult
 
 STAGE = "export"
 STAGE_VERSION = "1"
@@ -30,6 +30,30 @@ TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
 
 # The location of the source does not affect the graph; the source's hashes are in the key.
 _NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision")
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """A request to the child process, sent as JSON."""
+
+    kind: str
+    path: str
+    pickled: bool
+    out: str
+    config: ExportConfig
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The result of the child process, sent as JSON."""
+
+    task: str
+    model_type: str
+    library: str
+    precision: str
+    graphs: list[dict[str, Any]]
+    notes: list[str]
+    peak_rss_bytes: int
 
 
 def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
@@ -107,16 +131,12 @@ def run(
 
 
 def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> WorkerResult:
-    """Run the child process, report its phases, and write its other output to a log."""
+    """Run the child process and report its phases. Its other output goes to a log."""
     with progress.task(f"exporting {name}") as advance:
 
-        def on_line(line: str) -> bool:
-            if not line.startswith(PHASE):
-                # The tracer warns about every constant; these lines only go to the log.
-                return False
-            progress.say(f"export: {line.removeprefix(PHASE).strip()}")
+        def on_phase(phase: str) -> None:
+            progress.say(f"export: {phase}")
             advance()
-            return True
 
         found = run_in_subprocess(
             "enginery.export.worker",
@@ -125,6 +145,6 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             description=f"exporting {name}",
             error=ExportError,
             reraise=(SourceError, UntrustedModelError),
-            on_line=on_line,
+            on_phase=on_phase,
         )
     return WorkerResult(**found)

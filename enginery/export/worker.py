@@ -17,74 +17,65 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.model.feeds import FeedLimits
-from enginery.core.subprocess import peak_rss_bytes, worker_main
+from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
 from enginery.export.config import ExportConfig
-from enginery.export.protocol import PHASE, ExportedModel, WorkerRequest, WorkerResult
+from enginery.export.graphs import ExportedModel, finish_graphs
+from enginery.export.stage import WorkerRequest, WorkerResult
 
 
-def report_phase(name: str) -> None:
-    """Report the current phase to the parent process."""
-    print(f"{PHASE}{name}", flush=True)  # noqa: T201  the parent reads this line
+def handle_request(values: dict[str, Any]) -> dict[str, Any]:
+    """Export a model, then check the graphs and correct their dims.
 
-
-def export(request: WorkerRequest) -> WorkerResult:
-    """Export the model of a request, then check the graphs and correct their dims."""
-    source, out = Path(request.path), Path(request.out)
-    exported = _trace(request, source, out)
+    Takes the fields of a `WorkerRequest` and returns those of a `WorkerResult`, as JSON data.
+    """
+    request = WorkerRequest(**{**values, "config": ExportConfig(**values["config"])})
+    out = Path(request.out)
+    exported = _trace(request, out)
     gc.collect()
-    # Not imported before the trace, during which memory peaks.
-    from enginery.export import graphs
-    from enginery.export.probe import probe_dims
-
     report_phase("checking the graphs")
-    limits = FeedLimits.from_config(exported.config)
-    records, precisions = [], []
-    for path in (out / file for file in exported.files):
-        model = graphs.name_dims(path, exported.fixed_dims)
-        graphs.check_exported_graph(path, model)
-        record = graphs.record_graph(path, out, model)
-        precisions.append(graphs.float_precision(path, model))
-        del model  # else its weights would be in memory beside those of the probing session
-        if precisions[-1] == "bf16":
-            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
-        else:
-            record, notes = probe_dims(path, record, limits)
-        records.append(record)
-        exported.notes.extend(notes)
-    graphs.check_task_outputs(exported.task, records)
-    return WorkerResult(
+    records, precision = finish_graphs(exported, out)
+    result = WorkerResult(
         task=exported.task,
         model_type=exported.model_type,
         library=exported.library,
-        precision=precisions[0],
+        precision=precision,
         graphs=[record.model_dump(mode="json") for record in records],
         notes=exported.notes,
         peak_rss_bytes=peak_rss_bytes(),
     )
+    return asdict(result)
 
 
-def _trace(request: WorkerRequest, source: Path, out: Path) -> ExportedModel:
+def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
+    """Write the graphs and the files beside them to `out`."""
+    source, config = Path(request.path), request.config
     if request.kind == "onnx":
         from enginery.export import onnx_file
 
         report_phase("importing the ONNX file")
-        return onnx_file.import_onnx(source, request.config, out)
+        return onnx_file.import_onnx(source, config, out)
     report_phase("loading PyTorch and Optimum")
-    if not request.config.trust_remote_code:
+    if not config.trust_remote_code:
         # All files are local. Trusted code may be in another repository, which needs the Hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
-    _load_transformers()
-    config = request.config
     exporter = _import_exporter(config.exporter)
     from enginery.runtime.torch_runner import guarded
 
     gc.freeze()  # modules are never freed, so later collections need not scan them
     with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
-        return exporter(source, config, out, report_phase, pickled=request.pickled)
+        return exporter(source, config, out, pickled=request.pickled)
 
 
 def _import_exporter(name: str) -> Callable[..., ExportedModel]:
+    """Import an exporter, and transformers as if scikit-learn were not installed.
+
+    transformers needs it only for assisted generation but imports it for every model, which takes
+    40 MB and 0.4 s.
+    """
+    sys.modules["sklearn"] = None  # type: ignore[assignment]  # what import_module documents
+    with suppress(ImportError):  # the exporter reports what is missing
+        import transformers  # noqa: F401
+    del sys.modules["sklearn"]
     if name == "dynamo":
         from enginery.export.dynamo import export_with_dynamo
 
@@ -92,23 +83,6 @@ def _import_exporter(name: str) -> Callable[..., ExportedModel]:
     from enginery.export.optimum import export_with_optimum
 
     return export_with_optimum
-
-
-def _load_transformers() -> None:
-    """Import transformers as if scikit-learn were not installed.
-
-    transformers only needs it for assisted generation but imports it for every model, which takes
-    40 MB and 0.4 s.
-    """
-    sys.modules["sklearn"] = None  # type: ignore[assignment]  # what import_module documents
-    with suppress(ImportError):  # the exporter reports what is missing
-        import transformers  # noqa: F401
-    del sys.modules["sklearn"]
-
-
-def handle_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Run one request; request and result are JSON data."""
-    return asdict(export(WorkerRequest(**{**request, "config": ExportConfig(**request["config"])})))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.core.precision import Tolerance
+from enginery.core.tolerance import Tolerance
 from enginery.passes.cast.low_precision import low_precision_type
 from enginery.passes.cast.simulation import round_tensor
 from enginery.passes.ir.graph_file import read_graph, write_graph

@@ -49,7 +49,7 @@ def find_divergences(
     """Return the nodes at which the cast graph diverges from the FP32 graph, the worst first.
 
     If nodes with finite inputs have outputs that are not finite, these nodes are returned, in graph
-    order: they overflow. Otherwise the result is the nodes whose output error exceeds that of their
+    order: they overflow. Otherwise these are the nodes whose outputs have a larger error than their
     inputs, in descending order of the difference. Nodes in the branches of an If are included.
 
     Args:

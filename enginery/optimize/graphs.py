@@ -10,8 +10,8 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, nearest
 from enginery.core.model.feeds import Feeds
-from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fusions import fuse_graphs
@@ -145,7 +145,7 @@ def _check_standard_ops(artifact: Artifact) -> None:
             raise ExportError(
                 f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
                 f"parse: {', '.join(others[:_MAX_LISTED])}{more}.",
-                do="Optimize the exported artifact instead: ONNX Runtime's fused ops only suit the "
+                do="Optimize the exported artifact instead: ONNX Runtime's fused ops suit only the "
                 "targets cuda and cpu.",
             )
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from enginery.core.precision import Tolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import (
     OutputComparison,
     compare_outputs,

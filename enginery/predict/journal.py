@@ -124,11 +124,11 @@ class Journal:
         self.first_bad = first_bad
         """The first bad row and its problem; empty if there is none."""
         self.damage = damage
-        """The part of an earlier run that cannot be used, and the reason; empty if all can."""
+        """The part from an earlier run that cannot be used, and the reason; empty if all can."""
 
     @classmethod
     def open(cls, output: Path, fingerprint: Fingerprint, schema: str) -> Journal:
-        """Open the journal of an earlier run with the same inputs, or start a new one.
+        """Open the journal from an earlier run with the same inputs, or start a new one.
 
         Args:
             output: path of the output.
@@ -303,7 +303,7 @@ def _check_untracked_files(directory: Path) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in _KNOWN_FILES and not path.name.startswith(_PART):
             raise InputError(
-                f"{directory} contains {path.name}, expected only parts of an earlier run.",
+                f"{directory} contains {path.name}, expected only parts from an earlier run.",
                 do="Move it elsewhere, or choose another --output.",
             )
 

@@ -55,7 +55,7 @@ class PredictReport:
     boot_seconds: float
     """Time until the first batch ran, without imports; on Ray, until the first window returned."""
     total_seconds: float
-    """Time of this run alone."""
+    """Time of this run, without the runs that it resumes."""
     peak_rss_bytes: int
     """Peak memory of this process."""
     size_bytes: int

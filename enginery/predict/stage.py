@@ -67,7 +67,7 @@ STDIN = "-"
 
 
 def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
-    """Return the fingerprint of an output: of its input, artifact, options and tools."""
+    """Compute the fingerprint of an output from its input, artifact, options and tools."""
     options = {k: v for k, v in options_dict(config).items() if k not in NOT_IN_FINGERPRINT}
     return Fingerprint(
         STAGE,
@@ -150,11 +150,11 @@ def run(
             resumed = journal.counts.rows
             if journal.damage:
                 progress.say(
-                    f"predict: {parts_directory(output).name} of an earlier run: "
+                    f"predict: {parts_directory(output).name} from an earlier run: "
                     f"{journal.damage}; its rows are predicted again"
                 )
             if resumed:
-                progress.say(f"predict: resuming after {resumed:,} rows of an earlier run")
+                progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
             if not journal.whole:
                 # Closed here, not by the garbage collector: the generator holds the workers.
                 with closing(predictor.stream(reader, written, skip=resumed)) as windows:
@@ -193,7 +193,7 @@ def _write_output(
     started: float,
 ) -> PredictReport:
     """Assemble the output, write its report, then remove the parts. Each step is atomic."""
-    # The report of an earlier output goes first, so that it is never beside the new output.
+    # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
     digest = assemble(journal.paths(), output, kind, written.schema)
     complete = replace(

@@ -19,8 +19,8 @@ from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
-from enginery.passes.qdq.insert import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.layers import Layer, operands
+from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
 from enginery.passes.ranges.measure import float_tensors, measure_ranges
 from enginery.quantize.accuracy import AccuracyEvaluator

@@ -51,7 +51,7 @@ class QuantizeConfig:
     exclude: tuple[str, ...] = ()
     """Layers not to quantize: node names, or patterns such as `*/layer.0/*`."""
     ranges: str = ""
-    """Ranges to reuse: `reports/ranges.json` of an earlier run, or its artifact. Nothing is
+    """Ranges to reuse: `reports/ranges.json` from an earlier run, or its artifact. Nothing is
     calibrated or measured then."""
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.

@@ -22,13 +22,13 @@ from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
-from enginery.passes.qdq.insert import (
+from enginery.passes.qdq.layers import Layer, operands
+from enginery.passes.qdq.scales import (
     ActivationQuantParams,
     bias_shift,
     fake_quantize_weight,
     scale_weight,
 )
-from enginery.passes.qdq.layers import Layer, operands
 from enginery.passes.qdq.scheme import INT8, Scheme, Vector
 from enginery.runtime.onnxruntime.tracing import open_in_memory
 from enginery.runtime.providers.selection import choose_providers

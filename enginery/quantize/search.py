@@ -3,7 +3,7 @@
 Measuring every combination of layers is impossible, so the search is greedy:
 
 1. Measure the graph with all layers quantized. If it meets the budget, the search is done.
-2. Measure the effect of each layer: the accuracy gained when it alone is not quantized.
+2. Measure the effect of each layer: the accuracy gained when only this layer is not quantized.
 3. Sort the layers by effect per multiply-add. Leaving out the first layers in this order gains
    the most accuracy for the least quantized arithmetic.
 4. Find the smallest number of layers to leave out: double it until the budget is met, then
@@ -110,7 +110,7 @@ class SearchResult:
     """Layers that are not quantized -> reason."""
     accuracy: AccuracyMetrics
     effects: dict[str, float]
-    """Layer -> gain in mean cosine when it alone is not quantized; empty if not measured."""
+    """Layer -> gain in mean cosine when only that layer is not quantized; empty if not measured."""
     curve: list[CurvePoint] = field(default_factory=list)
     """All measurements, from all layers quantized to the fewest."""
 

@@ -34,7 +34,8 @@ from enginery.core.errors import (
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.model.source import check_directory, find_local
+from enginery.core.model.source import find_local
+from enginery.core.model.weights import find_local_weights
 from enginery.core.shapes import DimRange, Profile, TensorSpec
 from enginery.engine import config as engine
 from enginery.export import config as export
@@ -127,7 +128,7 @@ def _read_model(recipe: Recipe) -> _Known:
     if path.is_file():
         read_structure(path, error=SourceError)
         return _Known(task, is_onnx=True, limits={})
-    check_directory(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
+    find_local_weights(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
     return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
 
@@ -367,7 +368,7 @@ def _check_files(options: Any, known: _Known) -> None:
         if reference := getattr(options, "reference", ""):
             path = find_local(reference)
             if path and path.is_dir():
-                check_directory(reference, path, allow_pickle=options.allow_pickle)
+                find_local_weights(reference, path, allow_pickle=options.allow_pickle)
 
 
 def _check_data(path: Path, column: str, label_column: str, task: str) -> None:

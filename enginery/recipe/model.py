@@ -37,8 +37,8 @@ from enginery.core.errors import (
 )
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
-from enginery.recipe.loading import Document, read_yaml
 from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
+from enginery.recipe.yaml_document import Document, error_at, read_yaml
 from enginery.runtime.providers.specification import format_providers, parse_providers
 from enginery.validate.config import ValidateConfig
 
@@ -74,7 +74,7 @@ class Recipe:
     steps: tuple[Step, ...]
     """`export` is the first, and only there."""
     out: str = ""
-    """Where the artifact goes, besides the store; empty for the store alone."""
+    """Where the artifact goes, besides the store; empty to keep it only in the store."""
     ask: tuple[str, ...] = ()
     """Texts to predict at the end."""
     name: str = field(default="recipe", compare=False)
@@ -249,7 +249,7 @@ class Recipe:
         if isinstance(error, InputError | SourceError | ArtifactError):
             named = error.option or key or "value"
             do = f"Change '{named}'; paths start from the recipe's directory."
-        return RecipeError(f"{self.name}:{line}: {error.message}", do=error.do or do)
+        return error_at(self.name, line, error.message, do=error.do or do)
 
 
 def _wrap_error(error: EngineryError, *place: int | str) -> PydanticCustomError:
@@ -258,7 +258,7 @@ def _wrap_error(error: EngineryError, *place: int | str) -> PydanticCustomError:
 
 
 def _read_step(value: Any, info: ValidationInfo) -> Step:
-    """Read a stage: its name alone, or with its options."""
+    """Read a stage: only its name, or its name with its options."""
     if isinstance(value, str):
         value = {value: None}
     if not isinstance(value, dict):
@@ -269,7 +269,7 @@ def _read_step(value: Any, info: ValidationInfo) -> Step:
         names = ", ".join(f"'{key}'" for key in value) or "nothing"
         raise _wrap_error(
             OptionError(
-                f"found {names} in one stage, expected the stage's name alone.",
+                f"found {names} in one stage, expected only the stage's name.",
                 do="Indent its options further, or write - export: {opset: 20}.",
             )
         )
@@ -357,7 +357,7 @@ class RecipeFile(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     """A Hub id, a directory, an `.onnx` file or `package:NAME`."""
     out: str = ""
-    """Where the artifact goes, besides the store; empty for the store alone."""
+    """Where the artifact goes, besides the store; empty to keep it only in the store."""
     stages: list[Annotated[Step, PlainValidator(_read_step)]]
     """In order, `export` first, and only there."""
     ask: Annotated[tuple[str, ...], BeforeValidator(_one_or_several)] = ()
@@ -372,7 +372,7 @@ def _first_problem(error: ValidationError, document: Document) -> RecipeError:
         line = document.line((*found["loc"], *context.get("place", ())))
         problems.append((line, context.get("error") or _to_option_error(found)))
     line, first = min(problems, key=lambda problem: problem[0])
-    return RecipeError(f"{document.name}:{line}: {first.message}", do=first.do)
+    return error_at(document.name, line, first.message, do=first.do)
 
 
 def _to_option_error(problem: Any) -> OptionError:

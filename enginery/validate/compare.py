@@ -17,8 +17,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
-from enginery.core.precision import QuantizedTolerance, Tolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.known import CUDA
 from enginery.validate.cases.padding import find_padding_mask

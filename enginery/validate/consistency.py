@@ -31,7 +31,7 @@ from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
-from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.sample_inputs import fixed_batch
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import ComparisonLimits, compare_graph

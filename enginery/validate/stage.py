@@ -41,8 +41,8 @@ from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
-from enginery.core.precision import QuantizedTolerance
 from enginery.core.progress import SILENT, Progress
+from enginery.core.tolerance import QuantizedTolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers

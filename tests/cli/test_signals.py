@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from enginery import cli
+from enginery.cli import app as cli
 from tests.bench.sample_results import save_detector
 
 

@@ -17,12 +17,12 @@ ROOT = str(Path(__file__).parents[2])
 
 CHILD = """
 import os, sys, time
-from enginery.core.subprocess import worker_main
+from enginery.core.subprocess import report_phase, worker_main
 from enginery.core.errors import ShapeError, SourceError
 def handle(request):
     match request["do"]:
         case "double":
-            print("\\x1ephase doubling", flush=True)
+            report_phase("doubling")
             print("a warning", flush=True)
             return {"value": 2 * request["value"]}
         case "source":
@@ -80,16 +80,9 @@ def run(modules, do, **options):
 
 
 def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
-    lines = []
-
-    def phases(line):
-        if line.startswith("\x1ephase "):
-            lines.append(line)
-            return True
-        return False
-
-    assert run(modules, "double", on_line=phases) == {"value": 42}
-    assert lines == ["\x1ephase doubling\n"]
+    phases = []
+    assert run(modules, "double", on_phase=phases.append) == {"value": 42}
+    assert phases == ["doubling"]
     assert (modules / "logs" / "child.log").read_text() == "a warning\n"
 
 

@@ -636,7 +636,7 @@ def test_export_replaces_its_models_and_keeps_others(mood, models):
     assert sorted(path.name for path in models.iterdir()) == ["m", "other"]
     assert not list(models.parent.glob(".tmp-*"))
     (said,) = (note for note in found.notes if "earlier export" in note)
-    assert said.startswith("removed m-graph, m-tokenizer, m-answers of an earlier export")
+    assert said.startswith("removed m-graph, m-tokenizer, m-answers, which an earlier export wrote")
 
 
 def test_older_version_is_kept_and_the_newest_is_served(mood, tmp_path, models):

@@ -185,7 +185,7 @@ def test_anchors_stand_for_whole_values():
         ("model: m\nstages:\n- export: 20", "recipe.yaml:3: export: found '20', expected its opt"),
         (
             "model: m\nstages:\n- export:\n  opset: 20",
-            "recipe.yaml:3: found 'export', 'opset' in one stage, expected the stage's name alone. "
+            "recipe.yaml:3: found 'export', 'opset' in one stage, expected only the stage's name. "
             "Indent its options further",
         ),
         ("", "recipe.yaml:1: the file is empty"),

@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field
 
-from enginery.core.precision import QuantizedTolerance, Tolerance
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.validate.compare import ComparisonLimits
 
 

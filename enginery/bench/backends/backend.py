@@ -17,7 +17,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import choose_profile
-from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config

@@ -3,9 +3,9 @@
     warm_up(lambda: runner(feeds), max_seconds=10)
     # WarmUp(first_ms=12.1, typical_ms=3.4, runs=14, settled=True)
 
-In its first runs a session chooses kernels, plans memory and fills caches. The number of runs this
-takes is not known in advance, so the warm-up compares the median of the last runs with the median
-of the same number of runs before them.
+In its first runs a session chooses kernels, plans memory and fills caches. Nobody knows in advance
+how many runs that takes, so the warm-up compares two medians: that of the last runs, and that of as
+many runs before them.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class BenchmarkWorker:
         """Measure the copies to and from the device."""
         backend = self._require_backend()
         if not isinstance(backend, OrtSessionBackend):
-            raise ProviderError("copies can only be measured with the onnxruntime backend.")
+            raise ProviderError("copies can be measured only with the onnxruntime backend.")
         session = backend.session_for(self._feeds)
         found = measure_copies(
             session, self._feeds, device=command["device"], seconds=command["seconds"]

@@ -5,7 +5,8 @@
 
 Images are preprocessed by the artifact's own processor if it has one. Otherwise the graph gets RGB
 or gray values from 0 to 1. If height and width are dynamic, the image keeps its size, rounded to
-the nearest multiple; if they are fixed, it is scaled to them. The values do not matter for speed.
+the nearest multiple; otherwise the image is scaled to the fixed size. The values do not matter for
+speed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules that derive advice from the result of a benchmark.
 
-A rule depends on the result alone, so that it can be applied to any `benchmark.json`. A rule that
+A rule depends only on the result, so that it can be applied to any `benchmark.json`. A rule that
 compares two times applies only if their difference is significant.
 """
 

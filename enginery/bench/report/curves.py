@@ -141,8 +141,8 @@ def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
 def _label_decades(axis: Any, low: float, high: float) -> None:
     """Label a log axis with plain numbers.
 
-    A range below a factor of 30 has at most two powers of ten, so minor ticks are labelled too: all
-    of them below a factor of 4, otherwise 2 and 5 times each power.
+    A range below a factor of 30 has at most two powers of ten, so minor ticks are labelled too:
+    all below a factor of 4, otherwise those at 2 and 5 times each power.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 

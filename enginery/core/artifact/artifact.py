@@ -229,7 +229,7 @@ class Artifact:
     def _lock(self) -> FileLock:
         """Return the lock for writing reports and verdicts, not acquired yet.
 
-        The lock file is in the store, because an artifact may only hold recorded files.
+        The lock file is in the store, because an artifact may hold only recorded files.
         """
         path_sha256 = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()
         return file_lock(f"annotate-{path_sha256[:16]}")
@@ -325,7 +325,7 @@ def _check_unlisted(root: Path, manifest: Manifest) -> None:
 def _check_reports(root: Path, manifest: Manifest, *, verify: bool) -> None:
     """Check the reports against their records.
 
-    A removed report is only an error with `verify`: the stage that wrote it can write it again.
+    A removed report is an error only with `verify`: the stage that wrote it can write it again.
     """
     for name, record in manifest.reports.items():
         if verify or resolve_inside(root, name, what=f"the artifact {root}").is_file():

@@ -72,7 +72,7 @@ class EngineRecord(_Record):
     flavor: str
     """`tensorrt` or `tensorrt-rtx`."""
     tensorrt: str
-    """Version of TensorRT; a plan only runs with this one, unless it is `version_compatible`."""
+    """Version of TensorRT; a plan runs only with this one, unless it is `version_compatible`."""
     capabilities: tuple[str, ...]
     """Compute capabilities that it was built for, such as `8.9`; empty for a portable plan."""
     gpu: GpuRecord = GpuRecord()

@@ -51,7 +51,7 @@ def external_data_files(path: Path, model: Any = None) -> list[str]:
         except ArtifactError as error:
             raise SourceError(
                 f"{path}: its external data: {error.message}",
-                do="A model may only name files in its own directory; do not trust this one.",
+                do="A model may name only files in its own directory; do not trust this one.",
             ) from None
         if not target.is_file():
             raise SourceError(f"{path}: its external data '{name}' is missing.")

@@ -5,7 +5,7 @@
 ['opset: 17 → 20']
 
 Hashes of files are cached in `$ENGINERY_HOME/hashes.sqlite` by path, size, inode, mtime and ctime,
-so that a large artifact is only read when it is opened for the first time.
+so that a large artifact is read only when it is opened for the first time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -97,11 +97,12 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
     """
     require_regular_file(path)
     name, stat = str(path.resolve()), _settled_stat(path)
-    if trust_stat and (known := _cached_hash(name, stat)):
+    select = "select sha256 from file_hashes where path=? and stat=?"
+    if trust_stat and (known := _query_cache(select, name, stat)):
         return known
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    _cache_hash(name, stat, digest)
+    _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)
     return digest
 
 
@@ -127,48 +128,26 @@ def combined_sha256(files: Mapping[str, str]) -> str:
 
     It is the sha256 of the output of `sha256sum` for the files, sorted by name.
     """
-    lines = "".join(f"{digest}  {_escape_name(name)}\n" for name, digest in sorted(files.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
+    lines = []
+    for name, digest in sorted(files.items()):
+        # Else a name with a newline could look like two lines of the list.
+        escaped = name.replace("\\", "\\\\").replace("\n", "\\n")
+        lines.append(f"{digest}  {escaped}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _escape_name(name: str) -> str:
-    """Escape newlines, so that one name cannot look like two lines of the list."""
-    return name.replace("\\", "\\\\").replace("\n", "\\n")
-
-
-# The cache only saves time, so a damaged, locked or read-only one is ignored.
-_CACHE_ERRORS = (sqlite3.Error, OSError, UnicodeError)
-
-
-@contextmanager
-def _hash_cache() -> Iterator[sqlite3.Connection]:
+def _query_cache(statement: str, *values: str) -> str | None:
+    """Run a statement on the table of cached hashes; return the hash that it finds, or None."""
     home = enginery_home()
-    home.mkdir(parents=True, exist_ok=True)
-    with closing(sqlite3.connect(home / "hashes.sqlite", timeout=10)) as connection, connection:
-        # The stat is text: inodes go up to 2**64, SQLite's integers to 2**63.
-        connection.execute(
-            "create table if not exists file_hashes "
-            "(path text primary key, stat text not null, sha256 text not null)"
-        )
-        yield connection
-
-
-def _cached_hash(path: str, stat: str) -> str | None:
     try:
-        with _hash_cache() as connection:
-            row = connection.execute(
-                "select sha256 from file_hashes where path=? and stat=?", (path, stat)
-            ).fetchone()
-    except _CACHE_ERRORS:
-        return None
-    return str(row[0]) if row else None
-
-
-def _cache_hash(path: str, stat: str, digest: str) -> None:
-    try:
-        with _hash_cache() as connection:
+        home.mkdir(parents=True, exist_ok=True)
+        with closing(sqlite3.connect(home / "hashes.sqlite", timeout=10)) as connection, connection:
+            # The stat is text: inodes go up to 2**64, SQLite's integers to 2**63.
             connection.execute(
-                "insert or replace into file_hashes values (?, ?, ?)", (path, stat, digest)
+                "create table if not exists file_hashes "
+                "(path text primary key, stat text not null, sha256 text not null)"
             )
-    except _CACHE_ERRORS:
-        return
+            row = connection.execute(statement, values).fetchone()
+    except (sqlite3.Error, OSError, UnicodeError):
+        return None  # the cache only saves time, so a damaged, locked or read-only one is ignored
+    return str(row[0]) if row else None

@@ -1,4 +1,4 @@
-"""The reports in `reports/`: their content, as stages write it and the card and the page read it.
+"""The content of the files in `reports/`, which stages write and the model card and the page read.
 
     report = ValidationReport.read(Path("minilm/reports/validation.json"))
     report.summary    # '23 outputs agree with PyTorch; largest error 1.4e-06 of 1.1e-05 …'
@@ -342,7 +342,7 @@ class SearchRecord:
     allowed: float
     simulated: AccuracyMetrics
     effects: dict[str, Number]
-    """Layer -> loss of accuracy when it alone is quantized."""
+    """Layer -> loss of accuracy when only that layer is quantized."""
     curve: list[MixAccuracy]
     """Measured combinations, from the smallest quantized share to the largest."""
 

@@ -6,7 +6,7 @@
 ['model.onnx']
 
 A process holds a lock on each staging directory that it creates. The kernel releases the lock when
-the process ends, in whatever way. A staging directory without a lock was left by a killed run, and
+the process ends, even by SIGKILL. A staging directory without a lock was left by a killed run, and
 the next run removes it.
 """
 
@@ -63,7 +63,9 @@ def staging(out: Path) -> Iterator[Path]:
         remove_leftovers(out.parent, out.name)
         yield directory
         _sync(directory)
-        _publish(directory, out)
+        old = _temporary_sibling(out)
+        replace_directory(directory, out, old=old)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         os.close(handle)
@@ -216,13 +218,6 @@ def _sync(directory: Path) -> None:
         if path.is_file():
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
-
-
-def _publish(directory: Path, out: Path) -> None:
-    old = _temporary_sibling(out)
-    replace_directory(directory, out, old=old)
-    for left in (directory, old):  # one of them has the old content
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -41,7 +41,7 @@ _EXACT = 1 << 53
 class JsonLinesReader:
     """A file with one JSON object per line.
 
-    Rows may lack keys, so all columns are only known at the end of the file. The file is therefore
+    Rows may lack keys, so all columns are known only at the end of the file. The file is therefore
     read once first, to find the columns, their types, and invalid lines. A column with values of
     several types, or with lists or objects, is kept as JSON text.
     """

@@ -231,8 +231,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def confined(*, model: Path, writable: Iterable[Path] = ()) -> Iterator[Confinement]:
     """Confine this process to loading and running one model without its code.
 
-    Enter the block after all imports. At its end the first blocked action is raised as an error,
-    even if the model suppressed it or another error followed from it.
+    Enter the block after all imports. The first blocked action raises an error at the end of the
+    block, even if the model suppressed that error or the block raised another one.
 
     Args:
         model: directory of the model.

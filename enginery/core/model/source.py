@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,9 @@ from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.weights import find_local_weights, find_weights
 from enginery.core.paths import is_relative_path
 
-# In the order of transformers 4.57; source: _get_resolved_checkpoint_files in modeling_utils.py.
-# timm looks for the two single files in the same order.
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-_INDEX = ".index.json"
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -47,7 +38,7 @@ class ModelSource:
     """Directory of the model, or the .onnx file."""
     record: SourceRecord
     pickled: bool = False
-    """True if the weights are pickled; see `Weights`."""
+    """True if the weights are pickled; see `weights.Weights`."""
 
     @property
     def name(self) -> str:
@@ -108,73 +99,6 @@ def find_local(model: str) -> Path | None:
     return None
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weight files that transformers loads, relative to the model's directory."""
-
-    files: tuple[str, ...]
-    pickled: bool
-    """True for PyTorch's pickle format, which can run code when it is loaded."""
-
-
-def find_weights(
-    model: str, names: Collection[str], read_json_file: Callable[[str], dict[str, Any]]
-) -> Weights:
-    """Return the weights that transformers will load, searched in its order.
-
-    Other files with weights are ignored.
-
-    Args:
-        model: name of the model for messages.
-        names: names of the files directly in the model's directory.
-        read_json_file: reads config.json or an index of shards.
-
-    Raises:
-        SourceError: there are no weights, or an index names missing files or other directories.
-    """
-    first = next((name for name in _WEIGHTS if name in names), "")
-    # config.json may name a file with this key; transformers only accepts safetensors there.
-    if any(".safetensors" in name for name in names):
-        named = read_json_file("config.json").get("transformers_weights")
-        first = _require_name(model, "config.json: transformers_weights", named) or first
-    if not first or first not in names:
-        others = sorted(n for n in names if n.endswith((".safetensors", ".bin", ".pt", ".ckpt")))
-        found = f"found {', '.join(others[:3])}" if others else "found none"
-        raise SourceError(
-            f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
-            do="Save them with model.save_pretrained(DIR), under the names transformers loads.",
-        )
-    pickled = ".safetensors" not in first
-    if not first.endswith(_INDEX):
-        return Weights((first,), pickled)
-    shards = read_json_file(first).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise SourceError(
-            f"model '{model}': {first}: weight_map is {type(shards).__name__}, expected an object "
-            "that names the file of each tensor."
-        )
-    files = sorted({_require_name(model, f"{first}: weight_map", name) for name in shards.values()})
-    for name in files:
-        if name not in names:
-            raise SourceError(f"model '{model}': {first} names {name}, which is missing.")
-        if pickled == name.endswith(".safetensors"):
-            raise SourceError(f"model '{model}': {first} names {name}, which has another format.")
-    return Weights(tuple(files), pickled)
-
-
-def _require_name(model: str, where: str, name: object) -> str:
-    """Return the name of a file in the same directory; empty for None."""
-    if name is None:
-        return ""
-    if not isinstance(name, str) or not is_relative_path(name) or "/" in name:
-        raise SourceError(
-            f"model '{model}': {where} is {name!r}, expected the name of a file in the same "
-            "directory.",
-            do="A model may only load files of its own directory; do not trust this one.",
-        )
-    return name
-
-
 def resolve_record(
     record: SourceRecord, *, allow_pickle: bool = False, cache_dir: str = ""
 ) -> ModelSource:
@@ -228,33 +152,8 @@ def _package_directory(model: str) -> Path:
     return configs[0].parent
 
 
-def check_directory(model: str, path: Path, *, allow_pickle: bool) -> Weights:
-    """Return the weights of a local model.
-
-    Args:
-        model: name of the model for messages.
-        path: directory of the model.
-        allow_pickle: accept pickled weights.
-
-    Raises:
-        SourceError: there is no config.json, no usable weights, or only pickled ones.
-    """
-    if not (path / "config.json").is_file():
-        raise SourceError(
-            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
-            do="Pass the directory that save_pretrained wrote.",
-        )
-    weights = find_weights(
-        model,
-        {p.name for p in path.iterdir() if p.is_file()},
-        lambda name: read_json(path / name),
-    )
-    _refuse_pickle(model, weights, allow_pickle=allow_pickle)
-    return weights
-
-
 def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> ModelSource:
-    weights = check_directory(model, path, allow_pickle=allow_pickle)
+    weights = find_local_weights(model, path, allow_pickle=allow_pickle)
     names = [
         p.relative_to(path).as_posix()
         for p in path.rglob("*")
@@ -265,15 +164,6 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
     )
     return ModelSource(path, record, pickled=weights.pickled)
-
-
-def _refuse_pickle(model: str, weights: Weights, *, allow_pickle: bool) -> None:
-    if weights.pickled and not allow_pickle:
-        raise SourceError(
-            f"model '{model}' has only pickled weights ({weights.files[0]}). "
-            "Unpickling can run code from the file, so they are refused by default.",
-            do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
-        )
 
 
 def _from_onnx(path: Path) -> ModelSource:
@@ -304,8 +194,12 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
             file = hf_hub_download(hub_id, name, revision=info.sha, cache_dir=cache_dir or None)
             return read_json(Path(file))
 
-        weights = find_weights(hub_id, [n for n in names if "/" not in n], read_json_file)
-        _refuse_pickle(hub_id, weights, allow_pickle=allow_pickle)
+        weights = find_weights(
+            hub_id,
+            [name for name in names if "/" not in name],
+            read_json_file,
+            allow_pickle=allow_pickle,
+        )
         path = snapshot_download(
             hub_id,
             revision=info.sha,
@@ -333,7 +227,7 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
 def _write_ref(snapshot: Path, revision: str) -> None:
     """Record the commit of a branch in the Hub cache, which is read without a network.
 
-    huggingface_hub only does so if the branch's name is downloaded. Here the commit is downloaded,
+    huggingface_hub does so only if the branch's name is downloaded. Here the commit is downloaded,
     so that the branch cannot move between two files.
     """
     if revision != snapshot.name:

@@ -4,7 +4,7 @@
     graph.model.name    # 'model.onnx'
 
 It loads faster than the graph it was made from, and its weights, which are in a separate file, are
-memory-mapped instead of copied. It only runs on the type of processor and the version of ONNX
+memory-mapped instead of copied. It runs only on the type of processor and the version of ONNX
 Runtime that it was made with, and is never part of an artifact.
 """
 

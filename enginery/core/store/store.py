@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import Timeout
@@ -42,11 +43,11 @@ _KEY_DIGITS = 16
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
 
 
+@dataclass(frozen=True)
 class Store:
     """The directory of finished artifacts, engines and optimized graphs."""
 
-    def __init__(self, home: Path | None = None) -> None:
-        self.home = home or enginery_home()
+    home: Path = field(default_factory=enginery_home)
 
     @property
     def artifacts(self) -> Path:
@@ -100,23 +101,25 @@ class Store:
             progress: receives the reason for building.
         """
         path = self.path_for(kind, fingerprint, name)
-        with self._lock(path, progress):
+        lock = file_lock(path.name, home=self.home)
+        try:
+            held = lock.acquire(timeout=0)
+        except Timeout:
+            progress.say(f"waiting: another process is building {path.name}")
+            held = lock.acquire()
+        with held:
             found = None if force else self.find(kind, fingerprint, name)
             if found:
                 progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
                 return found, False
             reason = self._reason(kind, fingerprint, path, force=force)
             progress.say(f"{fingerprint.stage}: {reason}")
-            self._discard_damaged(kind, path)
+            if path.is_dir():
+                try:
+                    kind.open(path)
+                except ArtifactError:
+                    shutil.rmtree(path)  # a stage refuses to overwrite what is no artifact
             return build(path), True
-
-    def _discard_damaged(self, kind: EntryType[Content], path: Path) -> None:
-        """Remove a damaged entry before it is built again."""
-        if path.is_dir():
-            try:
-                kind.open(path)
-            except ArtifactError:
-                shutil.rmtree(path)
 
     def entries(self) -> list[StoreEntry]:
         """Return all entries, the most recently used first."""
@@ -181,19 +184,6 @@ class Store:
                     changes.append(fingerprint.changes(earlier.fields))
         nearest = min(changes, key=len, default=[])
         return f"rebuilding: {'; '.join(nearest)}" if nearest else "building, not in the store yet"
-
-    @contextmanager
-    def _lock(self, path: Path, progress: Progress) -> Iterator[None]:
-        lock = file_lock(path.name, home=self.home)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            progress.say(f"waiting: another process is building {path.name}")
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 def _directories(root: Path) -> list[Path]:

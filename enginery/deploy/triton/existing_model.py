@@ -1,4 +1,4 @@
-"""Models of an earlier export in a Triton repository, and the versions that are kept.
+"""Models from an earlier export in a Triton repository, and the versions that are kept.
 
     existing = read_existing_model(Path("models/minilm-graph"), "minilm")
     list(existing.other_versions("onnxruntime", version=2))  # ['1/model.onnx']
@@ -111,7 +111,7 @@ def describe_changes(
             notes.append(f"removed version {_joined(lost)} of {model}: it is for another backend")
     if gone:
         notes.append(
-            f"removed {', '.join(gone)} of an earlier export, which this one does not have"
+            f"removed {', '.join(gone)}, which an earlier export wrote and this one does not"
         )
     return notes
 

@@ -54,7 +54,7 @@ def install_models(
 ) -> list[str]:
     """Write the models into the repository.
 
-    Other versions of an earlier export with the same name are kept if they are for the same
+    Other versions from an earlier export with the same name are kept if they are for the same
     backend. Folders of the earlier export that this one does not have are removed.
 
     Args:

@@ -26,7 +26,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, CheckFailedError, InputError
 from enginery.core.json_file import read_document
 from enginery.core.shapes import Profile, choose_profile
-from enginery.runtime.engines.profiles import dim_sizes, padded_sizes
+from enginery.runtime.engines.padding import dim_sizes, padded_sizes
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask

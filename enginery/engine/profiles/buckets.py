@@ -172,8 +172,8 @@ def bucket_lengths(
 def _optimal_ends(costs: NDArray[np.int64], rows: NDArray[np.int64], count: int) -> list[int]:
     """Return the ends of the cheapest buckets, as indices into the distinct lengths.
 
-    With n distinct lengths, this takes O(count * n²) time and O(count * n) memory. Of equally cheap
-    splits, the one whose last buckets begin earliest is chosen.
+    With n distinct lengths, this takes O(count * n²) time and O(count * n) memory. If splits
+    are equally cheap, the one whose last buckets begin earliest is chosen.
 
     Args:
         costs: (n,), cost of one row padded to each length, increasing.

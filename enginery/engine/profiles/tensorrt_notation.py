@@ -148,7 +148,7 @@ def _solve_dims(where: str, shapes: Shapes, specs: Mapping[str, TensorSpec]) -> 
 
 
 def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str, int]) -> None:
-    """Add dims that only occur in sums: `past + sequence` is 6, `sequence` is 2, so `past` is 4."""
+    """Add dims that occur only in sums: `past + sequence` is 6, `sequence` is 2, so `past` is 4."""
     for name, shape in shapes.items():
         for dim, size in zip(specs[name].dims, shape, strict=True):
             unknown = [term for term in dim_terms(dim) if term not in sizes]

@@ -6,7 +6,7 @@ size of an image is a rounded product. Such values stay FP32, and so do all node
 nothing but such values. These tensors are small, so FP16 would save no time.
 
 The search starts from the consumers. A node is kept if its float outputs do not depend on data, and
-are only read by Casts to integers or by nodes that are kept already. Data are the float inputs of
+are read only by Casts to integers or by nodes that are kept already. Data are the float inputs of
 the graph and float tables in which integers look something up. Sin and Cos are kept if their input
 does not depend on data.
 

@@ -30,7 +30,7 @@ DOMAIN_REMEDY = (
 )
 
 _PLUGIN_DOMAINS = ("trt.plugins", "nv.plugins")
-# TensorRT's parser only looks at the operator's name and treats these as the standard operators.
+# TensorRT's parser looks only at the operator's name and treats these as the standard operators.
 _SAME_NAME = (
     QUANTIZE,
     DEQUANTIZE,

@@ -55,7 +55,7 @@ def zero_points(graph: LintGraph) -> Iterator[LintFinding]:
             "zero-point",
             "error",
             label(node),
-            f"has the zero point {first} ({values.dtype.name}); TensorRT only accepts 0.",
+            f"has the zero point {first} ({values.dtype.name}); TensorRT accepts only 0.",
             SYMMETRIC_REMEDY,
         )
 
@@ -68,7 +68,7 @@ def quantized_biases(graph: LintGraph) -> Iterator[LintFinding]:
                 "quantized-bias",
                 "error",
                 label(node),
-                "dequantizes an INT32 bias; TensorRT only dequantizes INT8, INT4, FP8 and FP4.",
+                "dequantizes an INT32 bias; TensorRT dequantizes only INT8, INT4, FP8 and FP4.",
                 BIAS_REMEDY,
             )
 
@@ -107,7 +107,7 @@ def quantized_types(graph: LintGraph) -> Iterator[LintFinding]:
         consequence = (
             "TensorRT reads it as INT8, so values above 127 are misread."
             if dtype == "UINT8"
-            else "TensorRT only supports INT8, INT4, FP8 (E4M3) and FP4."
+            else "TensorRT supports only INT8, INT4, FP8 (E4M3) and FP4."
         )
         yield LintFinding(
             "quantized-type",
@@ -150,6 +150,6 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
                 "scale",
                 "warning",
                 label(node),
-                "has a computed scale; TensorRT only uses INT8 kernels with constant scales.",
+                "has a computed scale; TensorRT uses INT8 kernels only with constant scales.",
                 STATIC_REMEDY,
             )

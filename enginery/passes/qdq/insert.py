@@ -28,22 +28,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.passes.qdq.layers import Layer, constant_tensor, following_add, operands
+from enginery.passes.qdq.scales import (
+    ActivationQuantParams,
+    bias_shift,
+    broadcast_scales,
+    channel_scales,
+    fp16_scale,
+    has_shared_scale,
+    scale_weight,
+    split_scales,
+)
 from enginery.passes.qdq.scheme import INT8, Scheme, Vector
-
-MIN_SCALE = 2.0**-20
-"""The smallest scale, for channels that are all zero. FP16 represents it with four significand
-bits."""
-
-
-@dataclass(frozen=True)
-class ActivationQuantParams:
-    """The parameters that quantize an activation: round((x * multiplier + offset) / scale)."""
-
-    scale: float
-    multiplier: Vector | None = None
-    """The factor of each channel, (K,); None if channels are not scaled."""
-    offset: Vector | None = None
-    """The shift of each channel after scaling, (K,); None if channels are not shifted."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +85,11 @@ def insert_qdq(
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        scales = _channel_scales(layer, scaled, scheme)
-        if _has_shared_scale(layer, scheme):
+        scales = channel_scales(layer, scaled, scheme)
+        if has_shared_scale(layer, scheme):
             # TensorRT splits such a weight and then multiplies in floating point, unless the weight
             # has a single scale. So the scales of the channels are applied to the product instead.
-            shared, factors = _split_scales(scales)
+            shared, factors = split_scales(scales)
             weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
             node.replace_input_with(1, weights)
             _scale_output(graph, node, layer, factors)
@@ -104,65 +99,6 @@ def insert_qdq(
     used = [ranges[name] for name in quantized]
     smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
     return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
-
-
-def scale_weight(layer: Layer, weight: Vector, params: ActivationQuantParams) -> Vector:
-    """Return W[k] / multiplier[k], with which the scaled activation yields the same product."""
-    if params.multiplier is None:
-        return weight
-    shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
-    return np.asarray(weight / params.multiplier.reshape(shape), dtype=np.float32)
-
-
-def bias_shift(layer: Layer, scaled: Vector, params: ActivationQuantParams) -> Vector:
-    """Return the vector (N,) that compensates the activation's offset in the bias: -offset @ W."""
-    if params.offset is None:
-        return np.zeros(layer.out_channels, dtype=np.float32)
-    matrix = scaled.T if layer.weight_axis == 0 else scaled
-    return np.asarray(-(params.offset.astype(np.float64) @ matrix), dtype=np.float32)
-
-
-def weight_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
-    """Return the scale of each output channel (N,), or of the weight (), as stored in the graph."""
-    scales = _channel_scales(layer, weight, scheme)
-    if _has_shared_scale(layer, scheme):
-        shared, factors = _split_scales(scales)
-        return np.asarray(shared * factors, dtype=np.float32)
-    return scales
-
-
-def _channel_scales(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
-    others = tuple(axis for axis in range(weight.ndim) if axis != layer.weight_axis)
-    max_abs = np.abs(weight).max(axis=others if scheme.per_channel else None)
-    return fp16_scale(max_abs / scheme.largest)
-
-
-def _has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
-    return scheme.per_channel and layer.split and layer.linear
-
-
-def _split_scales(scales: Vector) -> tuple[Vector, Vector]:
-    """Split scales (N,) into a shared one () and the factor of each channel (N,)."""
-    shared = fp16_scale(np.exp(np.log(scales).mean()))
-    return shared, (scales / shared).astype(np.float16).astype(np.float32)
-
-
-def fp16_scale(scale: Any) -> Vector:
-    """Round scales to FP16 numbers, at least `MIN_SCALE`, because the graph may be cast later."""
-    floored = np.maximum(np.asarray(scale, dtype=np.float32), MIN_SCALE)
-    return floored.astype(np.float16).astype(np.float32)
-
-
-def fake_quantize_weight(layer: Layer, weight: Vector, scheme: Scheme) -> Vector:
-    """Quantize and dequantize a weight: return the values of the quantized layer as float32."""
-    scales = _broadcast(layer, weight, weight_scales(layer, weight, scheme))
-    return np.asarray(scheme.nearest(weight / scales) * scales, dtype=np.float32)
-
-
-def _broadcast(layer: Layer, weight: Vector, scales: Vector) -> Vector:
-    shape = [1] * weight.ndim
-    shape[layer.weight_axis] = -1
-    return scales.reshape(shape)
 
 
 def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
@@ -263,8 +199,8 @@ def _quantize_weight(
 
     The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
     """
-    channel_scales = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
-    numbers = scheme.stored(weight / _broadcast(layer, weight, channel_scales))
+    by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
+    numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
     rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
     scale = _add_initializer(graph, f"{layer.name}/weight_scale", scales)
     zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))

@@ -1,8 +1,8 @@
 """Split a graph into consecutive segments, to read all its inner tensors in bounded memory.
 
 The model of a segment takes values that earlier segments computed (`inputs`) and returns the
-tensors of one group. Each node runs once. To fetch the groups from the whole graph instead would
-run it once for each group.
+tensors of one group. Each node runs once. Fetching the groups from the whole graph would run the
+graph once for each group.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _options(options: Mapping[str, Any]) -> Markdown:
 
 
 def _value(value: Any) -> str:
-    """Return an option's value as text; of an absolute path, return only the last part."""
+    """Return an option's value as text; an absolute path becomes its last part."""
     if isinstance(value, str):
         return PurePath(value).name if PurePath(value).is_absolute() else value
     if isinstance(value, Mapping):

@@ -442,7 +442,8 @@ def write_version(
     part = folder / f"{_PART}{package.content_sha256[:16]}"
     for leftover in folder.glob(f"{_PART}*"):
         if leftover != part:
-            shutil.rmtree(leftover, ignore_errors=True)  # of a killed run, as we hold the lock
+            # A killed run left it: this run holds the lock.
+            shutil.rmtree(leftover, ignore_errors=True)
     part.mkdir(exist_ok=True)
     with progress.task(f"writing {folder.name}/{version}", total=len(package.files)) as advance:
         for file in package.files:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
-from enginery.passes.qdq.insert import ActivationQuantParams
 from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import Vector
 from enginery.quantize.calibration.data import Batch
 from enginery.quantize.calibration.ranges import Histogram

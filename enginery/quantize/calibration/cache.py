@@ -15,8 +15,8 @@ import numpy as np
 
 from enginery.core.errors import InputError
 from enginery.core.json_file import parse_json, read_document
-from enginery.passes.qdq.insert import ActivationQuantParams
 from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import Vector
 
 RANGES = "ranges.json"

@@ -3,7 +3,7 @@
     data = read_data(artifact, QuantizeConfig(calibration="reviews.csv"), None)
     data.kind, data.description    # ('texts', "reviews.csv: 512 rows of 'text'")
 
-Files are streamed, and so is whatever Python can only iterate over: at most `rows` inputs are held.
+Files and iterables are streamed: at most `rows` inputs are in memory.
 """
 
 from __future__ import annotations

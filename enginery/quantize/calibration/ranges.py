@@ -20,7 +20,7 @@ from enginery.quantize.config import Method
 
 BINS = 2048
 _MOMENTUM = 0.9
-"""Of the moving average: roughly the last ten batches count."""
+"""Weight of the earlier batches in the moving average; roughly the last ten batches count."""
 
 
 @dataclass

@@ -25,13 +25,13 @@ from typing import Literal
 
 import numpy as np
 
-from enginery.passes.qdq.insert import (
+from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scales import (
     ActivationQuantParams,
     bias_shift,
     fake_quantize_weight,
     scale_weight,
 )
-from enginery.passes.qdq.layers import Layer
 from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,

@@ -76,7 +76,7 @@ def _gpu_incompatibility(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> 
         return f"it is not for compute capability {gpu.compute_capability}"
     bound_to_model = flavor.needs_gpu and record.hardware_compatibility == "none"
     if bound_to_model and record.gpu.name and record.gpu.name != gpu.name:
-        return f"it was built on {record.gpu.name} and only runs there"
+        return f"it was built on {record.gpu.name} and runs only there"
     return ""
 
 

@@ -4,7 +4,7 @@
     wrapper_path(engines[0]).name                # 'model_ctx.onnx'
     str(reachable_profile(engines[0].record))    # 'batch=1:8:32,sequence=8:128:512'
 
-There is one engine for each profile, because ONNX Runtime only reaches the first profile of an
+There is one engine for each profile, because ONNX Runtime reaches only the first profile of an
 engine. Nothing is built here, and incompatible engines are rejected before ONNX Runtime loads them.
 """
 
@@ -37,9 +37,10 @@ def wrapper_path(engine: Engine) -> Path:
 def reachable_profile(record: EngineRecord) -> Profile:
     """Return the first profile, which inputs must fit; without dims if all shapes are fixed.
 
-    A session over an EPContext node keeps its execution context on profile 0: TensorRT's provider
-    in ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it), and that of
-    TensorRT for RTX, whose `nv_profile_index` only applies to engines that it builds itself.
+    A session over an EPContext node always uses profile 0. This holds for TensorRT's provider in
+    ONNX Runtime 1.31 (github.com/microsoft/onnxruntime/pull/31624 will change it) and for the
+    provider of TensorRT for RTX: its `nv_profile_index` applies only to engines that the provider
+    builds.
     """
     return Profile.parse(record.profiles[0]) if record.profiles else Profile({})
 
@@ -63,7 +64,7 @@ def choose_engines(
 ) -> tuple[list[Engine], str]:
     """Return the engines of a graph that a GPU can run, one for each profile, and the reason.
 
-    Of two engines with the same profile, one built for this GPU is preferred to a portable one.
+    If two engines have the same profile, one built for this GPU is preferred to a portable one.
 
     Args:
         artifact: artifact with the engines.

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec, canonical_dim
-from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.onnxruntime.device_values import (
     ELEMENTS,
     Device,

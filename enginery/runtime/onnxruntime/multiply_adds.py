@@ -99,8 +99,8 @@ class NodeWork:
 def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NodeWork]:
     """Return the work of each node on these feeds, by name; an unnamed node is `unnamed_7`.
 
-    ONNX Runtime's placement does not list such names, so their work belongs to no provider. Of a
-    node in a loop, only the last iteration counts.
+    ONNX Runtime's placement does not list such names, so their work belongs to no provider. Only
+    the last iteration of a loop counts.
 
     Raises:
         InputError: the CPU cannot run the graph on the feeds: it lacks a kernel (bfloat16, an

@@ -219,7 +219,7 @@ def read_placement(
 def placement_from_session(session: Any, head: str) -> Placement:
     """Return the assignment recorded by a session, which was opened with `RECORD` set to 1.
 
-    Nodes that compute shapes are only recognized by their op type here; `add_multiply_adds` also
+    Nodes that compute shapes are recognized here only by their op type; `add_multiply_adds` also
     checks sizes and types.
 
     Raises:

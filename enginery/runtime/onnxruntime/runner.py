@@ -26,7 +26,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
-from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
+from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph

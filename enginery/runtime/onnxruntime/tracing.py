@@ -64,7 +64,7 @@ class GraphTracer(Closeable):
                 raise InputError(
                     f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
                 )
-        # Two branches may have tensors of the same name, of which at most one is computed in a run.
+        # Two branches may have tensors with the same name; a run computes at most one of them.
         self._sources = {
             name: inner.get(name, [name]) for name in self.tensors if name not in self.inputs
         }

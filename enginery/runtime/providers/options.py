@@ -299,7 +299,7 @@ def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
             )
         typed = _typed(f"option '{key}' for {short}", hints[key], known[key], value)
         if isinstance(typed, bool) and name != TENSORRT:
-            typed = int(typed)  # TensorRT's parser only takes words, the others take 0 and 1
+            typed = int(typed)  # TensorRT's parser takes only words, the others take 0 and 1
         read[key] = str(typed)
     return read
 

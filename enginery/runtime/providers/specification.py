@@ -136,7 +136,7 @@ def check_run_options(
 ) -> None:
     """Check that run options match the providers and each other, before loading a model.
 
-    The arguments are those of `OrtRunner`. Nodes that prevent a capture are only found when the
+    The arguments are those of `OrtRunner`. Nodes that prevent a capture are found only when the
     graph is loaded; see `cuda_graphs.with_cuda_graph`.
 
     Raises:

@@ -267,8 +267,8 @@ def _candidates(
 ) -> Iterator[tuple[int, int, float]]:
     """Yield (first token, last token, probability) of the most probable spans.
 
-    Of the outer product of start and end probabilities only spans of 1 to `longest` tokens remain:
-    `triu` drops those that end before they start, `tril` those that are too long.
+    The outer product of start and end probabilities has every pair of tokens. `triu` drops spans
+    that end before they start, and `tril` drops spans of more than `longest` tokens.
     """
     joint = np.tril(np.triu(np.outer(start, end)), longest - 1).ravel()
     count = min(count, joint.size)

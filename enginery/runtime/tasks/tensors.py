@@ -15,7 +15,7 @@ from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, choose_profile
-from enginery.runtime.engines.profiles import dim_sizes
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
 
 

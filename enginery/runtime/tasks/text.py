@@ -87,7 +87,7 @@ class TextTask(Task):
 
         Args:
             texts: texts or pairs of texts.
-            options: options of the task, of which only `truncate` is used.
+            options: the task's options; only `truncate` is used.
             offsets: keep the character offsets of each token.
 
         Raises:

@@ -172,7 +172,7 @@ def _build_remedy(messages: Messages, inputs: Sequence[TensorSpec]) -> str:
         )
     if "Attention operation was not supported" in errors:
         return (
-            "TensorRT only builds the Attention operator in FP16 and BF16; convert the graph to "
+            "TensorRT builds the Attention operator only in FP16 and BF16; convert the graph to "
             "FP16 first, or export with opset 20."
         )
     if "violate shape constraints" in errors:

@@ -61,7 +61,7 @@ def current_gpu(flavor: Flavor) -> CudaGpu:
 def _portable(flavor: Flavor, words: Sequence[str]) -> tuple[str, ...]:
     if flavor.needs_gpu:
         raise OptionError(
-            f"capability 'portable': {flavor.title} only builds for the GPU that it runs on.",
+            f"capability 'portable': {flavor.title} builds only for the GPU that it runs on.",
             do="Use --capability current; option 'hardware_compatibility' lets the engine run on "
             f"other GPUs, and --flavor {RTX.name} has portable plans.",
         )
@@ -97,7 +97,7 @@ def _check(flavor: Flavor, capability: str) -> None:
         current = current_gpu(flavor).compute_capability
         if capability != current:
             raise OptionError(
-                f"capability '{capability}': {flavor.title} only builds for the GPU that it runs "
+                f"capability '{capability}': {flavor.title} builds only for the GPU that it runs "
                 f"on, which has compute capability {current}.",
                 do=f"Use --capability current; --flavor {RTX.name} builds for other GPUs.",
             )

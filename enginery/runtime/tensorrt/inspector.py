@@ -75,7 +75,7 @@ def read_inspector(text: str) -> tuple[LayerRecord, ...]:
     """Return the layers of an engine, from the inspector's JSON.
 
     Raises:
-        ProviderError: the text is not JSON, or only has the names of layers.
+        ProviderError: the text is not JSON, or has only the names of layers.
     """
     try:
         layers = json.loads(text)["Layers"]

@@ -91,7 +91,7 @@ def require_version(version: str, flavor: Flavor) -> None:
     if version.split(".", maxsplit=1)[0] != str(flavor.major):
         raise ProviderError(
             f"{flavor.title} {version} is installed, but {flavor.major} is required: an engine "
-            f"only runs with the version that built it, and {flavor.provider} of ONNX Runtime 1.31 "
+            f"runs only with the version that built it, and {flavor.provider} of ONNX Runtime 1.31 "
             f"links {flavor.library}.",
             do=f"Run: pip uninstall -y tensorrt {flavor.package} && {flavor.install}"
             if flavor is CLASSIC

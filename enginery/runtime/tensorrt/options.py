@@ -38,7 +38,7 @@ class Flavor:
     provider: str
     """ONNX Runtime's name of the execution provider that loads its engines."""
     needs_gpu: bool
-    """True if it can only build on the GPU that will run the engine."""
+    """True if it can build only on the GPU that will run the engine."""
     capabilities: tuple[str, ...]
     """Compute capabilities that it builds for; empty for that of the current GPU."""
     major: int

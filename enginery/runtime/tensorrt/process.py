@@ -124,7 +124,7 @@ def build_plan(
         path: path of an ONNX file, with external data in the same directory.
         profiles: ranges of the graph's named dims; empty for a graph with fixed shapes.
         capabilities: compute capabilities to build for (8.9, 12.0, …) or `current`; empty for a
-            portable plan; see `resolve_capabilities`. Classic TensorRT only accepts `current`.
+            portable plan; see `resolve_capabilities`. Classic TensorRT accepts only `current`.
         flavor: TensorRT flavor.
         options: options of the build.
         limits: largest size of each dim that the model allows, `{"sequence": 512}`. TensorRT would

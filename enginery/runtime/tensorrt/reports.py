@@ -44,7 +44,7 @@ class ParseReport:
     """TensorRT's version."""
     accepted: bool
     refusals: tuple[Refusal, ...]
-    """Every unsupported operator; of other problems, only the first."""
+    """Every unsupported operator, but only the first among other problems."""
     inputs: tuple[TensorSpec, ...]
     warnings: tuple[str, ...]
 
@@ -71,7 +71,7 @@ class Coverage:
     taken: int
     """Number of nodes that the parser supports."""
     refused: tuple[Refusal, ...]
-    """The other nodes. TensorRT only gives the first reason that it finds."""
+    """The other nodes. TensorRT gives only the first reason that it finds."""
     partitions: int
     """Number of supported subgraphs; 1 if the whole graph is supported."""
 
@@ -102,7 +102,7 @@ class BuiltPlan:
     layers: tuple[LayerRecord, ...]
     """Layers in execution order."""
     tensorrt: str
-    """Version of TensorRT; the plan only runs with this one."""
+    """Version of TensorRT; the plan runs only with this one."""
     capabilities: tuple[str, ...]
     """Compute capabilities that it was built for; empty for a portable plan."""
     profiles: tuple[str, ...]

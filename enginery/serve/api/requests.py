@@ -1,7 +1,7 @@
 """Parse JSON bodies into pydantic models, with messages for every kind of invalid value.
 
-A body is parsed as JSON whatever its content type, as in other servers. Null counts as absent. Of a
-duplicate key, the last value counts, as in most JSON parsers.
+A body is parsed as JSON whatever its content type, as in other servers. Null counts as absent. If a
+key is repeated, its last value counts, as in most JSON parsers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.model.feeds import Feeds, is_padding_mask
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile
-from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
+from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import ProviderSpec

@@ -41,7 +41,7 @@ from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.manifest import StageRecord
 from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import ArtifactError, OptionError
-from enginery.core.precision import Tolerance
+from enginery.core.tolerance import Tolerance
 
 BUILTIN_SLACK = 10.0
 """Factor for built-in inputs, whose languages and images differ from the calibration data."""

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.reports import OutputMetrics
-from enginery.core.precision import PRECISION_OF_DTYPE, QuantizedTolerance, Tolerance
+from enginery.core.precision import PRECISION_OF_DTYPE
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import (
     Differences,

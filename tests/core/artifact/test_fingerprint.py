@@ -167,11 +167,15 @@ def test_a_read_only_hash_table_is_still_read(tmp_path, home, monkeypatch):
     assert sha256_of(file) == digest
 
 
-def test_hash_table_takes_inodes_of_64_bits(home):
-    stat = f"5 {2**64 - 1} 1 1"
-    module._cache_hash("/model.onnx", stat, "d" * 64)
-    assert module._cached_hash("/model.onnx", stat) == "d" * 64
-    assert module._cached_hash("/model.onnx", f"5 {2**64 - 2} 1 1") is None
+def test_hash_table_takes_inodes_of_64_bits(tmp_path, home, monkeypatch):
+    file = tmp_path / "model.onnx"
+    file.write_bytes(b"graph")
+    monkeypatch.setattr(module, "_settled_stat", lambda _: f"5 {2**64 - 1} 1 1")
+    digest = sha256_of(file)
+    file.write_bytes(b"other")
+    assert sha256_of(file) == digest, "from the table"
+    monkeypatch.setattr(module, "_settled_stat", lambda _: f"5 {2**64 - 2} 1 1")
+    assert sha256_of(file) != digest
 
 
 def test_combined_hash_depends_on_names_and_contents_not_on_order():

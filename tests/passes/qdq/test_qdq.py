@@ -4,8 +4,9 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, checker, helper, numpy_helper
 
-from enginery.passes.qdq.insert import ActivationQuantParams, insert_qdq
+from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import find_layers
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.runtime.onnxruntime.session import EXACT_INT8
 
 K, N = 32, 48

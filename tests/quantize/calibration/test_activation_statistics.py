@@ -3,8 +3,8 @@ import pytest
 
 from enginery.core.errors import InputError
 from enginery.passes.ir.graph_file import read_graph
-from enginery.passes.qdq.insert import ActivationQuantParams
 from enginery.passes.qdq.layers import find_layers
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import INT8
 from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from enginery.passes.qdq.insert import ActivationQuantParams
 from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import FP8, INT8
 from enginery.quantize.calibration.activation_statistics import ChannelStatistics
 from enginery.quantize.calibration.smoothing import (

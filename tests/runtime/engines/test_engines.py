@@ -12,7 +12,7 @@ from enginery.core.errors import ArtifactError, EngineryError, ProviderError, Sh
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.runtime.engines import compatibility as engine_fit
 from enginery.runtime.engines import selection as engines
-from enginery.runtime.engines.profiles import dim_sizes, max_rows, padded_sizes
+from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime import runner as ort_runner
 from enginery.runtime.onnxruntime.runner import OrtRunner, open_session
@@ -211,7 +211,7 @@ CLASSIC_HERE = {"flavor": "tensorrt", "tensorrt": "10.13.2.6", "capabilities": (
     ("compatibility", "gpu", "problem"),
     [
         ("none", CudaGpu("NVIDIA L4", "8.9", 1), ""),
-        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4 and only runs there"),
+        ("none", CudaGpu("NVIDIA L40S", "8.9", 1), "it was built on NVIDIA L4 and runs only there"),
         ("same-compute-capability", CudaGpu("NVIDIA L40S", "8.9", 1), ""),
         ("same-compute-capability", CudaGpu("NVIDIA A10", "8.6", 1), "it is not for compute"),
         ("ampere-plus", CudaGpu("NVIDIA B200", "10.0", 1), ""),

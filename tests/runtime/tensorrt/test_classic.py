@@ -278,7 +278,7 @@ def test_version_11_is_rejected_with_the_reason(graph, monkeypatch):
     with pytest.raises(ProviderError) as found:
         build(graph)
     assert found.value.message == (
-        "TensorRT 11.4.0.106 is installed, but 10 is required: an engine only runs with the "
+        "TensorRT 11.4.0.106 is installed, but 10 is required: an engine runs only with the "
         "version that built it, and TensorrtExecutionProvider of ONNX Runtime 1.31 links "
         "libnvinfer.so.10."
     )

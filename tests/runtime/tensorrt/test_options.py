@@ -161,10 +161,10 @@ def test_classic_only_builds_for_its_own_gpu(gpu):
     gpu(L4)
     assert resolve_capabilities(CLASSIC, ["8.9"]) == ("8.9",)
     with pytest.raises(
-        OptionError, match=r"'8\.0': TensorRT only builds for the GPU.*capability 8\.9"
+        OptionError, match=r"'8\.0': TensorRT builds only for the GPU.*capability 8\.9"
     ):
         resolve_capabilities(CLASSIC, "8.0")
-    with pytest.raises(OptionError, match="'portable': TensorRT only builds for the GPU"):
+    with pytest.raises(OptionError, match="'portable': TensorRT builds only for the GPU"):
         resolve_capabilities(CLASSIC, "portable")
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from enginery.core.artifact.reports import EmbeddingMetrics, ValidationCaseResult, ValidationReport
-from enginery.core.precision import Tolerance
 from enginery.core.shapes import TensorSpec
+from enginery.core.tolerance import Tolerance
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, noise_floor
 from enginery.validate.report import summarize

@@ -259,7 +259,7 @@ class OciClient:
         raise RegistryError(
             f"the registry {self.host} answered {response.status_code} for {self.repository}: "
             f"{said}.",
-            do="Its storage is full, or it limits requests: check its limits."
+            do="The registry's storage is full, or it limits requests: check its limits."
             if response.status_code in (413, 429, 507) or is_full
             else "Run the same command again: it resumes after the uploaded layers.",
         )

@@ -199,7 +199,7 @@ def _header(name: str, kind: bytes, size_bytes: int, mode: int) -> bytes:
 def _content(file: PackageFile) -> Iterator[bytes]:
     """Yield the content of a file; raise ArtifactError if it differs from its record.
 
-    Never more bytes than the record says are yielded, as the tar header already has the size.
+    It never yields more bytes than the record says, because the tar header already has the size.
     """
     digest, left = hashlib.sha256(), file.size_bytes
     try:

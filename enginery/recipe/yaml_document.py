@@ -60,6 +60,11 @@ class Document:
         return {str(at[-1]): line for at, line in self.lines.items() if at and at[:-1] == path}
 
 
+def error_at(name: str, line: int, problem: str, *, do: str) -> RecipeError:
+    """Return the error for a line of a recipe: `recipe.yaml:3: the key 'model' is missing.`."""
+    return RecipeError(f"{name}:{line}: {problem}", do=do)
+
+
 def read_yaml(text: str, name: str) -> Document:
     """Read one YAML document, and expand environment variables in its values.
 
@@ -72,8 +77,10 @@ def read_yaml(text: str, name: str) -> Document:
             environment variable, or aliases that expand without end.
     """
     if len(text) > _MAX_CHARACTERS:
-        raise RecipeError(
-            f"{name}:1: {len(text)} characters, expected at most {_MAX_CHARACTERS}.",
+        raise error_at(
+            name,
+            1,
+            f"{len(text)} characters, expected at most {_MAX_CHARACTERS}.",
             do="Check the file name: a recipe is a short YAML file.",
         )
     try:
@@ -81,27 +88,31 @@ def read_yaml(text: str, name: str) -> Document:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         words = ", ".join(part for part in (error.context, error.problem) if part)
-        raise RecipeError(
-            f"{name}:{mark.line + 1 if mark else 1}: {words}.",
+        raise error_at(
+            name,
+            mark.line + 1 if mark else 1,
+            f"{words}.",
             do="Fix the YAML: check brackets, quotes, tabs and indentation.",
         ) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         found = f"U+{ord(text[error.position]):04X}"
-        raise RecipeError(
-            f"{name}:{line}: {error.reason}, found {found}.", do="Remove the character."
+        raise error_at(
+            name, line, f"{error.reason}, found {found}.", do="Remove the character."
         ) from error
     except AssertionError as error:  # raised by ruamel.yaml for a directive such as %YAML 1.3
-        raise RecipeError(
-            f"{name}:1: {error}.", do="Leave the directive out: recipes are YAML 1.2."
+        raise error_at(
+            name, 1, f"{error}.", do="Leave the directive out: recipes are YAML 1.2."
         ) from error
     except RecursionError:
-        raise RecipeError(
-            f"{name}:1: nested deeper than {_MAX_DEPTH} levels.", do="Close the brackets."
+        raise error_at(
+            name, 1, f"nested deeper than {_MAX_DEPTH} levels.", do="Close the brackets."
         ) from None
     if root is None:
-        raise RecipeError(
-            f"{name}:1: the file is empty, expected the keys model and stages.",
+        raise error_at(
+            name,
+            1,
+            "the file is empty, expected the keys model and stages.",
             do="Start from one of recipes/.",
         )
     reader = _Reader(name)
@@ -112,7 +123,7 @@ def read_yaml(text: str, name: str) -> Document:
 def expand_variables(text: str, environment: Mapping[str, str]) -> str:
     """Replace `${NAME}` and `${NAME:-default}`; `$${` is a literal `${`.
 
-    The default is used if the variable is unset or empty. Any other `$` is left alone, and the
+    The default is used if the variable is unset or empty. Any other `$` stays as it is, and the
     value of a variable is not expanded again.
 
     Raises:
@@ -204,4 +215,4 @@ class _Reader:
             )
 
     def _fail(self, line: int, problem: str, *, do: str) -> NoReturn:
-        raise RecipeError(f"{self.document.name}:{line}: {problem}", do=do)
+        raise error_at(self.document.name, line, problem, do=do)

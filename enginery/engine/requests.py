@@ -116,8 +116,8 @@ def _profiles(
         if len(graphs) > 1:
             files = ", ".join(graph.file for graph in graphs)
             raise OptionError(
-                f"option 'profiles_from' expects an artifact with one graph, found {files}: a "
-                "text's length is a dim of only one of them.",
+                f"option 'profiles_from' expects an artifact with one graph, found {files}: only "
+                "one of these graphs has the length of a text as a dim.",
                 do="Set the profiles of each graph with --profile.",
             )
         found, buckets = profiles_from_data(

@@ -1,0 +1,142 @@
+"""Find the weight files that transformers will load, and refuse pickled ones.
+
+weights = find_local_weights("minilm", Path("minilm"), allow_pickle=False)
+weights.files      # ('model.safetensors',)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import SourceError
+from enginery.core.json_file import read_json
+from enginery.core.paths import is_relative_path
+
+# In the order of transformers 4.57; source: _get_resolved_checkpoint_files in modeling_utils.py.
+# timm looks for the two single files in the same order.
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_INDEX = ".index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight files that transformers loads, relative to the model's directory."""
+
+    files: tuple[str, ...]
+    pickled: bool
+    """True for PyTorch's pickle format, which can run code when it is loaded."""
+
+
+def find_local_weights(model: str, path: Path, *, allow_pickle: bool) -> Weights:
+    """Return the weights of a local model.
+
+    Args:
+        model: name of the model for messages.
+        path: directory of the model.
+        allow_pickle: accept pickled weights.
+
+    Raises:
+        SourceError: there is no config.json, no usable weights, or only pickled ones.
+    """
+    if not (path / "config.json").is_file():
+        raise SourceError(
+            f"model '{model}': {path} has no config.json, so it is not a Hugging Face model.",
+            do="Pass the directory that save_pretrained wrote.",
+        )
+    return find_weights(
+        model,
+        {p.name for p in path.iterdir() if p.is_file()},
+        lambda name: read_json(path / name),
+        allow_pickle=allow_pickle,
+    )
+
+
+def find_weights(
+    model: str,
+    names: Collection[str],
+    read_json_file: Callable[[str], dict[str, Any]],
+    *,
+    allow_pickle: bool,
+) -> Weights:
+    """Return the weights that transformers will load, searched in its order.
+
+    Other files with weights are ignored.
+
+    Args:
+        model: name of the model for messages.
+        names: names of the files directly in the model's directory.
+        read_json_file: reads config.json or an index of shards.
+        allow_pickle: accept pickled weights.
+
+    Raises:
+        SourceError: there are no weights, or only pickled ones, or an index names missing files or
+            other directories.
+    """
+    first = next((name for name in _WEIGHTS if name in names), "")
+    # config.json may name a file with this key; transformers accepts only safetensors there.
+    if any(".safetensors" in name for name in names):
+        named = read_json_file("config.json").get("transformers_weights")
+        first = _require_name(model, "config.json: transformers_weights", named) or first
+    if not first or first not in names:
+        others = sorted(n for n in names if n.endswith((".safetensors", ".bin", ".pt", ".ckpt")))
+        found = f"found {', '.join(others[:3])}" if others else "found none"
+        raise SourceError(
+            f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
+            do="Save them with model.save_pretrained(DIR), under the names transformers loads.",
+        )
+    pickled = ".safetensors" not in first
+    files: tuple[str, ...] = (first,)
+    if first.endswith(_INDEX):
+        files = _shards(model, first, names, read_json_file, pickled=pickled)
+    if pickled and not allow_pickle:
+        raise SourceError(
+            f"model '{model}' has only pickled weights ({files[0]}). "
+            "Unpickling can run code from the file, so they are refused by default.",
+            do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
+        )
+    return Weights(files, pickled)
+
+
+def _shards(
+    model: str,
+    index: str,
+    names: Collection[str],
+    read_json_file: Callable[[str], dict[str, Any]],
+    *,
+    pickled: bool,
+) -> tuple[str, ...]:
+    """Return the files that an index names; see `find_weights` for the arguments and errors."""
+    shards = read_json_file(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise SourceError(
+            f"model '{model}': {index}: weight_map is {type(shards).__name__}, expected an object "
+            "that names the file of each tensor."
+        )
+    files = sorted({_require_name(model, f"{index}: weight_map", name) for name in shards.values()})
+    for name in files:
+        if name not in names:
+            raise SourceError(f"model '{model}': {index} names {name}, which is missing.")
+        if pickled == name.endswith(".safetensors"):
+            raise SourceError(f"model '{model}': {index} names {name}, which has another format.")
+    return tuple(files)
+
+
+def _require_name(model: str, where: str, name: object) -> str:
+    """Return the name of a file in the same directory; empty for None."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not is_relative_path(name) or "/" in name:
+        raise SourceError(
+            f"model '{model}': {where} is {name!r}, expected the name of a file in the same "
+            "directory.",
+            do="A model may load only files of its own directory; do not trust this one.",
+        )
+    return name
