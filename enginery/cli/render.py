@@ -187,6 +187,7 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.6f}, "
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
+    lines.extend(coverage.describe() for coverage in report.coverage)
     if skipped := [case for case in report.cases if case.skipped]:
         lines.append(f"skipped: {len(skipped)} inputs that PyTorch rejects or no engine takes")
     lines.extend(f"note: {note}" for note in report.notes)

@@ -238,6 +238,54 @@ class GraphCoverage:
     reason: str = ""
     """Reason why rows were not run alone."""
 
+    def describe(self) -> str:
+        """Describe the coverage in one line."""
+        compared = f"{self.graph}: {len(self.compared)} sizes compared with PyTorch"
+        if self.reason:
+            return f"{compared}; batches not compared with rows alone ({self.reason})"
+        batches = [batch for batch, _ in self.consistent]
+        if not batches:
+            return compared
+        lengths = [length for _, length in self.consistent]
+        span = f", {self.dim} up to {max(lengths)}" if self.dim else ""
+        return (
+            f"{compared}; in {len(batches)} more (batch up to {max(batches)}{span}) rows equal "
+            "those run alone"
+        )
+
+    def grid(self) -> list[dict[str, str]]:
+        """Return a table of the sizes: a row for each range of batch sizes, a column of lengths.
+
+        `2 + 40` means that two sizes were compared with PyTorch, and that in 40 others rows equal
+        those run alone.
+        """
+        every = [*self.compared, *self.consistent, *self.deviating]
+        lengths = _ranges([length for _, length in every])
+        rows = []
+        for batch in _ranges([batch for batch, _ in every]):
+            row = {"batch": _range_name(batch)}
+            for length in lengths:
+                counts = [
+                    sum(size[0] in batch and size[1] in length for size in sizes)
+                    for sizes in (self.compared, self.consistent, self.deviating)
+                ]
+                cell = " + ".join(str(count) for count in counts[:2]) if any(counts[:2]) else "–"
+                row[f"{self.dim} {_range_name(length)}" if self.dim else "sizes"] = (
+                    f"{cell}, {counts[2]} deviate" if counts[2] else cell
+                )
+            rows.append(row)
+        return rows
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    """Return the ranges 1, 2–3, 4–7, 8–15, … that the sizes fall into."""
+    found = {size.bit_length() for size in sizes}
+    return [range(1 << (bits - 1), 1 << bits) if bits else range(1) for bits in sorted(found)]
+
+
+def _range_name(sizes: range) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
+
 
 @dataclass(frozen=True)
 class ValidationReport(Report):
