@@ -16,10 +16,43 @@ OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""
 
 
+def find_unproven(cases: Sequence[ValidationCaseResult]) -> list[str]:
+    """Return reasons why agreement with PyTorch would prove nothing; empty if it proves something.
+
+    Cases that fit no engine do not count: nothing is built for them.
+    """
+    reasons = []
+    for graph in dict.fromkeys(case.graph for case in cases):
+        tried = [
+            case
+            for case in cases
+            if case.graph == graph and not case.skipped.startswith(OUTSIDE_PROFILES)
+        ]
+        rejected = [case for case in tried if case.skipped]
+        if 2 * len(rejected) > len(tried):
+            reasons.append(
+                f"{graph}: PyTorch rejects {len(rejected)} of {len(tried)} inputs "
+                f"({rejected[0].skipped}); give others with --data"
+            )
+        by_output: dict[str, list[OutputMetrics]] = {}
+        for case in tried:
+            for output in case.outputs:
+                by_output.setdefault(output.output, []).append(output)
+        for name, found in by_output.items():
+            ratios = [o.constant_ratio for o in found if not math.isnan(o.constant_ratio)]
+            if ratios and max(ratios) <= 1:
+                reasons.append(
+                    f"{graph}, {name}: the same values for every input would pass, because they "
+                    f"differ by less than the allowed error; give other inputs with --data"
+                )
+    return reasons
+
+
 def summarize(
     cases: list[ValidationCaseResult],
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
+    not_proven: Sequence[str] = (),
 ) -> str:
     """Summarize the results in one sentence: the worst failure, or the largest error."""
     compared = [case for case in cases if not case.skipped]
@@ -48,6 +81,9 @@ def summarize(
         return f"{least.output} differs from PyTorch's: {least.problem}"
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
+    if not_proven:
+        more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
+        return f"not proven: {not_proven[0]}{more}"
     outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
     rejected = len(cases) - len(compared) - outside
     return (

@@ -57,7 +57,7 @@ from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
 from enginery.validate.reference import run_pytorch
-from enginery.validate.report import summarize
+from enginery.validate.report import find_unproven, summarize
 
 STAGE = "validate"
 STAGE_VERSION = "5"
@@ -228,9 +228,10 @@ def run(
     together = overall.metrics(min_cosine=least) if overall else []
     notes.extend(_describe_rule(limits, together))
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
+    not_proven = find_unproven(results)
     report = ValidationReport(
-        passed=_all_passed(results) and near,
-        summary=summarize(results, pooled, together),
+        passed=_all_passed(results) and near and not not_proven,
+        summary=summarize(results, pooled, together, not_proven),
         precision=manifest.precision,
         providers=providers,
         reference={
@@ -249,6 +250,7 @@ def run(
         cases=results,
         embeddings=pooled,
         overall=together,
+        not_proven=not_proven,
         effort=config.effort,
         coverage=coverage,
         notes=notes,

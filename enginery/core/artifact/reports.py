@@ -153,6 +153,9 @@ class OutputMetrics:
     direction means nothing."""
     problem: str
     """Reason of the failure; empty if it passes."""
+    constant_ratio: Number = math.nan
+    """Error of the best constant, as a multiple of the limit. Up to 1, an output that ignores its
+    inputs would pass as well. NaN if unknown."""
 
     @property
     def passed(self) -> bool:
@@ -307,6 +310,8 @@ class ValidationReport(Report):
     seconds: float
     overall: list[OverallMetrics] = field(default_factory=list)
     """For a quantized artifact that is checked against its own budget."""
+    not_proven: list[str] = field(default_factory=list)
+    """Reasons why agreement with PyTorch proves nothing; a report with one has not passed."""
     effort: str = ""
     """The option of the validation; empty in reports of earlier versions, like the next member."""
     coverage: list[GraphCoverage] = field(default_factory=list)

@@ -30,6 +30,7 @@ from enginery.validate.metrics.differences import (
     Differences,
     argmax_disagreement,
     compute_differences,
+    fit_constant,
 )
 
 Array = NDArray[Any]
@@ -98,7 +99,19 @@ def compare_output(
         limit=limit,
         cosine_limit=cosine_limit,
         problem=_problem(found, limit, cosine_limit, agreement),
+        constant_ratio=_constant_ratio(reference, limit, cosine_limit),
     )
+
+
+def _constant_ratio(reference: Array, limit: float, cosine_limit: float) -> float:
+    """Return the error of the best constant as a multiple of the limit; NaN if unknown."""
+    fit = fit_constant(reference)
+    if fit is None or not math.isfinite(fit.max_abs):
+        return math.nan
+    if not math.isfinite(limit):
+        return (1 - fit.cosine) / (1 - cosine_limit) if cosine_limit < 1 else math.inf
+    # Below the smallest normal number, arithmetic has no relative accuracy.
+    return fit.max_abs / limit if limit >= np.finfo(np.float32).tiny else 0.0
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
