@@ -10,6 +10,7 @@ from enginery.core.artifact.reports import (
     OutputMetrics,
     OverallMetrics,
     ValidationCaseResult,
+    WeightMetrics,
 )
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
@@ -20,6 +21,7 @@ def summarize(
     cases: list[ValidationCaseResult],
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
+    weights: WeightMetrics | None = None,
 ) -> str:
     """Summarize the results in one sentence: the worst failure, or the largest error."""
     compared = [case for case in cases if not case.skipped]
@@ -48,13 +50,25 @@ def summarize(
         return f"{least.output} differs from PyTorch's: {least.problem}"
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
+    if weights and weights.differences:
+        return describe_weights(weights)
     outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
     rejected = len(cases) - len(compared) - outside
     return (
         f"{len(pairs)} outputs agree with PyTorch; {_nearest_to_fail(output, where, overall)}"
         + (f"; {rejected} inputs skipped that PyTorch rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
+        + (f"; weights: {weights.describe()}" if weights else "")
     )
+
+
+def describe_weights(weights: WeightMetrics) -> str:
+    """Describe the weights that differ in one sentence, with the first of them."""
+    first = weights.differences[0]
+    name = first.parameter or first.weight
+    more = len(weights.differences) - 1
+    others = f" ({more} more weights differ)" if more else ""
+    return f"a weight differs from PyTorch's: {name} in {first.graph}: {first.problem}{others}"
 
 
 def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[OverallMetrics]) -> str:

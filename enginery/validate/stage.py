@@ -57,7 +57,7 @@ from enginery.validate.reference import run_pytorch
 from enginery.validate.report import summarize
 
 STAGE = "validate"
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -144,6 +144,8 @@ def run(
         InputError: the data cannot be read, or no graph takes them.
         ArtifactError: the graphs do not have the precision that the manifest declares.
     """
+    from enginery.validate.weights.compare import compare_weights  # onnx takes a while to import
+
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
@@ -210,14 +212,17 @@ def run(
                 )
         results += left_out
         notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
+    weights = compare_weights(
+        artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
+    )
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
     notes.extend(_describe_rule(limits, together))
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     report = ValidationReport(
-        passed=_all_passed(results) and near,
-        summary=summarize(results, pooled, together),
+        passed=_all_passed(results) and near and not weights.differences,
+        summary=summarize(results, pooled, together, weights),
         precision=manifest.precision,
         providers=providers,
         reference={
@@ -236,6 +241,7 @@ def run(
         cases=results,
         embeddings=pooled,
         overall=together,
+        weights=weights,
         notes=notes,
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),
