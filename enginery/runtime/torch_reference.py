@@ -334,7 +334,7 @@ class _Child:
             str(index): array[sample_positions(array.shape)]
             for index, array in enumerate(self._weights.values())
         }
-        self._write(request["file"], lambda stream: np.savez(stream, **samples))
+        self._write(request["file"], lambda stream: np.savez(stream, allow_pickle=False, **samples))
         return {
             "weights": [(name, array.shape) for name, array in self._weights.items()],
             "linear": self._runner.linear_modules(),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,11 +33,21 @@ class BatchNorm:
     """What a batch normalization in evaluation mode does: multiply by `scale`, add `shift`."""
 
     module: str
-    scale: NDArray[np.float32]
+    scale: Array
     """weight / sqrt(running_var + eps), (channels,)."""
-    mean: NDArray[np.float32]
-    shift: NDArray[np.float32]
+    mean: Array
+    shift: Array
     """The bias, (channels,)."""
+
+    def fold_weight(self, weight: Array) -> tuple[Array, Array]:
+        """Return a convolution's weight with this folded in, and its magnitudes for the error."""
+        folded = weight * self.scale.reshape(-1, *[1] * (weight.ndim - 1))
+        return folded, np.abs(folded)
+
+    def fold_bias(self, bias: Array) -> tuple[Array, Array]:
+        """Return a convolution's bias with this folded in, and its magnitudes for the error."""
+        terms = (np.abs(bias) + np.abs(self.mean)) * np.abs(self.scale) + np.abs(self.shift)
+        return (bias - self.mean) * self.scale + self.shift, terms
 
 
 class Parameters:
@@ -89,7 +98,7 @@ class Parameters:
             return self._by_tail[name]
         words = name.split(".")
         tails = (".".join(words[start:]) for start in range(1, len(words) - 1))
-        return [found for tail in tails if tail in self.weights for found in [tail]][:1]
+        return [tail for tail in tails if tail in self.weights][:1]
 
     def of_module(self, path: str, role: str) -> list[str]:
         """Return the weights that a module's path in a graph and a role (`bias`) can mean."""
@@ -99,37 +108,50 @@ class Parameters:
                 return found
         return []
 
-    def below(self, module: str) -> Iterable[str]:
-        """Yield the names of all weights of a module and of those in it."""
-        return (name for name in self.weights if name.startswith(f"{module}."))
-
-    def nearest(
-        self, names: Iterable[TorchWeight], views: dict[tuple[int, ...], list[Array]]
-    ) -> tuple[float, str]:
-        """Return the smallest distance of a sample, relative to its magnitude, and the weight's
-        name.
+    def query_key_value(self, neighbour: str, role: str) -> list[str]:
+        """Return the parameters of query, key and value near a module of the same attention.
 
         Args:
-            names: the weights to choose from.
-            views: an array as it would be with the shape of each weight.
+            neighbour: the path of a module, such as the one that projects the output.
+            role: `weight` or `bias`; a bias that is returned need not exist.
         """
-        best = (np.inf, "")
-        for weight in names:
-            at = sample_positions(weight.shape)
-            for view in views.get(weight.shape, ()):
-                best = min(best, (sample_distance(view[at], weight.sample), weight.name))
-        return best
+        words = neighbour.split(".")
+        for end in range(len(words) - 1, 0, -1):
+            inside = f"{'.'.join(words[:end])}."
+            weights = [
+                name
+                for name in self.weights
+                if name.endswith(".weight") and f".{name}".find(f".{inside}") >= 0
+            ]
+            fits = [
+                [name for name in weights if name.split(".")[-2].startswith(letter)]
+                for letter in "qkv"
+            ]
+            if all(len(found) == 1 for found in fits):
+                return [f"{name.removesuffix('weight')}{role}" for [name] in fits]
+        return []
 
     def of_size(self, size: int) -> list[TorchWeight]:
         """Return the weights with this number of elements."""
         return self._by_size.get(size, [])
 
-    def batch_norm(self, scale: Array) -> BatchNorm | None:
-        """Return the batch normalization whose scale (channels,) is nearest to an estimate."""
+    def batch_norm(self, weight: Array, name: str) -> BatchNorm | None:
+        """Return the batch normalization that is most likely folded into a convolution's weight.
+
+        Args:
+            weight: the weight with it.
+            name: the weight without it.
+        """
+        expected = self.read(name).astype(np.float64)
+        if weight.shape != expected.shape or not self._epsilons:
+            return None
         if self._batch_norms is None:
             self._batch_norms = [self._read_batch_norm(module) for module in self._epsilons]
+        axes = tuple(range(1, expected.ndim))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scale = (weight * expected).sum(axes) / (expected * expected).sum(axes)
         same = [norm for norm in self._batch_norms if norm.scale.shape == scale.shape]
-        return min(same, key=lambda n: float(np.median(np.abs(n.scale - scale))), default=None)
+        return min(same, key=lambda n: float(np.nanmedian(np.abs(n.scale - scale))), default=None)
 
     def without(self, seen: set[str]) -> list[str]:
         """Return the float parameters and buffers that are none of `seen`, nor equal to one."""
@@ -152,13 +174,11 @@ class Parameters:
         return BatchNorm(module, scale, mean, shift)
 
 
-def sample_distance(found: Array, expected: Array) -> float:
-    """Return the mean absolute difference, relative to the mean magnitude of `expected`."""
-    if not expected.size:
-        return np.inf
-    wide = expected.astype(np.float64)
+def sample_distance(found: Array, weight: TorchWeight) -> float:
+    """Return the mean difference of an array from a weight's sample, relative to its magnitude."""
+    expected = weight.sample.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(found.astype(np.float64) - wide).mean()
-    magnitude = np.abs(wide).mean()
+        error = np.abs(found[sample_positions(weight.shape)].astype(np.float64) - expected).mean()
+    magnitude = np.abs(expected).mean()
     ratio = float(error / magnitude) if magnitude else float(error)
     return ratio if np.isfinite(ratio) else np.inf

@@ -7,7 +7,7 @@ smoothing of each activation and the correction of each bias, is in the artifact
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Calibration:
                 )
                 for name, record in found["ranges"].items()
             }
-            deltas = {n: np.float32(delta) for n, delta in found["bias_deltas"].items()}
+            deltas = {n: np.asarray(d, np.float32) for n, d in found["bias_deltas"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         return cls(ranges, deltas)
@@ -70,30 +70,40 @@ class QuantizedLayer:
     bias: StoredWeight | None
     """What is added to its output; None for nothing."""
     params: ActivationQuantParams
-    delta: Vector | None
-    """The recorded correction of the bias; None if calibration recorded nothing."""
+    delta: Vector
+    """The recorded correction of the bias, (N,) or (1,)."""
+    recorded: bool
+    """True if calibration recorded this layer; `delta` and `params` mean nothing without."""
     names: list[str]
     """The other initializers of the layer: scales, zero points, smoothing."""
     problem: str
     """What is wrong with the activation's scale and smoothing."""
 
-    @property
-    def output_axis(self) -> int:
-        """The axis of the weight that holds the output channels."""
-        return _output_axis(self.node)
+    def uncorrected_bias(self, weight: Array, roundings: float) -> StoredWeight:
+        """Return the bias as it was before smoothing and its correction; zeros if there is none.
 
-    def bias_shift(self, weight: Array) -> Vector:
-        """Return what smoothing adds to the bias (N,), given the FP32 weight as the graph has it.
+        Smoothing adds -offset @ (W / multiplier), as `bias_shift` of `passes/qdq/insert.py`
+        computes it.
 
-        It is -offset @ (W / multiplier), as `bias_shift` of `passes/qdq/insert.py` computes it.
+        Args:
+            weight: the FP32 weight as the graph would have it.
+            roundings: relative error of a sum in FP32.
         """
-        if self.params.offset is None:
-            return np.zeros(weight.shape[self.output_axis], np.float32)
-        matrix = weight.T if self.output_axis == 0 else weight
-        if self.params.multiplier is not None:
-            matrix = np.asarray(matrix / self.params.multiplier[:, None], np.float32)
-        shift = self.params.offset.astype(np.float64) @ matrix
-        return np.asarray(-shift, np.float32)
+        change = np.broadcast_to(self.delta, weight.shape[_output_axis(self.node)])
+        if self.params.offset is not None and self.node.op_type != "Conv":
+            matrix = weight.T if _output_axis(self.node) == 0 else weight
+            if self.params.multiplier is not None:
+                matrix = np.asarray(matrix / self.params.multiplier[:, None], np.float32)
+            shift = self.params.offset.astype(np.float64) @ matrix
+            change = change - shift.astype(np.float32)
+        zeros = np.zeros(change.shape, np.float32)
+        stored = self.bias or StoredWeight(f"{self.node.name}/bias", "fp32", zeros, zeros)
+        plain = stored.values - change
+        step = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(stored.precision, 0.0)
+        # FP16 has subnormal numbers, in steps of 2**-24.
+        tolerance = np.abs(stored.values) * step + (2.0**-25 if step else 0.0)
+        tolerance += (np.abs(plain) + 2 * np.abs(change)) * roundings
+        return replace(stored, values=plain, tolerance=tolerance)
 
 
 def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterator[QuantizedLayer]:
@@ -132,18 +142,22 @@ def _read_layer(
         unsmooth=params.multiplier if node.op_type != "Conv" else None,
     )
     weight.uses = list(find_uses(made.inputs[0]))
-    bias = _bias(node)
-    delta = None
-    if calibration is not None and recorded:
-        delta = calibration.bias_deltas.get(node.name or "", np.zeros(1, np.float32))
-    return QuantizedLayer(node, weight, bias, params, delta, [*names, *more, name], problem)
+    deltas = calibration.bias_deltas if calibration is not None else {}
+    delta = deltas.get(node.name or "", np.zeros(1, np.float32))
+    return QuantizedLayer(
+        node, weight, _bias(node), params, delta, recorded, [*names, *more, name], problem
+    )
 
 
 def _activation(
     node: ir.Node, calibration: Calibration | None
 ) -> tuple[bool, ActivationQuantParams, str, list[str]]:
-    """Return whether the activation is recorded, its parameters, what differs from the record, and
-    the names of its initializers."""
+    """Read how a layer's activation is quantized.
+
+    Returns:
+        Whether calibration recorded it, its parameters, what differs from the record, and the names
+        of its initializers.
+    """
     quantizer = _maker(_input_of(_maker(node.inputs[0]), "DequantizeLinear"))
     if quantizer is None or quantizer.op_type != "QuantizeLinear":
         return False, ActivationQuantParams(1.0), "", []

@@ -32,7 +32,9 @@ _PRECISIONS = {
     ir.DataType.UINT8: "int8",
     ir.DataType.FLOAT8E4M3FN: "fp8",
 }
-QUANTIZED = ("int8", "fp8")
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_TABLE = 16
+"""Smallest number of integers that are a table, such as position ids."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,27 @@ def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
     return StoredWeight(value.name or "", precision, raw, values, uses=list(find_uses(value)))
 
 
+def is_counted(tensor: ir.TensorProtocol) -> bool:
+    """Return True for weights and tables, and False for shapes, axes and single numbers."""
+    if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+        return bool(tensor.size >= _TABLE)
+    return tensor.dtype in _FLOATS and bool(tensor.size > 1)
+
+
+def paths_behind(node: ir.Node, depth: int = 8) -> Iterator[str]:
+    """Yield the paths of the modules that read a node's outputs, the nearest first."""
+    level = [node]
+    for _ in range(depth):
+        level = [use.node for one in level for out in one.outputs for use in out.uses()][:32]
+        for one in level:
+            if path := Use(one, 0).path:
+                yield path
+
+
 def quantized_precision(tensor: ir.TensorProtocol) -> str:
     """Return int8 or fp8, or '' for another type."""
     found = _PRECISIONS.get(tensor.dtype, "")
-    return found if found in QUANTIZED else ""
+    return found if found in ("int8", "fp8") else ""
 
 
 def dequantize(
