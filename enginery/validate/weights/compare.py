@@ -164,7 +164,7 @@ class _Expectation:
     transposed: bool | None = None
     """Whether a square matrix is transposed; None if both may be."""
     use: Use | None = None
-    """The node; None if the weight's name says it."""
+    """The node; None if the weight's name says it, unless it is a convolution's."""
 
 
 class _GraphComparison:
@@ -213,14 +213,17 @@ class _GraphComparison:
     def _expectations(self, stored: StoredWeight) -> Iterator[_Expectation]:
         """Yield what a weight must be: by its name, and by every node that reads it."""
         if names := self._of_size(self.parameters.named(stored.parameter_name), stored):
-            # ONNX Runtime keeps the name when it transposes a weight that it quantizes.
-            yield _Expectation(names, None if stored.tolerance is not None else False)
+            # ONNX Runtime keeps the name when it transposes a weight that it quantizes, and torch's
+            # dynamo exporter when it folds a batch normalization into a convolution.
+            conv = next((use for use in stored.uses if use.node.op_type == "Conv"), None)
+            yield _Expectation(names, None if stored.tolerance is not None else False, conv)
         for use in stored.uses:
             op = (use.node.op_type, use.index)
             if op in _FUSED_ATTENTION:
                 continue
-            role = _ROLES.get(op, "") if use.path else ""
-            names = self._of_size(self.parameters.of_module(use.path, role), stored)
+            module = self._module(use)
+            role = _ROLES.get(op, "") if module else ""
+            names = self._of_size(self.parameters.of_module(module, role), stored)
             if role and names:
                 linear = self.parameters.is_linear(names[0])
                 yield _Expectation(names, use.inputs_first if linear else None, use)
@@ -322,17 +325,30 @@ class _GraphComparison:
 
     def _norm(self, use: Use) -> BatchNorm | None:
         """Return the batch normalization that was folded into a convolution, by its scales."""
-        if use.path not in self._norms:
-            values = self._dequantized.get(use.path)
-            if values is None and use.node.op_type == "Conv":
-                tensor = ir.convenience.get_const_tensor(use.node.inputs[1])
+        path, node = self._module(use), use.node
+        if path not in self._norms:
+            values = self._dequantized.get(path)
+            if values is None and node.op_type == "Conv":
+                tensor = ir.convenience.get_const_tensor(node.inputs[1])
                 values = None if tensor is None else read_values(tensor)
             if values is None:
                 return None
-            names = self.parameters.of_module(use.path, "weight")
+            names = self.parameters.of_module(path, "weight")
             norm = self.parameters.batch_norm(values, names[0]) if names else None
-            self._norms[use.path] = norm
-        return self._norms[use.path]
+            self._norms[path] = norm
+        return self._norms[path]
+
+    def _module(self, use: Use) -> str:
+        """Return the path of the module that a node belongs to.
+
+        A convolution into which torch's dynamo exporter has folded a batch normalization has the
+        path of the normalization, but its weight keeps its name.
+        """
+        if use.node.op_type == "Conv" and use.node.inputs[1] is not None:
+            name = use.node.inputs[1].name or ""
+            if name.endswith(".weight") and self.parameters.named(name):
+                return name.removesuffix(".weight")
+        return use.path
 
     # Query, key and value in one weight
 
