@@ -280,6 +280,13 @@ def test_folded_batch_normalization(varied, damaged):
     assert "row 2 of 4 differs" in difference.problem
 
 
+def test_batch_normalization_that_torchs_exporter_has_folded(varied, home):
+    source = resolve_record(varied("resnet", "image-classification").manifest.source).path
+    found = compare(export_model(str(source), task="image-classification", exporter="dynamo"))
+    assert (found.differences, found.untraced, found.unused) == ([], [], [])
+    assert found.kinds["folded"] > 0.9 * found.elements
+
+
 def test_every_graph_of_a_model_is_compared(exported):
     artifact = exported("t5", "text2text-generation-with-past")
     found = compare(artifact)

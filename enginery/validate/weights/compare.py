@@ -193,7 +193,12 @@ class _GraphComparison:
             if scaled and name not in self._handled and quantized_precision(tensor):
                 self._compare_dynamic(name, tensors)
         for name, (value, tensor) in tensors.items():
-            if name not in self._handled and is_counted(tensor):
+            if name in self._handled or not is_counted(tensor):
+                continue
+            if quantized_precision(tensor):  # its scale is not known
+                shape = tuple(tensor.shape.numpy())
+                self.untraced.append(UntracedWeight(self.graph, name, shape))
+            else:
                 self._compare(read_plain(value, tensor))
 
     def _compare(self, stored: StoredWeight) -> str:
@@ -428,14 +433,12 @@ class _GraphComparison:
         zero = tensors.get(f"{base}_zero_point")
         uses = list(find_uses(value))
         is_product = any(use.inputs_first is not None for use in uses)
-        stored = dequantize(
-            name,
-            quantized_precision(tensor),
-            raw,
-            read_values(tensors[f"{base}_scale"][1]),
-            read_values(zero[1]) if zero else np.zeros((), raw.dtype),
-            raw.ndim - 1 if is_product else 0,
-        )
+        axis = raw.ndim - 1 if is_product else 0
+        scales = read_values(tensors[f"{base}_scale"][1])
+        zeros = read_values(zero[1]) if zero else np.zeros((), raw.dtype)
+        if not {scales.size, zeros.size} <= {1, raw.shape[axis] if raw.ndim else 1}:
+            return  # another tensor, of a similar name
+        stored = dequantize(name, quantized_precision(tensor), raw, scales, zeros, axis)
         stored.uses = uses
         if raw.ndim > 2:
             self._dequantized |= {use.path: stored.values for use in uses}

@@ -124,11 +124,13 @@ def _read_layer(
     zero = _constant(made.inputs[2]) if len(made.inputs) > 2 else None
     if stored is None or scale is None or not quantized_precision(stored):
         return None
+    if len(stored.shape) < 2:
+        return None
     raw, scales = read_values(stored), read_values(scale).astype(np.float32)
     names = [made.inputs[1].name or ""]
     if zero is not None:
         names.append(made.inputs[2].name or "")
-    recorded, params, problem, more = _activation(node, calibration)
+    recorded, params, problem, more = _activation(node, calibration, raw.shape)
     factors, name = _output_factors(node)
     axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
@@ -144,13 +146,14 @@ def _read_layer(
     weight.uses = list(find_uses(made.inputs[0]))
     deltas = calibration.bias_deltas if calibration is not None else {}
     delta = deltas.get(node.name or "", np.zeros(1, np.float32))
+    recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
     return QuantizedLayer(
         node, weight, _bias(node), params, delta, recorded, [*names, *more, name], problem
     )
 
 
 def _activation(
-    node: ir.Node, calibration: Calibration | None
+    node: ir.Node, calibration: Calibration | None, shape: tuple[int, ...]
 ) -> tuple[bool, ActivationQuantParams, str, list[str]]:
     """Read how a layer's activation is quantized.
 
@@ -174,7 +177,11 @@ def _activation(
     scale = np.zeros(()) if tensor is None else read_values(tensor)
     activation = names[0].removesuffix("/scale") if names else ""
     record = calibration.ranges.get(activation) if calibration is not None else None
-    if record is None:
+    channels = shape[1 - _output_axis(node)]
+    if record is None or not all(
+        vector is None or vector.shape == (channels,)
+        for vector in (record.multiplier, record.offset)
+    ):
         plain = {k: None if v is None else v.astype(np.float32) for k, v in found.items()}
         return False, ActivationQuantParams(float(scale), **plain), "", names
     problems = []

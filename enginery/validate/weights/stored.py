@@ -130,7 +130,7 @@ def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
 
 def is_counted(tensor: ir.TensorProtocol) -> bool:
     """Return True for weights and tables, and False for shapes, axes and single numbers."""
-    if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+    if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32) or quantized_precision(tensor):
         return bool(tensor.size >= _TABLE)
     return tensor.dtype in _FLOATS and bool(tensor.size > 1)
 
