@@ -173,6 +173,10 @@ def _limit(output: OutputMetrics) -> str:
     return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
 
 
+_LISTED_WEIGHTS = 3
+"""Weights that are named below the tables of a validation; the report has all."""
+
+
 def report_lines(report: ValidationReport) -> list[str]:
     """Return the lines below the tables of a validation: provider, totals, notes, verdict."""
     lines = [provider_line(report)] if report.providers else []
@@ -188,6 +192,15 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
     lines.extend(coverage.describe() for coverage in report.coverage)
+    if weights := report.weights:
+        lines.append(f"weights: {weights.describe()}")
+        lines += [
+            f"weight {found.weight} of {found.graph} differs: {found.parameter}: {found.problem}"
+            for found in weights.differences[:_LISTED_WEIGHTS]
+        ]
+        if weights.untraced:
+            names = [found.weight for found in weights.untraced[:_LISTED_WEIGHTS]]
+            lines.append(f"weights that are none of PyTorch's parameters: {', '.join(names)}")
     if skipped := [case for case in report.cases if case.skipped]:
         lines.append(f"skipped: {len(skipped)} inputs that PyTorch rejects or no engine takes")
     lines.extend(f"note: {note}" for note in report.notes)

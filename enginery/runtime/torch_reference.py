@@ -4,6 +4,10 @@
         files = reference(feeds, scratch / "case-0")
     np.load(files["logits"])
 
+Weights are read there, too, because unpickling them is left to the confined process:
+
+    reference.weights(scratch)["encoder.layer.0.output.dense.bias"].shape
+
 Outputs are returned as files, because those of a large profile take gigabytes. Importing PyTorch,
 transformers and Optimum takes seconds, so a process is kept for a while for the next model.
 """
@@ -14,10 +18,12 @@ import atexit
 import os
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +38,45 @@ _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
 """Peak memory above which a process is not kept, because it may not return all of it."""
 
+_SAMPLES = 256
+"""Elements of a weight that `TorchWeight.sample` holds."""
+
 Feeds = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """A parameter or a buffer of the PyTorch model."""
+
+    name: str
+    shape: tuple[int, ...]
+    sample: NDArray[Any]
+    """The elements at `sample_positions(shape)`."""
+
+
+@dataclass(frozen=True)
+class TorchWeights:
+    """The weights of a PyTorch model, and what their modules compute with them."""
+
+    weights: dict[str, TorchWeight]
+    """By name. A shared weight is there under each of its names."""
+    linear: frozenset[str]
+    """Names of the modules whose weight is (outputs, inputs)."""
+    batch_norms: dict[str, float]
+    """Epsilon of each batch normalization by the module's name."""
+
+
+def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
+    """Return the positions of a sample of an array's elements, one index array for each axis."""
+    if not shape:
+        return ()
+    size = prod(shape)
+    flat = (
+        np.arange(size)
+        if size <= _SAMPLES
+        else np.sort(np.random.default_rng(0).integers(size, size=_SAMPLES))
+    )
+    return np.unravel_index(flat, tuple(shape))
 
 
 class TorchReference(Closeable):
@@ -100,6 +144,35 @@ class TorchReference(Closeable):
         found = self._request("run", feeds=str(file), directory=str(directory))
         file.unlink()
         return {name: directory / file for name, file in found["files"].items()}
+
+    def weights(self, directory: Path) -> TorchWeights:
+        """Describe every parameter and buffer; samples pass through a file in `directory`.
+
+        Raises:
+            EngineryError: the file cannot be written.
+        """
+        file = directory / "samples.npz"
+        found = self._request("list_weights", file=str(file))
+        with np.load(file, allow_pickle=False) as stored:
+            samples = [stored[str(index)] for index in range(len(found["weights"]))]
+        file.unlink()
+        weights = {
+            name: TorchWeight(name, tuple(shape), sample)
+            for (name, shape), sample in zip(found["weights"], samples, strict=True)
+        }
+        return TorchWeights(weights, frozenset(found["linear"]), found["batch_norms"])
+
+    def weight(self, name: str, directory: Path) -> NDArray[Any]:
+        """Return all elements of a weight, through a file in `directory`.
+
+        Raises:
+            EngineryError: the file cannot be written.
+        """
+        file = directory / "weight.npy"
+        self._request("write_weight", name=name, file=str(file))
+        array: NDArray[Any] = np.load(file, allow_pickle=False)
+        file.unlink()
+        return array
 
     def close(self) -> None:
         """Free the model; keep the process for the next one, or end it."""
@@ -206,9 +279,16 @@ class _Child:
         self._held = ExitStack()
         self._runner: Any = None
         self._confinement: Any = None
+        self._weights: dict[str, NDArray[Any]] = {}
 
     def answer(self, request: WorkerResult) -> WorkerResult:
-        does = {"load": self.load, "run": self.run, "unload": self.unload}
+        does = {
+            "load": self.load,
+            "run": self.run,
+            "list_weights": self.list_weights,
+            "write_weight": self.write_weight,
+            "unload": self.unload,
+        }
         return does[request["do"]](request)
 
     def load(self, request: WorkerResult) -> WorkerResult:
@@ -247,10 +327,37 @@ class _Child:
             raise _write_error(Path(request["directory"]), error) from error
         return {"files": files}
 
+    def list_weights(self, request: WorkerResult) -> WorkerResult:
+        self._weights = self._runner.weights()
+        self._require_harmless()
+        samples = {
+            str(index): array[sample_positions(array.shape)]
+            for index, array in enumerate(self._weights.values())
+        }
+        self._write(request["file"], lambda stream: np.savez(stream, allow_pickle=False, **samples))
+        return {
+            "weights": [(name, array.shape) for name, array in self._weights.items()],
+            "linear": self._runner.linear_modules(),
+            "batch_norms": self._runner.batch_norms(),
+        }
+
+    def write_weight(self, request: WorkerResult) -> WorkerResult:
+        array = self._weights[request["name"]]
+        self._write(request["file"], lambda stream: np.save(stream, array, allow_pickle=False))
+        return {"file": request["file"]}
+
     def unload(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
         self._runner = self._confinement = None
+        self._weights = {}
         self._held.close()
         return {"peak_rss_bytes": peak_rss_bytes()}
+
+    def _write(self, file: str, write: Callable[[BinaryIO], None]) -> None:
+        try:
+            with Path(file).open("wb") as stream:
+                write(stream)
+        except OSError as error:
+            raise _write_error(Path(file).parent, error) from error
 
     def _require_harmless(self) -> None:
         """Raise UntrustedModelError for a blocked operation even if the model caught the error."""

@@ -265,6 +265,28 @@ class TorchRunner(Closeable):
             if spec.name in found
         }
 
+    def weights(self) -> Outputs:
+        """Return all parameters and buffers by name, shared ones under each of their names.
+
+        A parametrized weight, such as one with weight normalization, is there as it is used, too.
+        """
+        found = dict(self._model.named_parameters(remove_duplicate=False))
+        found |= self._model.named_buffers(remove_duplicate=False)
+        for prefix, module in self._model.named_modules():
+            if torch.nn.utils.parametrize.is_parametrized(module):
+                found |= {f"{prefix}.{n}": getattr(module, n) for n in module.parametrizations}
+        return {name: _array(tensor) for name, tensor in found.items()}
+
+    def linear_modules(self) -> list[str]:
+        """Return the names of modules whose weight is (outputs, inputs)."""
+        modules = self._model.named_modules(remove_duplicate=False)
+        return [name for name, module in modules if isinstance(module, torch.nn.Linear)]
+
+    def batch_norms(self) -> dict[str, float]:
+        """Return the epsilon of each batch normalization by the module's name."""
+        modules = self._model.named_modules(remove_duplicate=False)
+        return {name: m.eps for name, m in modules if hasattr(m, "running_var")}
+
     def close(self) -> None:
         """Free the model."""
         self._model = None

@@ -10,6 +10,7 @@ from enginery.core.artifact.reports import (
     OutputMetrics,
     OverallMetrics,
     ValidationCaseResult,
+    WeightMetrics,
 )
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
@@ -52,6 +53,7 @@ def summarize(
     cases: list[ValidationCaseResult],
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
+    weights: WeightMetrics | None = None,
     not_proven: Sequence[str] = (),
 ) -> str:
     """Summarize the results in one sentence: the worst failure, or the largest error."""
@@ -81,6 +83,8 @@ def summarize(
         return f"{least.output} differs from PyTorch's: {least.problem}"
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
+    if weights and weights.differences:
+        return describe_weights(weights)
     if not_proven:
         more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
         return f"not proven: {not_proven[0]}{more}"
@@ -90,7 +94,17 @@ def summarize(
         f"{len(pairs)} outputs agree with PyTorch; {_nearest_to_fail(output, where, overall)}"
         + (f"; {rejected} inputs skipped that PyTorch rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
+        + (f"; weights: {weights.describe()}" if weights else "")
     )
+
+
+def describe_weights(weights: WeightMetrics) -> str:
+    """Describe the weights that differ in one sentence, with the first of them."""
+    first = weights.differences[0]
+    name = first.parameter or first.weight
+    more = len(weights.differences) - 1
+    others = f" ({more} more weights differ)" if more else ""
+    return f"a weight differs from PyTorch's: {name} in {first.graph}: {first.problem}{others}"
 
 
 def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[OverallMetrics]) -> str:

@@ -147,6 +147,8 @@ def run(
         InputError: the data cannot be read, or no graph takes them.
         ArtifactError: the graphs do not have the precision that the manifest declares.
     """
+    from enginery.validate.weights.compare import compare_weights  # onnx takes a while to import
+
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
@@ -223,6 +225,9 @@ def run(
         results += found
         results += left_out
         notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
+    weights = compare_weights(
+        artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
+    )
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
@@ -230,8 +235,8 @@ def run(
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     not_proven = find_unproven(results)
     report = ValidationReport(
-        passed=_all_passed(results) and near and not not_proven,
-        summary=summarize(results, pooled, together, not_proven),
+        passed=_all_passed(results) and near and not weights.differences and not not_proven,
+        summary=summarize(results, pooled, together, weights, not_proven),
         precision=manifest.precision,
         providers=providers,
         reference={
@@ -250,6 +255,7 @@ def run(
         cases=results,
         embeddings=pooled,
         overall=together,
+        weights=weights,
         not_proven=not_proven,
         effort=config.effort,
         coverage=coverage,

@@ -32,6 +32,7 @@ from enginery.core.artifact.reports import (
     QuantizationReport,
     Report,
     ValidationReport,
+    WeightMetrics,
     gpu_names,
     named_versions,
     worst_by_output,
@@ -129,6 +130,7 @@ def _page(
     environment.filters |= {"gpus": gpu_names, "number": _number, "versions": named_versions}
     environment.tests["narrow"] = _is_narrow
     validation, no_validation = _read(ValidationReport, path)
+    weights = validation.weights if validation else None
     quantization, no_quantization = _read(QuantizationReport, path)
     engines, no_engines = _read(BuildReport, path)
     subject = result.subjects[0] if result and not manifest else None
@@ -149,6 +151,8 @@ def _page(
         interface=_interface_rows(manifest) if manifest else [],
         stages=_stage_rows(manifest) if manifest else [],
         outputs=_output_rows(validation) if validation else [],
+        differing_weights=_differing_weights(weights) if weights else [],
+        untraced_weights=_untraced_weights(weights) if weights else [],
         mixes=_mix_rows(quantization) if quantization else [],
         engine_rows=_engine_rows(engines) if engines else [],
         tables=tables(result) if result else {},
@@ -254,6 +258,25 @@ def _output_rows(report: ValidationReport) -> list[Row]:
         }
         for case in report.cases
         if case.problem
+    ]
+
+
+def _differing_weights(weights: WeightMetrics) -> list[Row]:
+    return [
+        {"graph": found.graph, "parameter": found.parameter or found.weight, "how": found.problem}
+        for found in weights.differences
+    ]
+
+
+def _untraced_weights(weights: WeightMetrics) -> list[Row]:
+    return [
+        {
+            "graph": found.graph,
+            "name": found.weight,
+            "shape": " × ".join(map(str, found.shape)),
+            "share of all elements": f"{math.prod(found.shape) / max(1, weights.elements):.2%}",
+        }
+        for found in weights.untraced
     ]
 
 

@@ -226,6 +226,58 @@ class OverallMetrics:
 
 
 @dataclass(frozen=True)
+class WeightDifference:
+    """A weight of a graph that is not what PyTorch's parameter makes it."""
+
+    graph: str
+    weight: str
+    """Its name in the graph."""
+    parameter: str
+    """PyTorch's name; empty if unknown."""
+    elements: Count
+    differing: Count
+    max_abs: Number
+    """Largest absolute difference of an element."""
+    cosine: Number
+    """Between the rows that differ and PyTorch's."""
+    problem: str
+    """Where it differs, by how much, and what that means."""
+
+
+@dataclass(frozen=True)
+class UntracedWeight:
+    """A weight of a graph that could not be traced to a parameter, such as a constant mask."""
+
+    graph: str
+    weight: str
+    shape: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class WeightMetrics:
+    """Comparison of all weights of all graphs with PyTorch's, without running them."""
+
+    elements: Count
+    """Of all weights and float constants."""
+    compared: Count
+    """Elements of those that were traced to a parameter, and compared one by one."""
+    kinds: dict[str, Count]
+    """Elements by what was expected: as is, transposed, fp16, quantized, folded, …"""
+    differences: list[WeightDifference]
+    untraced: list[UntracedWeight]
+    """The largest of those that were not traced."""
+    unused: list[str]
+    """Parameters that no graph has."""
+
+    def describe(self) -> str:
+        """Return `99.8 % of 22.6 M elements compared in full`."""
+        share = self.compared / self.elements if self.elements else 0.0
+        # Not 100 % if anything is left.
+        shown = 100.0 if share == 1 else min(99.99, 100 * share)
+        return f"{shown:.4g} % of {self.elements / 1e6:.3g} M elements compared in full"
+
+
+@dataclass(frozen=True)
 class GraphCoverage:
     """The batch sizes and lengths that one graph ran at; a length is 0 if no dim is padded."""
 
@@ -316,6 +368,8 @@ class ValidationReport(Report):
     """The option of the validation; empty in reports of earlier versions, like the next member."""
     coverage: list[GraphCoverage] = field(default_factory=list)
     """The batch sizes and lengths that ran, for each graph."""
+    weights: WeightMetrics | None = None
+    """None in reports of earlier versions."""
     schema_version: Count = field(default=1)
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:

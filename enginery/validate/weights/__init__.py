@@ -1,0 +1,1 @@
+"""Compare every weight of a graph with PyTorch's, in full and without running either."""

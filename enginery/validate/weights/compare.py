@@ -1,0 +1,485 @@
+"""Trace every weight of an artifact's graphs to PyTorch's parameters, and compare it in full.
+
+A weight is traced by its name, which exporters keep unless they transpose or fold it, and by the
+path of each node that reads it: `/encoder/layer.0/output/dense/MatMul` must read the weight of
+`encoder.layer.0.output.dense`. So a weight with another layer's values, or damaged ones, is
+compared with the one that it should be. Only a weight without both is searched by its content.
+
+How far a weight may differ depends on how it is stored:
+
+- FP32: every element is equal. With a batch normalization folded in: eight roundings.
+- FP16, BF16: the nearest number of the type.
+- INT8, FP8: half a step of its scale, and what rounding the scale to FP16 has clipped.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import nan, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
+from enginery.core.model.source import ModelSource
+from enginery.core.progress import SILENT, Progress
+from enginery.passes.cast.low_precision import read_values
+from enginery.passes.ir.graph_file import read_graph
+from enginery.runtime.torch_reference import TorchReference
+from enginery.validate.weights.difference import describe_difference
+from enginery.validate.weights.elements import (
+    columns,
+    explain,
+    mismatches,
+    orientations,
+    turn,
+    turn_array,
+)
+from enginery.validate.weights.parameters import BatchNorm, Parameters, sample_distance
+from enginery.validate.weights.quantized import Calibration, QuantizedLayer, quantized_layers
+from enginery.validate.weights.stored import (
+    StoredWeight,
+    Use,
+    dequantize,
+    find_uses,
+    is_counted,
+    paths_behind,
+    quantized_precision,
+    read_plain,
+    stored_tensors,
+)
+
+Array = NDArray[Any]
+Tensors = dict[str, tuple[ir.Value, ir.TensorProtocol]]
+
+_LISTED = 20
+"""Weights that the report lists as not traced, the largest first."""
+_FEW = 16
+"""Elements from which on a weight without name and path is damaged, and not another constant, if
+most of its elements are those of a parameter."""
+_ROUNDINGS = 8 * 2.0**-24
+"""Relative error of a folded weight: w * (g / sqrt(v + eps)) has four roundings, in PyTorch and
+here."""
+_SAME = {"fp16": 1e-3, "bf16": 8e-3, "int8": 0.03, "fp8": 0.05, "fp32": 0.0}
+"""Mean relative difference of a sample up to which a weight has the values of a parameter."""
+
+_ROLES = {
+    **{(op, 1): "weight" for op in ("MatMul", "MatMulInteger", "FusedMatMul", "Gemm", "PRelu")},
+    **{(op, 1): "weight" for op in ("Conv", "ConvInteger", "ConvTranspose")},
+    **{(op, 2): "bias" for op in ("Conv", "ConvTranspose", "Gemm", "LayerNormalization")},
+    **{(op, 1): "weight" for op in ("LayerNormalization", "SimplifiedLayerNormalization")},
+    ("BatchNormalization", 1): "weight",
+    ("BatchNormalization", 2): "bias",
+    ("BatchNormalization", 3): "running_mean",
+    ("BatchNormalization", 4): "running_var",
+    ("Gather", 0): "weight",
+    ("MatMul", 0): "weight",
+    ("Mul", 0): "weight",
+    ("Mul", 1): "weight",
+    ("Add", 0): "bias",
+    ("Add", 1): "bias",
+}
+"""Operator and input -> the parameter of the node's module that the input must be."""
+
+_CONVOLUTION_BIASES = (("Conv", 2), ("Add", 0), ("Add", 1))
+"""Where a bias may be that folding a batch normalization has added. ONNX Runtime adds it with an
+Add when it quantizes a convolution."""
+
+_FUSED_ATTENTION = {
+    ("Attention", 1): "weight",
+    ("QAttention", 1): "weight",
+    ("Attention", 2): "bias",
+    ("QAttention", 2): "bias",
+    ("MultiHeadAttention", 3): "bias",
+}
+"""Inputs of ONNX Runtime's operators that hold query, key and value side by side."""
+
+
+def compare_weights(
+    artifact: Artifact,
+    source: ModelSource,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress = SILENT,
+) -> WeightMetrics:
+    """Compare every weight of every graph with the PyTorch model's parameters.
+
+    Args:
+        artifact: the artifact that is validated.
+        source: the PyTorch model.
+        trust_remote_code: run Python code that comes with the model.
+        progress: receives progress messages.
+
+    Raises:
+        SourceError: a graph cannot be read.
+        ExportError: PyTorch cannot load the source.
+        UntrustedModelError: the source needs a permission that was not given, or is malicious.
+        EngineryError: a weight cannot be written to the temporary directory.
+    """
+    graphs = artifact.manifest.graphs
+    calibration = Calibration.of(artifact)
+    comparisons = []
+    with (
+        tempfile.TemporaryDirectory(prefix="enginery-weights-") as scratch,
+        TorchReference(source, artifact.manifest, trust_remote_code=trust_remote_code) as reference,
+        progress.task("weights", total=len(graphs)) as advance,
+    ):
+        parameters = Parameters(reference, Path(scratch))
+        for record in graphs:
+            comparison = _GraphComparison(record.file, parameters, calibration)
+            comparison.run(read_graph(artifact.path / record.file))
+            comparisons.append(comparison)
+            advance()
+    return _metrics(comparisons, parameters)
+
+
+def _metrics(comparisons: Sequence[_GraphComparison], parameters: Parameters) -> WeightMetrics:
+    kinds = sum((found.kinds for found in comparisons), Counter[str]())
+    untraced = [weight for found in comparisons for weight in found.untraced]
+    left = sum(prod(weight.shape) for weight in untraced)
+    return WeightMetrics(
+        elements=kinds.total() + left,
+        compared=kinds.total(),
+        kinds=dict(kinds),
+        differences=[difference for found in comparisons for difference in found.differences],
+        untraced=sorted(untraced, key=lambda weight: -prod(weight.shape))[:_LISTED],
+        unused=parameters.without({name for found in comparisons for name in found.seen}),
+    )
+
+
+@dataclass(frozen=True)
+class _Expectation:
+    """What a weight must be, because of its name, or because of a node that reads it."""
+
+    names: list[str]
+    """The parameters that can be meant. Empty for the bias of a convolution without one, which
+    folding a batch normalization has added."""
+    transposed: bool | None = None
+    """Whether a square matrix is transposed; None if both may be."""
+    use: Use | None = None
+    """The node; None if the weight's name says it, unless it is a convolution's."""
+
+
+class _GraphComparison:
+    """The comparison of one graph."""
+
+    def __init__(self, graph: str, parameters: Parameters, calibration: Calibration | None) -> None:
+        self.graph, self.parameters, self.calibration = graph, parameters, calibration
+        self.kinds: Counter[str] = Counter()
+        """Elements that were compared, by how they are stored."""
+        self.differences: list[WeightDifference] = []
+        self.untraced: list[UntracedWeight] = []
+        self.seen: set[str] = set()
+        """The parameters that the graph has."""
+        self._handled: set[str] = set()
+        self._dequantized: dict[str, Array] = {}
+        """Weights of quantized convolutions by the module's path."""
+        self._norms: dict[str, BatchNorm | None] = {}
+
+    def run(self, model: ir.Model) -> None:
+        """Compare all weights of the graph and its subgraphs."""
+        for layer in quantized_layers(model, self.calibration):
+            self._compare_layer(layer)
+        tensors = {value.name or "": (value, tensor) for value, tensor in stored_tensors(model)}
+        for name, (_, tensor) in tensors.items():
+            scaled = f"{name.removesuffix('_quantized')}_scale" in tensors
+            if scaled and name not in self._handled and quantized_precision(tensor):
+                self._compare_dynamic(name, tensors)
+        for name, (value, tensor) in tensors.items():
+            if name in self._handled or not is_counted(tensor):
+                continue
+            if quantized_precision(tensor):  # its scale is not known
+                shape = tuple(tensor.shape.numpy())
+                self.untraced.append(UntracedWeight(self.graph, name, shape))
+            else:
+                self._compare(read_plain(value, tensor))
+
+    def _compare(self, stored: StoredWeight) -> str:
+        """Compare one weight; return the name of its parameter, or ''."""
+        expectations = list(self._expectations(stored))
+        if not expectations:
+            return self._compare_content(stored, damaged=stored.values.size >= _FEW)
+        name = kind = ""
+        for expectation in expectations:
+            name, kind, difference = self._check(stored, expectation)
+            if difference is not None:
+                self._count(stored, "different", difference)
+                return name
+        self._count(stored, kind)
+        return name
+
+    def _expectations(self, stored: StoredWeight) -> Iterator[_Expectation]:
+        """Yield what a weight must be: by its name, and by every node that reads it."""
+        if names := self._of_size(self.parameters.named(stored.parameter_name), stored):
+            # ONNX Runtime keeps the name when it transposes a weight that it quantizes, and torch's
+            # dynamo exporter when it folds a batch normalization into a convolution.
+            conv = next((use for use in stored.uses if use.node.op_type == "Conv"), None)
+            yield _Expectation(names, None if stored.tolerance is not None else False, conv)
+        for use in stored.uses:
+            op = (use.node.op_type, use.index)
+            if op in _FUSED_ATTENTION:
+                continue
+            module = self._module(use)
+            role = _ROLES.get(op, "") if module else ""
+            names = self._of_size(self.parameters.of_module(module, role), stored)
+            if role and names:
+                linear = self.parameters.is_linear(names[0])
+                yield _Expectation(names, use.inputs_first if linear else None, use)
+            elif op in _CONVOLUTION_BIASES and self._norm(use) is not None:
+                yield _Expectation([], use=use)
+
+    def _of_size(self, names: list[str], stored: StoredWeight) -> list[str]:
+        weights = self.parameters.weights
+        return [name for name in names if prod(weights[name].shape) == stored.values.size]
+
+    def _check(
+        self, stored: StoredWeight, expectation: _Expectation
+    ) -> tuple[str, str, WeightDifference | None]:
+        """Compare a weight with what it must be.
+
+        Returns:
+            The parameter, how the weight is stored, and the difference if there is one.
+        """
+        use = expectation.use
+        if not expectation.names and use is not None:
+            return self._check_folded(stored, use, "", np.zeros(stored.values.shape, np.float32))
+        name, turned = self._best(stored, expectation.names, expectation.transposed)
+        expected = self.parameters.read(name)
+        self.seen.add(name)
+        found = turn(stored, turned, expected.shape)
+        wrong = mismatches(found, expected, self._error(name, expected))
+        if not np.any(wrong):
+            return name, _kind(found, turned), None
+        if use is not None and self._norm(use) is not None:
+            folded = self._check_folded(found, use, name, expected)
+            if folded[2] is None or folded[2].differing < np.count_nonzero(wrong):
+                return folded
+        if use is not None and (kind := explain(found, expected)):
+            return name, kind, None
+        return name, "different", self._difference(found, name, expected, wrong)
+
+    def _best(
+        self, stored: StoredWeight, names: Sequence[str], transposed: bool | None
+    ) -> tuple[str, str]:
+        """Return the most similar of some parameters, and how to turn the weight."""
+        weights = self.parameters.weights
+        options = [
+            (name, turned)
+            for name in names
+            for turned in orientations(stored.values.shape, weights[name].shape, transposed)
+        ]
+        return min(options, key=lambda option: self._distance(stored, *option))
+
+    def _distance(self, stored: StoredWeight, name: str, turned: str) -> float:
+        weight = self.parameters.weights[name]
+        return sample_distance(turn_array(stored.values, turned, weight.shape), weight)
+
+    def _error(self, name: str, expected: Array) -> Array | None:
+        """Return the error of a weight that PyTorch computes from its parameters, or None."""
+        return np.abs(expected) * _ROUNDINGS if self.parameters.is_computed(name) else None
+
+    def _compare_content(self, stored: StoredWeight, *, damaged: bool) -> str:
+        """Compare a weight with the parameter that is most similar; return its name, or ''.
+
+        With `damaged`, a weight of which less than half differs is a difference; without, it is
+        another one, and not traced.
+        """
+        for use in stored.uses:
+            if role := _FUSED_ATTENTION.get((use.node.op_type, use.index)):
+                self._compare_attention(stored, use.node, role)
+                return ""
+        if names := [weight.name for weight in self.parameters.of_size(stored.values.size)]:
+            name, turned = self._best(stored, names, None)
+            expected = self.parameters.read(name)
+            found = turn(stored, turned, expected.shape)
+            wrong = mismatches(found, expected, self._error(name, expected))
+            count = np.count_nonzero(wrong)
+            if not count or (damaged and 2 * count < wrong.size):
+                self.seen.add(name)
+                difference = self._difference(found, name, expected, wrong) if count else None
+                self._count(stored, "different" if count else _kind(found, turned), difference)
+                return name
+        self.untraced.append(UntracedWeight(self.graph, stored.name, stored.values.shape))
+        return ""
+
+    # Batch normalizations, folded into convolutions
+
+    def _check_folded(
+        self, found: StoredWeight, use: Use, name: str, expected: Array
+    ) -> tuple[str, str, WeightDifference | None]:
+        """Compare the weight or the bias of a convolution with a normalization folded into it."""
+        norm = self._norm(use)
+        assert norm is not None  # noqa: S101  the callers have checked it
+        self.seen |= {
+            f"{norm.module}.{role}" for role in ("weight", "bias", "running_mean", "running_var")
+        }
+        fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
+        folded, error = fold(expected)
+        wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
+        if not np.any(wrong):
+            return name, "folded", None
+        name = name or f"{norm.module}.bias"
+        return name, "different", self._difference(found, name, folded, wrong)
+
+    def _norm(self, use: Use) -> BatchNorm | None:
+        """Return the batch normalization that was folded into a convolution, by its scales."""
+        path, node = self._module(use), use.node
+        if path not in self._norms:
+            values = self._dequantized.get(path)
+            if values is None and node.op_type == "Conv":
+                tensor = ir.convenience.get_const_tensor(node.inputs[1])
+                values = None if tensor is None else read_values(tensor)
+            if values is None:
+                return None
+            names = self.parameters.of_module(path, "weight")
+            norm = self.parameters.batch_norm(values, names[0]) if names else None
+            self._norms[path] = norm
+        return self._norms[path]
+
+    def _module(self, use: Use) -> str:
+        """Return the path of the module that a node belongs to.
+
+        A convolution into which torch's dynamo exporter has folded a batch normalization has the
+        path of the normalization, but its weight keeps its name.
+        """
+        if use.node.op_type == "Conv" and use.node.inputs[1] is not None:
+            name = use.node.inputs[1].name or ""
+            if name.endswith(".weight") and self.parameters.named(name):
+                return name.removesuffix(".weight")
+        return use.path
+
+    # Query, key and value in one weight
+
+    def _compare_attention(self, stored: StoredWeight, node: ir.Node, role: str) -> None:
+        """Compare the parts of a weight of a fused attention.
+
+        The operator has no path, but the layer behind it has: it is a neighbour of query, key and
+        value in the same module.
+        """
+        width, rest = divmod(stored.values.shape[-1], 3)
+        names: list[str] = []
+        for path in paths_behind(node):
+            if names := self.parameters.query_key_value(path, role):
+                break
+        if not names or rest:
+            self.untraced.append(UntracedWeight(self.graph, stored.name, stored.values.shape))
+            return
+        different = None
+        for index, name in enumerate(names):
+            part = columns(stored, index * width, (index + 1) * width)
+            if name in self.parameters.weights:
+                if self._of_size([name], part):
+                    linear = self.parameters.is_linear(name)
+                    different = different or self._check(part, _Expectation([name], linear))[2]
+                    continue
+                expected = np.full(part.values.shape, nan)
+            else:  # this layer has no bias
+                expected = np.zeros(part.values.shape, np.float32)
+            if np.any(wrong := mismatches(part, expected)):
+                different = different or self._difference(part, name, expected, wrong)
+        self._count(stored, "different" if different else "joined", different)
+
+    # Quantized weights
+
+    def _compare_layer(self, layer: QuantizedLayer) -> None:
+        """Compare a layer that `quantize` made, with its scales and its corrected bias."""
+        self._handled |= {layer.weight.name, *layer.names}
+        if layer.node.op_type == "Conv":
+            self._dequantized[Use(layer.node, 1).path] = layer.weight.values
+        name = self._compare_dequantized(layer.weight)
+        if layer.problem:
+            self._report(layer.weight, name, layer.problem)
+        if layer.bias is not None:
+            self._handled.add(layer.bias.name)
+        if not layer.recorded or not name:
+            if layer.bias is not None:  # nothing says how quantizing has changed it
+                self._compare_content(layer.bias, damaged=False)
+            return
+        _, turned = self._best(layer.weight, [name], None)
+        weight = self.parameters.read(name)
+        matrix = turn_array(weight, turned, layer.weight.values.shape)
+        bias = layer.uncorrected_bias(matrix, _ROUNDINGS)
+        own = f"{name.removesuffix('.weight')}.bias"
+        named = self._of_size([own] if own in self.parameters.weights else [], bias)
+        use = Use(layer.node, 2)
+        if named:
+            expectation = _Expectation(named, use=use)
+        elif self._norm(use) is not None:
+            expectation = _Expectation([], use=use)
+        elif not np.any(mismatches(bias, np.zeros(bias.values.shape, np.float32))):
+            self._count(bias, "quantized")
+            return
+        else:
+            self._compare_content(bias, damaged=True)
+            return
+        _, kind, difference = self._check(bias, expectation)
+        if difference is not None:
+            problem = f"{difference.problem}, without its calibrated correction"
+            difference = replace(difference, problem=problem)
+        self._count(bias, kind, difference)
+
+    def _compare_dynamic(self, name: str, tensors: Tensors) -> None:
+        """Compare a weight that ONNX Runtime quantized, with its scale and zero point."""
+        base = name.removesuffix("_quantized")
+        value, tensor = tensors[name]
+        raw = read_values(tensor)
+        zero = tensors.get(f"{base}_zero_point")
+        uses = list(find_uses(value))
+        is_product = any(use.inputs_first is not None for use in uses)
+        axis = raw.ndim - 1 if is_product else 0
+        scales = read_values(tensors[f"{base}_scale"][1])
+        zeros = read_values(zero[1]) if zero else np.zeros((), raw.dtype)
+        if not {scales.size, zeros.size} <= {1, raw.shape[axis] if raw.ndim else 1}:
+            return  # another tensor, of a similar name
+        stored = dequantize(name, quantized_precision(tensor), raw, scales, zeros, axis)
+        stored.uses = uses
+        if raw.ndim > 2:
+            self._dequantized |= {use.path: stored.values for use in uses}
+        self._handled |= {name, f"{base}_scale", f"{base}_zero_point"}
+        self._compare_dequantized(stored)
+
+    def _compare_dequantized(self, stored: StoredWeight) -> str:
+        name = self._compare(stored)
+        if stored.problem:
+            self._report(stored, name, stored.problem)
+        return name
+
+    # Results
+
+    def _count(
+        self, stored: StoredWeight, kind: str, difference: WeightDifference | None = None
+    ) -> None:
+        self.kinds[kind] += stored.values.size
+        if difference is not None:
+            self.differences.append(difference)
+
+    def _report(self, stored: StoredWeight, name: str, problem: str) -> None:
+        """Add a difference that is not one of elements."""
+        size = stored.values.size
+        self.differences.append(
+            WeightDifference(self.graph, stored.name, name, size, 0, nan, nan, problem)
+        )
+
+    def _difference(
+        self, found: StoredWeight, name: str, expected: Array, wrong: Array
+    ) -> WeightDifference:
+        holds = ""
+        if names := [weight.name for weight in self.parameters.of_size(found.values.size)]:
+            other, turned = self._best(found, names, None)
+            if self._distance(found, other, turned) <= _SAME[found.precision] and other != name:
+                holds = other
+        return describe_difference(self.graph, found, name, expected, wrong, holds=holds)
+
+
+def _kind(found: StoredWeight, turned: str) -> str:
+    """Return how an equal weight is stored: quantized, fp16, as is, transposed."""
+    if found.tolerance is not None:
+        return "quantized"
+    return turned if found.precision == "fp32" else found.precision

@@ -1,0 +1,184 @@
+"""The PyTorch model's parameters and buffers, found by name, by a module's path, or by content.
+
+    parameters = Parameters(reference, scratch)
+    parameters.named("embeddings.word_embeddings.weight")    # as exporters keep names
+    parameters.of_module("encoder.layer.0.output.dense", "bias")
+    parameters.read("encoder.layer.0.output.dense.bias")     # all elements
+
+All are described at once; their elements are read from the confined process one weight at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.runtime.torch_reference import TorchReference, TorchWeight, sample_positions
+
+Array = NDArray[Any]
+
+_CALL_NUMBER = re.compile(r"_\d+$")
+"""The exporter's suffix of the second and later calls of one module."""
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """What a batch normalization in evaluation mode does: multiply by `scale`, add `shift`."""
+
+    module: str
+    scale: Array
+    """weight / sqrt(running_var + eps), (channels,)."""
+    mean: Array
+    shift: Array
+    """The bias, (channels,)."""
+
+    def fold_weight(self, weight: Array) -> tuple[Array, Array]:
+        """Return a convolution's weight with this folded in, and its magnitudes for the error."""
+        folded = weight * self.scale.reshape(-1, *[1] * (weight.ndim - 1))
+        return folded, np.abs(folded)
+
+    def fold_bias(self, bias: Array) -> tuple[Array, Array]:
+        """Return a convolution's bias with this folded in, and its magnitudes for the error."""
+        terms = (np.abs(bias) + np.abs(self.mean)) * np.abs(self.scale) + np.abs(self.shift)
+        return (bias - self.mean) * self.scale + self.shift, terms
+
+
+class Parameters:
+    """All parameters and buffers of the PyTorch model."""
+
+    def __init__(self, reference: TorchReference, scratch: Path) -> None:
+        found = reference.weights(scratch)
+        self._reference, self._scratch = reference, scratch
+        self.weights: dict[str, TorchWeight] = found.weights
+        self._linear = found.linear
+        self._epsilons = found.batch_norms
+        self._batch_norms: list[BatchNorm] | None = None
+        self._by_tail: dict[str, list[str]] = defaultdict(list)
+        self._by_size: dict[int, list[TorchWeight]] = defaultdict(list)
+        for name, weight in self.weights.items():
+            self._by_size[prod(weight.shape)].append(weight)
+            words = name.split(".")
+            for start in range(len(words)):
+                self._by_tail[".".join(words[start:])].append(name)
+        self._last: tuple[str, Array] = ("", np.zeros(0))
+
+    def read(self, name: str) -> Array:
+        """Return all elements; the last weight is kept, because graphs read some of them twice."""
+        if self._last[0] != name:
+            self._last = ("", np.zeros(0))  # free the memory first
+            self._last = (name, self._reference.weight(name, self._scratch))
+        return self._last[1]
+
+    def is_linear(self, name: str) -> bool:
+        """Return True for the weight (outputs, inputs) of a linear layer."""
+        module, _, last = name.rpartition(".")
+        return last == "weight" and module in self._linear
+
+    def is_computed(self, name: str) -> bool:
+        """Return True for a parametrized weight, which PyTorch computes from other parameters."""
+        module, _, last = name.rpartition(".")
+        return f"{module}.parametrizations.{last}.original0" in self.weights
+
+    def named(self, name: str) -> list[str]:
+        """Return the weights that a name from a graph can mean; several if it is a part.
+
+        A graph of a part of the model lacks the first words of the names, and one of a wrapped
+        model has more.
+        """
+        if name in self.weights:
+            return [name]
+        if "." in name and name in self._by_tail:
+            return self._by_tail[name]
+        words = name.split(".")
+        tails = (".".join(words[start:]) for start in range(1, len(words) - 1))
+        return [tail for tail in tails if tail in self.weights][:1]
+
+    def of_module(self, path: str, role: str) -> list[str]:
+        """Return the weights that a module's path in a graph and a role (`bias`) can mean."""
+        once = ".".join(_CALL_NUMBER.sub("", word) for word in path.split("."))
+        for module in dict.fromkeys((path, once)):
+            if found := self.named(f"{module}.{role}"):
+                return found
+        return []
+
+    def query_key_value(self, neighbour: str, role: str) -> list[str]:
+        """Return the parameters of query, key and value near a module of the same attention.
+
+        Args:
+            neighbour: the path of a module, such as the one that projects the output.
+            role: `weight` or `bias`; a bias that is returned need not exist.
+        """
+        words = neighbour.split(".")
+        for end in range(len(words) - 1, 0, -1):
+            inside = f"{'.'.join(words[:end])}."
+            weights = [
+                name
+                for name in self.weights
+                if name.endswith(".weight") and f".{name}".find(f".{inside}") >= 0
+            ]
+            fits = [
+                [name for name in weights if name.split(".")[-2].startswith(letter)]
+                for letter in "qkv"
+            ]
+            if all(len(found) == 1 for found in fits):
+                return [f"{name.removesuffix('weight')}{role}" for [name] in fits]
+        return []
+
+    def of_size(self, size: int) -> list[TorchWeight]:
+        """Return the weights with this number of elements."""
+        return self._by_size.get(size, [])
+
+    def batch_norm(self, weight: Array, name: str) -> BatchNorm | None:
+        """Return the batch normalization that is most likely folded into a convolution's weight.
+
+        Args:
+            weight: the weight with it.
+            name: the weight without it.
+        """
+        expected = self.read(name).astype(np.float64)
+        if weight.shape != expected.shape or not self._epsilons:
+            return None
+        if self._batch_norms is None:
+            self._batch_norms = [self._read_batch_norm(module) for module in self._epsilons]
+        axes = tuple(range(1, expected.ndim))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scale = (weight * expected).sum(axes) / (expected * expected).sum(axes)
+        same = [norm for norm in self._batch_norms if norm.scale.shape == scale.shape]
+        return min(same, key=lambda n: float(np.nanmedian(np.abs(n.scale - scale))), default=None)
+
+    def without(self, seen: set[str]) -> list[str]:
+        """Return the float parameters and buffers that are none of `seen`, nor equal to one."""
+        known = {(w.shape, w.sample.tobytes()) for n, w in self.weights.items() if n in seen}
+        return [
+            name
+            for name, weight in self.weights.items()
+            if weight.sample.dtype.kind == "f"
+            and name not in seen
+            and (weight.shape, weight.sample.tobytes()) not in known
+        ]
+
+    def _read_batch_norm(self, module: str) -> BatchNorm:
+        mean = self.read(f"{module}.running_mean")
+        variance = self.read(f"{module}.running_var")
+        has = f"{module}.weight" in self.weights
+        weight = self.read(f"{module}.weight") if has else np.ones_like(mean)
+        shift = self.read(f"{module}.bias") if has else np.zeros_like(mean)
+        scale = weight / np.sqrt(variance + np.float32(self._epsilons[module]))
+        return BatchNorm(module, scale, mean, shift)
+
+
+def sample_distance(found: Array, weight: TorchWeight) -> float:
+    """Return the mean difference of an array from a weight's sample, relative to its magnitude."""
+    expected = weight.sample.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(found[sample_positions(weight.shape)].astype(np.float64) - expected).mean()
+    magnitude = np.abs(expected).mean()
+    ratio = float(error / magnitude) if magnitude else float(error)
+    return ratio if np.isfinite(ratio) else np.inf

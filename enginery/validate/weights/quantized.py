@@ -1,0 +1,277 @@
+"""The layers that `quantize` made: weights, scales, smoothing and corrected biases.
+
+Names of nodes and initializers are those of `passes/qdq/insert.py`. What calibration chose, the
+smoothing of each activation and the correction of each bias, is in the artifact's `ranges.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.json_file import parse_json, read_document
+from enginery.passes.cast.low_precision import read_values
+from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
+from enginery.passes.qdq.layers import following_add
+from enginery.validate.weights.stored import (
+    StoredWeight,
+    dequantize,
+    find_uses,
+    quantized_precision,
+    read_plain,
+)
+
+Array = NDArray[Any]
+Vector = NDArray[np.float32]
+
+_RANGES = f"{REPORTS}/ranges.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration recorded in the artifact."""
+
+    ranges: dict[str, ActivationQuantParams] = field(default_factory=dict)
+    """By activation."""
+    bias_deltas: dict[str, Vector] = field(default_factory=dict)
+    """By layer."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Calibration | None:
+        """Return what the artifact records, or None if it records nothing, or nothing valid."""
+        try:
+            found = parse_json(read_document(artifact.path / _RANGES))
+            ranges = {
+                name: ActivationQuantParams(
+                    float(record["scale"]),
+                    _vector(record["multiplier"]),
+                    _vector(record["offset"]),
+                )
+                for name, record in found["ranges"].items()
+            }
+            deltas = {n: np.asarray(d, np.float32) for n, d in found["bias_deltas"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return cls(ranges, deltas)
+
+
+@dataclass
+class QuantizedLayer:
+    """A MatMul, Gemm or Conv whose weight is quantized."""
+
+    node: ir.Node
+    weight: StoredWeight
+    bias: StoredWeight | None
+    """What is added to its output; None for nothing."""
+    params: ActivationQuantParams
+    delta: Vector
+    """The recorded correction of the bias, (N,) or (1,)."""
+    recorded: bool
+    """True if calibration recorded this layer; `delta` and `params` mean nothing without."""
+    names: list[str]
+    """The other initializers of the layer: scales, zero points, smoothing."""
+    problem: str
+    """What is wrong with the activation's scale and smoothing."""
+
+    def uncorrected_bias(self, weight: Array, roundings: float) -> StoredWeight:
+        """Return the bias as it was before smoothing and its correction; zeros if there is none.
+
+        Smoothing adds -offset @ (W / multiplier), as `bias_shift` of `passes/qdq/insert.py`
+        computes it.
+
+        Args:
+            weight: the FP32 weight as the graph would have it.
+            roundings: relative error of a sum in FP32.
+        """
+        change = np.broadcast_to(self.delta, weight.shape[_output_axis(self.node)])
+        if self.params.offset is not None and self.node.op_type != "Conv":
+            matrix = weight.T if _output_axis(self.node) == 0 else weight
+            if self.params.multiplier is not None:
+                matrix = np.asarray(matrix / self.params.multiplier[:, None], np.float32)
+            shift = self.params.offset.astype(np.float64) @ matrix
+            change = change - shift.astype(np.float32)
+        zeros = np.zeros(change.shape, np.float32)
+        stored = self.bias or StoredWeight(f"{self.node.name}/bias", "fp32", zeros, zeros)
+        plain = stored.values - change
+        step = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(stored.precision, 0.0)
+        # FP16 has subnormal numbers, in steps of 2**-24.
+        tolerance = np.abs(stored.values) * step + (2.0**-25 if step else 0.0)
+        tolerance += (np.abs(plain) + 2 * np.abs(change)) * roundings
+        return replace(stored, values=plain, tolerance=tolerance)
+
+
+def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterator[QuantizedLayer]:
+    """Yield every layer of the main graph with a weight behind a DequantizeLinear."""
+    for node in model.graph:
+        if node.op_type in ("MatMul", "Gemm", "Conv") and len(node.inputs) > 1:
+            made = _maker(node.inputs[1])
+            if made is not None and made.op_type == "DequantizeLinear":
+                layer = _read_layer(node, made, calibration)
+                if layer is not None:
+                    yield layer
+
+
+def _read_layer(
+    node: ir.Node, made: ir.Node, calibration: Calibration | None
+) -> QuantizedLayer | None:
+    stored, scale = _constant(made.inputs[0]), _constant(made.inputs[1])
+    zero = _constant(made.inputs[2]) if len(made.inputs) > 2 else None
+    if stored is None or scale is None or not quantized_precision(stored):
+        return None
+    if len(stored.shape) < 2:
+        return None
+    raw, scales = read_values(stored), read_values(scale).astype(np.float32)
+    names = [made.inputs[1].name or ""]
+    if zero is not None:
+        names.append(made.inputs[2].name or "")
+    recorded, params, problem, more = _activation(node, calibration, raw.shape)
+    factors, name = _output_factors(node)
+    axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
+    weight = dequantize(
+        made.inputs[0].name or "",
+        quantized_precision(stored),
+        raw,
+        scales,
+        read_values(zero) if zero is not None else np.zeros((), raw.dtype),
+        int(axis or 0) % raw.ndim,
+        factors=factors,
+        unsmooth=params.multiplier if node.op_type != "Conv" else None,
+    )
+    weight.uses = list(find_uses(made.inputs[0]))
+    deltas = calibration.bias_deltas if calibration is not None else {}
+    delta = deltas.get(node.name or "", np.zeros(1, np.float32))
+    recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
+    return QuantizedLayer(
+        node, weight, _bias(node), params, delta, recorded, [*names, *more, name], problem
+    )
+
+
+def _activation(
+    node: ir.Node, calibration: Calibration | None, shape: tuple[int, ...]
+) -> tuple[bool, ActivationQuantParams, str, list[str]]:
+    """Read how a layer's activation is quantized.
+
+    Returns:
+        Whether calibration recorded it, its parameters, what differs from the record, and the names
+        of its initializers.
+    """
+    quantizer = _maker(_input_of(_maker(node.inputs[0]), "DequantizeLinear"))
+    if quantizer is None or quantizer.op_type != "QuantizeLinear":
+        return False, ActivationQuantParams(1.0), "", []
+    names = [value.name or "" for value in quantizer.inputs[1:] if value is not None]
+    found: dict[str, Array | None] = {"multiplier": None, "offset": None}
+    maker = _maker(quantizer.inputs[0])
+    for suffix, kind in (("/shift_channels", "offset"), ("/scale_channels", "multiplier")):
+        if maker is not None and (maker.name or "").endswith(suffix):
+            tensor = _constant(maker.inputs[1])
+            found[kind] = None if tensor is None else read_values(tensor)
+            names.append(maker.inputs[1].name or "")
+            maker = _maker(maker.inputs[0])
+    tensor = _constant(quantizer.inputs[1])
+    scale = np.zeros(()) if tensor is None else read_values(tensor)
+    activation = names[0].removesuffix("/scale") if names else ""
+    record = calibration.ranges.get(activation) if calibration is not None else None
+    channels = shape[1 - _output_axis(node)]
+    if record is None or not all(
+        vector is None or vector.shape == (channels,)
+        for vector in (record.multiplier, record.offset)
+    ):
+        plain = {k: None if v is None else v.astype(np.float32) for k, v in found.items()}
+        return False, ActivationQuantParams(float(scale), **plain), "", names
+    problems = []
+    expected = fp16_scale(record.scale)
+    if scale.astype(np.float32) != expected:
+        problems.append(f"scale {float(scale):g}, calibrated {float(expected):g}")
+    for kind, values in found.items():
+        wanted = getattr(record, kind)
+        if (values is None) != (wanted is None):
+            problems.append(f"{kind} {'missing' if values is None else 'not calibrated'}")
+        elif values is not None and not _is_rounded(values, wanted):
+            problems.append(f"{kind} differs from the calibrated one")
+    what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
+    return True, record, what, names
+
+
+def _is_rounded(values: Array, wanted: Vector) -> bool:
+    """Return True if values are the wanted ones, rounded to their type."""
+    if values.shape != wanted.shape:
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.all(values == wanted.astype(values.dtype)))
+
+
+def _bias(node: ir.Node) -> StoredWeight | None:
+    """Return the constant that is added to a layer's output, also after its factors."""
+    if node.op_type in ("Gemm", "Conv") and len(node.inputs) > 2 and node.inputs[2] is not None:
+        values = [node.inputs[2]]
+    else:
+        scaled = _only_user(node)
+        last = scaled if _is_output_scaling(scaled) else node
+        add = following_add(last) if last is not None else None
+        values = [v for v in add.inputs if v is not last.outputs[0]] if add and last else []
+    for value in values:
+        tensor = _constant(value)
+        # Other constants may be added, such as a mask; a bias has one number for each channel.
+        if value is not None and tensor is not None and tensor.size == _channels(node):
+            bias = read_plain(value, tensor)
+            bias.raw, bias.values = bias.raw.reshape(-1), bias.values.reshape(-1)
+            return bias
+    return None
+
+
+def _channels(node: ir.Node) -> int:
+    shape = node.inputs[1].shape if node.inputs[1] is not None else None
+    return int(shape[_output_axis(node)]) if shape is not None else -1
+
+
+def _output_axis(node: ir.Node) -> int:
+    transposed = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    return 0 if node.op_type == "Conv" or transposed else 1
+
+
+def _output_factors(node: ir.Node) -> tuple[Vector | None, str]:
+    user = _only_user(node)
+    if not _is_output_scaling(user) or user is None:
+        return None, ""
+    tensor = _constant(user.inputs[1])
+    factors = None if tensor is None else read_values(tensor).astype(np.float32)
+    return factors, user.inputs[1].name or ""
+
+
+def _is_output_scaling(node: ir.Node | None) -> bool:
+    return node is not None and (node.name or "").endswith("/scale_output")
+
+
+def _only_user(node: ir.Node) -> ir.Node | None:
+    uses = list(node.outputs[0].uses())
+    return uses[0].node if len(uses) == 1 else None
+
+
+def _maker(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that computes a value, past Casts."""
+    while value is not None and (made := value.producer()) and made.op_type == "Cast":
+        value = made.inputs[0]
+    return value.producer() if value is not None else None
+
+
+def _input_of(node: ir.Node | None, op_type: str) -> ir.Value | None:
+    return node.inputs[0] if node is not None and node.op_type == op_type else None
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of an initializer or Constant, past Casts and Identities."""
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type not in ("Cast", "Identity"):
+            break
+        value = made.inputs[0]
+    return None if value is None else ir.convenience.get_const_tensor(value)
+
+
+def _vector(values: list[float] | None) -> Vector | None:
+    return None if values is None else np.asarray(values, np.float32)

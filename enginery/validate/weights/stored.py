@@ -1,0 +1,226 @@
+"""The weights that a graph stores, as its nodes use them.
+
+A quantized weight is dequantized, and the smoothing that the activation undoes is taken out of it:
+`values` are those of the FP32 layer, and `tolerance` is what rounding may have changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.passes.cast.low_precision import read_values
+
+Array = NDArray[Any]
+
+_PASS_ON = frozenset(
+    {"Identity", "Cast", "DequantizeLinear", "Transpose", "Reshape", "Unsqueeze", "Squeeze"}
+)
+"""Operators behind which a weight is still the same weight."""
+_NAME_SUFFIX = re.compile(r"(_merged_\d+|_fp16|_bf16|_fp32|_quantized)+$")
+"""What merging decoders, casting and quantizing append to the names of initializers."""
+_PRECISIONS = {
+    ir.DataType.FLOAT16: "fp16",
+    ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.INT8: "int8",
+    ir.DataType.UINT8: "int8",
+    ir.DataType.FLOAT8E4M3FN: "fp8",
+}
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_TABLE = 16
+"""Smallest number of integers that are a table, such as position ids."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A node that reads a weight."""
+
+    node: ir.Node
+    index: int
+    """Which of its inputs the weight is."""
+    transposed: bool = False
+    """True if a Transpose of two dims lies between."""
+
+    @property
+    def path(self) -> str:
+        """The path of the module that the node belongs to: `encoder.layer.0.output.dense`."""
+        scopes = self.node.metadata_props.get("pkg.torch.onnx.name_scopes")
+        if scopes:  # torch's dynamo exporter: ['', 'model', 'model.encoder', 'linear_3']
+            words = re.findall(r"'([^']*)'", scopes)
+            return words[-2] if len(words) > 1 else ""
+        path = ""
+        for word in (self.node.name or "").split("/")[1:-1]:
+            parent, _, last = path.rpartition(".")
+            # A Sequential is in the path twice: /classifier/classifier.1/Gemm
+            if last and word.startswith(f"{last}."):
+                path = parent
+            path = f"{path}.{word}" if path else word
+        return path
+
+    @property
+    def inputs_first(self) -> bool | None:
+        """True if the node needs the weight as (inputs, outputs), None if it is no product."""
+        op, node = self.node.op_type, self.node
+        if self.index != 1 or op not in _PRODUCTS:
+            return None
+        flipped = bool(node.attributes.get_int("transB", 0)) != self.transposed
+        return not flipped
+
+
+_PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "MatMulInteger", "Attention", "QAttention")
+
+
+@dataclass
+class StoredWeight:
+    """A weight of a graph."""
+
+    name: str
+    precision: str
+    """fp32, fp16, bf16, int8, fp8 or another type."""
+    raw: Array
+    """As it is stored."""
+    values: Array
+    """As the FP32 layer would have it: dequantized, and without smoothing."""
+    tolerance: Array | None = None
+    """Largest difference that rounding explains, for each element; None for exact values."""
+    uses: list[Use] = field(default_factory=list)
+    problem: str = ""
+    """What is wrong with the scales themselves."""
+
+    @property
+    def parameter_name(self) -> str:
+        """The name without the suffixes of later stages."""
+        return _NAME_SUFFIX.sub("", self.name)
+
+
+def find_uses(value: ir.Value, *, transposed: bool = False) -> Iterator[Use]:
+    """Yield the nodes that read a weight, past those that only move or convert it."""
+    for use in value.uses():
+        if use.node.op_type in _PASS_ON and use.idx == 0:
+            flips = use.node.op_type == "Transpose" and len(value.shape or ()) == 2
+            yield from find_uses(use.node.outputs[0], transposed=transposed != flips)
+        else:
+            yield Use(use.node, use.idx, transposed)
+
+
+def stored_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Yield every initializer and Constant of the model, subgraphs included."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value, value.const_value
+        for node in graph:
+            if node.op_type == "Constant" and "value" in node.attributes:
+                yield node.outputs[0], node.attributes["value"].as_tensor()
+
+
+def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
+    """Return a weight that is not quantized."""
+    raw = read_values(tensor)
+    precision = _PRECISIONS.get(tensor.dtype, "fp32")
+    values = raw.astype(np.float32) if precision in ("fp16", "bf16") else raw
+    return StoredWeight(value.name or "", precision, raw, values, uses=list(find_uses(value)))
+
+
+def is_counted(tensor: ir.TensorProtocol) -> bool:
+    """Return True for weights and tables, and False for shapes, axes and single numbers."""
+    if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32) or quantized_precision(tensor):
+        return bool(tensor.size >= _TABLE)
+    return tensor.dtype in _FLOATS and bool(tensor.size > 1)
+
+
+def paths_behind(node: ir.Node, depth: int = 8) -> Iterator[str]:
+    """Yield the paths of the modules that read a node's outputs, the nearest first."""
+    level = [node]
+    for _ in range(depth):
+        level = [use.node for one in level for out in one.outputs for use in out.uses()][:32]
+        for one in level:
+            if path := Use(one, 0).path:
+                yield path
+
+
+def quantized_precision(tensor: ir.TensorProtocol) -> str:
+    """Return int8 or fp8, or '' for another type."""
+    found = _PRECISIONS.get(tensor.dtype, "")
+    return found if found in ("int8", "fp8") else ""
+
+
+def dequantize(
+    name: str,
+    precision: str,
+    raw: Array,
+    scales: Array,
+    zero_point: Array,
+    axis: int,
+    *,
+    factors: Array | None = None,
+    unsmooth: Array | None = None,
+) -> StoredWeight:
+    """Return a quantized weight with what rounding may have changed.
+
+    Args:
+        name: the initializer's name.
+        precision: int8 or fp8.
+        raw: the stored numbers.
+        scales: one, or one for each index of `axis`.
+        zero_point: like `scales`.
+        axis: the axis of the output channels.
+        factors: what multiplies each output channel of the product; None for nothing.
+        unsmooth: the multiplier of each input channel, which the weights were divided by; None
+            without smoothing.
+    """
+    shape = [1] * raw.ndim
+    shape[axis] = -1
+    scale = np.asarray(scales, np.float32).reshape(shape if np.size(scales) > 1 else [1] * raw.ndim)
+    zero = zero_point.astype(np.float32)
+    zero = zero.reshape(shape if zero.size > 1 else [1] * raw.ndim)
+    numbers = raw.astype(np.float32) - zero
+    step = scale if factors is None else scale * factors.astype(np.float32).reshape(shape)
+    problem = _range_problem(precision, numbers, step, zero, axis if step.size > 1 else None)
+    # Scales are rounded to FP16 before they quantize, so the largest number may have been clipped.
+    clipped = _fp16_rounding(step)
+    if unsmooth is not None:
+        other = [1] * raw.ndim
+        other[1 - axis] = -1
+        step = step * unsmooth.reshape(other)
+    values = numbers * step
+    size = np.abs(values)
+    if precision == "int8":
+        tolerance = 0.5 * np.abs(step) + size * (clipped + 2.0**-20)
+    else:  # E4M3: three significand bits, subnormal numbers in steps of 2**-9
+        tolerance = np.maximum(size * 2.0**-4, np.abs(step) * 2.0**-10) + size * (clipped + 2e-3)
+    tolerance += np.abs(step) * 1e-4
+    return StoredWeight(name, precision, raw, values, tolerance, problem=problem)
+
+
+def _fp16_rounding(step: Array) -> Array:
+    """Return the relative rounding of scales in FP16, which has fewer bits below 2**-14."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        spacing = np.spacing(np.abs(step).astype(np.float16)).astype(np.float32)
+    magnitude = np.maximum(np.abs(step), 2.0**-24)
+    return np.asarray(np.where(np.isfinite(spacing), spacing, 0) / magnitude, np.float32)
+
+
+def _range_problem(
+    precision: str, numbers: Array, step: Array, zero: Array, axis: int | None
+) -> str:
+    """Return what is wrong if the largest number of a channel is far below the type's range."""
+    if np.any(zero):
+        return ""
+    others = tuple(i for i in range(numbers.ndim) if i != axis) if axis is not None else None
+    most = np.abs(numbers).max(axis=others, keepdims=axis is not None)
+    range_end, least = (127, 120) if precision == "int8" else (448, 384)
+    # The smallest scale is for channels that are all zero.
+    low = (most < least * (1 - _fp16_rounding(step))) & (np.abs(step) > 2.0**-19) & (most > 0)
+    if not np.any(low):
+        return ""
+    channel = int(np.argmax(low.reshape(-1)))
+    where = f"channel {channel}" if axis is not None else "the weight"
+    found = float(np.reshape(most, -1)[channel])
+    return f"its scale is too large: {where} uses {found:g} of {range_end} levels"
