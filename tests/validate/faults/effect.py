@@ -36,7 +36,7 @@ from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.sample_inputs import TextFeeder
 from tests.trained import TRAINED, load_digit_images
-from tests.validate.faults.catalogue import FUNCTION, RARE
+from tests.validate.faults.text import FUNCTION, RARE
 
 SOUND_FACTOR = 2.0
 """Factor of both limits."""

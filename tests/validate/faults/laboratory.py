@@ -18,10 +18,12 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
 from enginery.runtime import torch_reference
-from tests.validate.faults.catalogue import FP16_FAULTS, TEXT_FAULTS, TRANSFORMER_FAULTS, Fault
 from tests.validate.faults.effect import FIRST, Effect, HeldOut, Rows
+from tests.validate.faults.fault import Fault
 from tests.validate.faults.quantized import QUANTIZED_FAULTS
 from tests.validate.faults.sound import SoundGraph
+from tests.validate.faults.text import TEXT_FAULTS
+from tests.validate.faults.transformer import FP16_FAULTS, TRANSFORMER_FAULTS
 from tests.validate.faults.vision import VISION_FAULTS
 
 FAULTS = (*TEXT_FAULTS, *TRANSFORMER_FAULTS, *VISION_FAULTS, *FP16_FAULTS, *QUANTIZED_FAULTS)

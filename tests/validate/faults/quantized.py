@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from tests.validate.faults.catalogue import ALL, Edit, Fault
+from tests.validate.faults.fault import Edit, Fault, faults
 from tests.validate.faults.graph_editor import GraphEditor
 
 MODELS = ("text", "vit", "resnet")
@@ -244,15 +244,11 @@ def _element(array: np.ndarray) -> None:
     array.reshape(-1)[7] = -array.reshape(-1)[7]
 
 
-def _list(kind: str, entries: dict[str, Edit], models=MODELS) -> list[Fault]:
-    return [Fault(name, kind, edit, ALL[2:], models) for name, edit in entries.items()]
-
-
 _FACTORS = (0.25, 0.5, 0.9, 1.1, 2, 4)
 _UP, _DOWN = r"layer\.0/intermediate/dense/MatMul", r"layer\.0/output/dense/MatMul"
 
 QUANTIZED_FAULTS: list[Fault] = [
-    *_list(
+    *faults(
         "activation scales",
         {
             **{f"one activation scale × {f}": activation_scale(f) for f in _FACTORS},
@@ -272,8 +268,10 @@ QUANTIZED_FAULTS: list[Fault] = [
             "quantized twice, scale × 1.5": quantized_twice(1.5),
             "quantized twice, scale × 0.5": quantized_twice(0.5),
         },
+        models=MODELS,
+        precisions=("int8",),
     ),
-    *_list(
+    *faults(
         "weight scales",
         {
             "one channel's scale × 1.1": weight_scale(one_channel(1.1)),
@@ -294,8 +292,10 @@ QUANTIZED_FAULTS: list[Fault] = [
             "weight scales of another layer": other_layers_weight_scale,
             "weight zero point + 1": weight_zero_point,
         },
+        models=MODELS,
+        precisions=("int8",),
     ),
-    *_list(
+    *faults(
         "INT8 weights",
         {
             "two INT8 rows swapped": weight_values(_swap_first),
@@ -312,8 +312,10 @@ QUANTIZED_FAULTS: list[Fault] = [
             "all weights in 4 bits": in_bits(4),
             "pair removed": not_quantized,
         },
+        models=MODELS,
+        precisions=("int8",),
     ),
-    *_list(
+    *faults(
         "smoothing and correction",
         {
             "smoothing dropped": smoothing(np.ones_like),
@@ -332,5 +334,6 @@ QUANTIZED_FAULTS: list[Fault] = [
             "original bias, down": bias_as_before(_DOWN),
         },
         models=("text", "vit"),
+        precisions=("int8",),
     ),
 ]

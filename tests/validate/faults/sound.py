@@ -12,19 +12,11 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
-from tests.validate.faults.catalogue import (
-    ALL,
-    EVERY,
-    FLOATS,
-    MASK_FILL,
-    attention,
-    cast_through,
-    erf_gelu,
-    layer_norm,
-    manual_softmax,
-)
+from tests.validate.faults.fault import ALL, FLOATS, cast_through
 from tests.validate.faults.graph_editor import GraphEditor, set_attribute
 from tests.validate.faults.quantized import activations, unsigned
+from tests.validate.faults.text import mask_of
+from tests.validate.faults.transformer import EVERY, attention, erf_gelu, layer_norm, manual_softmax
 
 Change = Callable[[onnx.ModelProto], onnx.ModelProto | None]
 EVERY_MODEL = ("text", "vit", "resnet")
@@ -293,10 +285,6 @@ def _scale_in_weights(g: GraphEditor) -> None:
             g.bypass(attention(name, layer))
 
 
-def _mask_of(value: float) -> Callable[[GraphEditor], None]:
-    return lambda g: g.change_array(MASK_FILL, lambda a: a * 0 + value)
-
-
 def _bias_added_apart(g: GraphEditor) -> None:
     for node in g.nodes(op="Conv"):
         bias = g.array(node.input[2])
@@ -413,9 +401,9 @@ SOUND_GRAPHS: list[SoundGraph] = [
     SoundGraph("Gemm for MatMul", edited(_as_gemm), FLOATS, TRANSFORMERS),
     SoundGraph("one product for three", edited(_one_product_for_three), FLOATS, TRANSFORMERS),
     SoundGraph("sums of two halves", edited(_two_sums), FLOATS, TRANSFORMERS),
-    SoundGraph("mask of -10000", edited(_mask_of(-1e4)), models=("text",)),
-    SoundGraph("mask of -30000", edited(_mask_of(-3e4)), models=("text",)),
-    SoundGraph("mask of -1e9", edited(_mask_of(-1e9)), ("fp32",), ("text",)),
+    SoundGraph("mask of -10000", edited(mask_of(-1e4)), models=("text",)),
+    SoundGraph("mask of -30000", edited(mask_of(-3e4)), models=("text",)),
+    SoundGraph("mask of -1e9", edited(mask_of(-1e9)), ("fp32",), ("text",)),
     SoundGraph("mask not expanded", edited(lambda g: g.bypass("^/Expand")), models=("text",)),
     SoundGraph("bias of convolutions apart", edited(_bias_added_apart), models=("vit", "resnet")),
     SoundGraph("padding apart", edited(_padded_apart), FLOATS, models=("resnet",)),

@@ -7,12 +7,13 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from tests.validate.faults.catalogue import (
+from tests.validate.faults.fault import (
     FLOATS,
     Edit,
     Fault,
     bypassed,
     cast_through,
+    faults,
     noisy,
     on_last,
     on_operand,
@@ -128,10 +129,6 @@ _SIZES = {
 }
 
 
-def _list(kind: str, entries: dict[str, Edit], **where) -> list[Fault]:
-    return [Fault(name, kind, edit, **where) for name, edit in entries.items()]
-
-
 _CONV = r"stages\.1/layers\.0/layer/layer\.1/convolution/Conv"
 _FIRST_CONV = r"stages\.0/layers\.0/layer/layer\.0/convolution/Conv"
 _EMBED = r"embeddings/patch_embeddings/projection/Conv"
@@ -203,7 +200,7 @@ def _other_token(g: GraphEditor) -> None:
 
 
 VISION_FAULTS: list[Fault] = [
-    *_list(
+    *faults(
         "pixels",
         {
             "channels reversed": on_pixels(
@@ -230,7 +227,7 @@ VISION_FAULTS: list[Fault] = [
         },
         models=VISION,
     ),
-    *_list(
+    *faults(
         "pixels",
         {
             "height and width exchanged": on_pixels(
@@ -255,7 +252,7 @@ VISION_FAULTS: list[Fault] = [
         )
         for name, (condition, by) in _SIZES.items()
     ],
-    *_list(
+    *faults(
         "scores",
         {
             "scores rotated": on_last(lambda g, x: rolled(g, x, 0)),
@@ -281,13 +278,13 @@ VISION_FAULTS: list[Fault] = [
         },
         models=VISION,
     ),
-    *_list(
+    *faults(
         "scores",
         {"scores through fp16": on_last(cast_through(_FLOAT16))},
         models=VISION,
         precisions=("fp32",),
     ),
-    *_list(
+    *faults(
         "ViT embeddings",
         {
             "patches transposed": on_output(_PATCHES, _transposed_patches),
@@ -306,7 +303,7 @@ VISION_FAULTS: list[Fault] = [
         models=("vit",),
         precisions=FLOATS,
     ),
-    *_list(
+    *faults(
         "ViT embeddings",
         {
             "patches transposed, quantized": on_output(_PATCHES, _transposed_patches),
@@ -319,7 +316,7 @@ VISION_FAULTS: list[Fault] = [
         models=("vit",),
         precisions=("int8",),
     ),
-    *_list(
+    *faults(
         "convolutions",
         {
             "padding on one side": attribute(_CONV, pads=[2, 2, 0, 0]),
@@ -362,7 +359,7 @@ VISION_FAULTS: list[Fault] = [
         },
         models=("resnet",),
     ),
-    *_list(
+    *faults(
         "convolutions",
         {
             "kernel in bf16": on_weight(_CONV, through(ml_dtypes.bfloat16)),
