@@ -12,6 +12,9 @@ A fault is harmful if it does to any answer what no rounding at this precision d
 - the mean of the squared errors is more than twice that of the sound artifact. Two calibrations of
   one model differ by about a twentieth.
 
+The rewritten graphs of `sound.py` were seen to move an answer by 1.1 times the largest error, and
+to have 1.4 times the mean squared error.
+
 Both errors of the sound artifact are measured on the same inputs as the fault. An answer that
 cannot be computed, has another shape, or is not finite is infinitely far.
 """

@@ -122,12 +122,11 @@ class Laboratory:
             location="weights.bin",
         )
         manifest = self.artifact.manifest
-        reports = {n: r for n, r in manifest.reports.items() if "validation" not in n}
         data_files = ("weights.bin",) if external_data else ()
         graphs = tuple(
             graph.model_copy(update={"data_files": data_files}) for graph in manifest.graphs
         )
-        bare = manifest.model_copy(update={"verdicts": (), "reports": reports, "graphs": graphs})
+        bare = manifest.model_copy(update={"verdicts": (), "graphs": graphs})
         commit_artifact(self._scratch, bare)
         return Artifact.open(self._scratch)
 
