@@ -3,6 +3,8 @@
 The effects: the largest change of an answer by the sound artifact's largest error, its mean squared
 error by that of the sound artifact, and the smallest cosine. Remove an entry when its fault is
 caught: the test fails otherwise.
+
+The list is complete but for MiniLM: 117 of 196 faults in FP16 and 104 of 243 faults in INT8 were tried.
 """
 
 MISSED_TODAY: dict[tuple[str, str], dict[str, str]] = {
@@ -48,6 +50,7 @@ MISSED_TODAY: dict[tuple[str, str], dict[str, str]] = {
         "scores × 0.7 if length = 100": "2.9e+02 × own error, squared 5.2e+03 ×, 0.937",
         "scores × 0.7 if length = 256": "3.9e+02 × own error, squared 4.9e+03 ×, 0.848",
         "scores × 0.7 if length 65 to 511": "3.3e+02 × own error, squared 1.4e+04 ×, 0.894",
+        "scores × 0.7 if length a multiple of 7": "3.3e+02 × own error, squared 8.9e+03 ×, 0.894",
         "rare row of zeros": "7.2e+02 × own error, squared 5e+04 ×, 0.599",
         "rare row its neighbour's": "6.4e+02 × own error, squared 3.5e+04 ×, 0.607",
         "rare row with noise": "3.8e+02 × own error, squared 1.3e+04 ×, 0.872",
@@ -69,6 +72,14 @@ MISSED_TODAY: dict[tuple[str, str], dict[str, str]] = {
         "mask ignored if batch a multiple of 5": "3.3 × own error, squared 27 ×, 0.612",
         "positions clamped at 63": "2.8 × own error, squared 5.3 ×, 0.731",
         "positions clamped at 255": "2.2 × own error, squared 2.1 ×, 0.853",
+        "positions modulo 128": "3.1 × own error, squared 5 ×, 0.822",
+        "rare row of zeros": "4 × own error, squared 11 ×, 0.607",
+        "rare row its neighbour's": "3.6 × own error, squared 8.4 ×, 0.615",
+        "rare row with noise": "2.2 × own error, squared 3.8 ×, 0.868",
+        "rare row of NaN": "inf × own error, squared inf ×, -1.000",
+        "last row of zeros": "3.1 × own error, squared 6.3 ×, 0.722",
+        "common row of zeros": "3 × own error, squared 7.1 ×, 0.723",
+        "common row its neighbour's": "2.9 × own error, squared 8.2 ×, 0.718",
         "all activation scales × 0.9": "0.45 × own error, squared 1.7 ×, 0.952",
         "all activation scales × 2": "0.97 × own error, squared 1.4 ×, 0.986",
         "dequantized with scale × 1.1": "0.7 × own error, squared 2.1 ×, 0.956",
@@ -78,6 +89,8 @@ MISSED_TODAY: dict[tuple[str, str], dict[str, str]] = {
         "one layer's scales rolled": "0.51 × own error, squared 1.8 ×, 0.961",
         "all scales × 1.02": "0.6 × own error, squared 2.5 ×, 0.967",
         "weight scales of another layer": "0.98 × own error, squared 3.4 ×, 0.963",
+        "INT8 clipped at 100": "0.35 × own error, squared 1.3 ×, 0.967",
+        "all weights in 7 bits": "0.56 × own error, squared 2.2 ×, 0.963",
         "bias correction negated, down": "0.51 × own error, squared 2 ×, 0.961",
     },
     ("vit", "fp32"): {
