@@ -10,7 +10,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanShape
-from tests.validate import faults
+from tests.validate.faults import edits as faults
 
 FEATURES = ("bert", "feature-extraction")
 

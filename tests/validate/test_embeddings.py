@@ -94,7 +94,7 @@ def test_nan_fails(compared):
 
 def test_unsupported_module_is_noted_and_the_graph_is_compared(exported, copied):
     from enginery import validate_model
-    from tests.validate import faults
+    from tests.validate.faults import edits as faults
 
     artifact = copied(exported("bert", "feature-extraction"))
     modules = [{"type": "sentence_transformers.models.LSTM", "path": "1"}]

@@ -6,7 +6,7 @@ from onnx import TensorProto
 
 from enginery import validate_model
 from enginery.core.errors import ArtifactError
-from tests.validate import faults
+from tests.validate.faults import edits as faults
 
 TEXT = ("bert", "text-classification")
 FEATURES = ("bert", "feature-extraction")

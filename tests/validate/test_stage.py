@@ -25,7 +25,7 @@ from enginery.core.progress import Silent
 from enginery.validate.config import ValidateConfig
 from enginery.validate.stage import fingerprint
 from tests.tolerances import SCORES
-from tests.validate import faults
+from tests.validate.faults import edits as faults
 
 TEXT = ("bert", "text-classification")
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.json_file import parse_json, read_document
 from enginery.passes.cast.low_precision import read_values
-from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.layers import following_add
+from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.validate.weights.stored import (
     StoredWeight,
     dequantize,

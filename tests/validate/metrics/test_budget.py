@@ -16,7 +16,7 @@ from enginery.validate.metrics.budget import quantization_budget
 from enginery.validate.overall import OverallComparison
 from enginery.validate.stage import read_current_report
 from tests.tiny import TEXT, save_tiny
-from tests.validate import faults
+from tests.validate.faults import edits as faults
 
 GPT2 = ("gpt2", "text-generation")
 DISTILBERT = ("distilbert", "feature-extraction")

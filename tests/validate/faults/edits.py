@@ -18,6 +18,7 @@ def break_graph(artifact, edit, *, graph="model.onnx", **manifest):
     path = artifact.path / graph
     model = onnx.load(str(path))
     edit(model)
+    path.unlink()  # it may be a hard link to the file in the store
     onnx.save(model, str(path))
     commit_artifact(artifact.path, artifact.manifest.model_copy(update=manifest))
     return Artifact.open(artifact.path)
