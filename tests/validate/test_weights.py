@@ -11,7 +11,7 @@ from enginery import Artifact, export_model, optimize_model, quantize_model, val
 from enginery.core.model.source import resolve_record
 from enginery.validate.weights.compare import compare_weights
 from tests.tiny import TEXT, save_tiny, tiny_artifact
-from tests.validate import faults
+from tests.validate.faults import edits as faults
 
 WORDS = "bert.embeddings.word_embeddings.weight"
 QUERY = "/bert/encoder/layer.0/attention/self/query/MatMul"

@@ -104,40 +104,26 @@ def compute_differences(
     )
 
 
-@dataclass(frozen=True)
-class ConstantFit:
-    """How well one constant, repeated for every row of the batch, fits a reference."""
+def constant_error(reference: Array) -> float:
+    """Return the largest error of the best constant that is repeated for every row of the batch.
 
-    max_abs: float
-    """Largest absolute error of the best constant."""
-    cosine: float
-    """Cosine of the best constant."""
-
-
-def fit_constant(reference: Array) -> ConstantFit | None:
-    """Fit a constant to the rows of a reference; return None for outputs that are not floats.
-
-    If there is one row, its positions (all axes but the last) count as rows.
+    If there is one row, its positions (all axes but the last) count as rows. NaN if there is only
+    one position, or if the reference has no ordinary floats.
     """
     if reference.ndim < 2 or not np.issubdtype(reference.dtype, np.floating) or not reference.size:
-        return None
+        return math.nan
     rows = reference if len(reference) > 1 else reference.reshape(-1, reference.shape[-1])
     if len(rows) < 2:
-        return None
-    lowest, highest, total, squared = rows[0].copy(), rows[0].copy(), 0.0, 0.0
-    for row in rows:
+        return math.nan
+    lowest, highest = np.array(rows[0]), np.array(rows[0])
+    for row in rows[1:]:
         np.minimum(lowest, row, out=lowest)
         np.maximum(highest, row, out=highest)
-        total = total + row.astype(np.float64)
-        squared += float(np.square(row, dtype=np.float64).sum())
     ordinary = np.isfinite(lowest) & np.isfinite(highest)
     ordinary &= np.maximum(np.abs(lowest), np.abs(highest)) < _FILL
     if not ordinary.any():
-        return None
-    spread = float((highest[ordinary].astype(np.float64) - lowest[ordinary]).max())
-    # The constant with the largest cosine is the mean.
-    norm = float(np.linalg.norm(total)) / math.sqrt(len(rows))
-    return ConstantFit(spread / 2, norm / math.sqrt(squared) if squared else 1.0)
+        return math.nan
+    return float((highest[ordinary].astype(np.float64) - lowest[ordinary]).max()) / 2
 
 
 def argmax_disagreement(

@@ -30,7 +30,7 @@ from enginery.validate.metrics.differences import (
     Differences,
     argmax_disagreement,
     compute_differences,
-    fit_constant,
+    constant_error,
 )
 
 Array = NDArray[Any]
@@ -78,6 +78,10 @@ def compare_output(
     found = compute_differences(actual, reference, padding)
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
     limit = limit if max_abs_error is None else max_abs_error
+    # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
+    rounding = Tolerance.for_precision(tolerance.precision).limit(
+        noise_floor=noise.max_abs, largest=found.largest
+    )
     cosine_limit = min_cosine
     if cosine_limit is None:
         has_direction = found.rms > 4 * noise.max_abs
@@ -99,19 +103,15 @@ def compare_output(
         limit=limit,
         cosine_limit=cosine_limit,
         problem=_problem(found, limit, cosine_limit, agreement),
-        constant_ratio=_constant_ratio(reference, limit, cosine_limit),
+        constant_ratio=_constant_ratio(reference, limit if math.isfinite(limit) else rounding),
     )
 
 
-def _constant_ratio(reference: Array, limit: float, cosine_limit: float) -> float:
+def _constant_ratio(reference: Array, limit: float) -> float:
     """Return the error of the best constant as a multiple of the limit; NaN if unknown."""
-    fit = fit_constant(reference)
-    if fit is None or not math.isfinite(fit.max_abs):
-        return math.nan
-    if not math.isfinite(limit):
-        return (1 - fit.cosine) / (1 - cosine_limit) if cosine_limit < 1 else math.inf
+    error = constant_error(reference)
     # Below the smallest normal number, arithmetic has no relative accuracy.
-    return fit.max_abs / limit if limit >= np.finfo(np.float32).tiny else 0.0
+    return error / limit if limit >= np.finfo(np.float32).tiny else 0.0 * error
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
