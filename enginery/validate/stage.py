@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from enginery.core.artifact.fingerprint import (
     runtime_version,
     tool_versions,
 )
-from enginery.core.artifact.manifest import Verdict
+from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.artifact.reports import (
     GraphCoverage,
     OverallMetrics,
@@ -42,13 +42,20 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.progress import SILENT, Progress
+from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
-from enginery.validate.cases.sweep import LONGEST, profile_cases, profiles_by_graph, sweep_cases
+from enginery.validate.cases.sweep import (
+    LONGEST,
+    ValidationCase,
+    profile_cases,
+    profiles_by_graph,
+    sweep_cases,
+)
 from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
@@ -167,9 +174,8 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
+    comparison = _Comparison(artifact, source, config, feed_limits, embeddings, overall, progress)
     results: list[ValidationCaseResult] = []
-    providers: list[ProviderRecord] = []
-    coverage: list[GraphCoverage] = []
     for record in manifest.graphs:
         real, more_notes = real_cases(artifact, record, config)
         promised = [*profiles[record.file], *reached[record.file]]
@@ -182,63 +188,27 @@ def run(
             record,
             reached[record.file],
         )
-        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            run_reference = partial(
-                run_pytorch,
-                artifact,
-                source,
-                record,
-                progress=progress,
-                trust_remote_code=config.trust_remote_code,
-            )
-            noise = not is_quantized(artifact)
-            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
-            with OrtRunner(
-                artifact,
-                graph=record.file,
-                providers=providers_of(config),
-                allow_fallback=config.allow_fallback,
-            ) as runner:
-                providers = [
-                    {"name": p.name, "reason": p.reason, "options": p.options}
-                    for p in runner.providers
-                ]
-                limits = limits.where(runner.providers)
-                found = compare_graph(
-                    runner,
-                    record,
-                    cases,
-                    pytorch,
-                    limits,
-                    embeddings=embeddings,
-                    overall=overall,
-                    progress=progress,
-                )
-                scan = ConsistencyScan(
-                    runner, record, feed_limits, engines=reached[record.file], seed=config.seed
-                )
-                scanned = scan.run(scan.shapes(config.effort, promised), limits, pytorch, progress)
-                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
-                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
-        coverage.append(scan.coverage(found, scanned))
-        more_notes += scan_notes(record, scanned, found)
+        found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
         results += found
         results += left_out
-        notes.extend(note for note in (*more_notes, *pytorch.notes) if note not in notes)
+        notes += more_notes
     weights = compare_weights(
         artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
     )
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
-    notes.extend(_describe_rule(limits, together))
+    notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     not_proven = find_unproven(results)
+    agrees = _all_passed(results) and near and not not_proven
+    if agrees and not is_quantized(artifact):
+        weights = weights.without_undone()
     report = ValidationReport(
-        passed=_all_passed(results) and near and not weights.differences and not not_proven,
+        passed=agrees and not weights.differences,
         summary=summarize(results, pooled, together, weights, not_proven),
         precision=manifest.precision,
-        providers=providers,
+        providers=comparison.providers,
         reference={
             "id": source.record.id,
             "revision": source.record.revision,
@@ -258,13 +228,94 @@ def run(
         weights=weights,
         not_proven=not_proven,
         effort=config.effort,
-        coverage=coverage,
+        coverage=comparison.coverage,
         notes=notes,
         tools={**runtime_version(), **tool_versions(TOOLS)},
         seconds=round(time.monotonic() - started, 3),
     )
     _save_verdict(artifact, key, report)
     return report
+
+
+@dataclass
+class _Comparison:
+    """The comparison of an artifact's graphs with PyTorch, one after the other."""
+
+    artifact: Artifact
+    source: ModelSource
+    config: ValidateConfig
+    feed_limits: FeedLimits
+    embeddings: EmbeddingComparison | None
+    overall: OverallComparison | None
+    progress: Progress
+    providers: list[ProviderRecord] = field(default_factory=list)
+    """The providers that ran the last graph."""
+    coverage: list[GraphCoverage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def run(
+        self,
+        record: GraphRecord,
+        cases: Sequence[ValidationCase],
+        profiles: Sequence[Profile],
+        engines: Sequence[Profile],
+        limits: ComparisonLimits,
+    ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
+        """Compare one graph.
+
+        Args:
+            record: the graph.
+            cases: the inputs.
+            profiles: shape profiles, whose bounds are run in any case.
+            engines: profiles of the engines that run the graph.
+            limits: the tolerances.
+
+        Returns:
+            The results, and the tolerances with the providers that ran.
+        """
+        artifact, config, progress = self.artifact, self.config, self.progress
+        run_reference = partial(
+            run_pytorch,
+            artifact,
+            self.source,
+            record,
+            progress=progress,
+            trust_remote_code=config.trust_remote_code,
+        )
+        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+            noise = not is_quantized(artifact)
+            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
+            with OrtRunner(
+                artifact,
+                graph=record.file,
+                providers=providers_of(config),
+                allow_fallback=config.allow_fallback,
+            ) as runner:
+                self.providers = [
+                    {"name": p.name, "reason": p.reason, "options": p.options}
+                    for p in runner.providers
+                ]
+                limits = limits.where(runner.providers)
+                found = compare_graph(
+                    runner,
+                    record,
+                    cases,
+                    pytorch,
+                    limits,
+                    embeddings=self.embeddings,
+                    overall=self.overall,
+                    progress=progress,
+                )
+                scan = ConsistencyScan(
+                    runner, record, self.feed_limits, engines=engines, seed=config.seed
+                )
+                shapes = scan.shapes(config.effort, profiles)
+                scanned = scan.run(shapes, limits, pytorch, progress)
+                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
+                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
+        self.coverage.append(scan.coverage(found, scanned))
+        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
+        return found, limits
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

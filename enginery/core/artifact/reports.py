@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
@@ -242,6 +242,18 @@ class WeightDifference:
     """Between the rows that differ and PyTorch's."""
     problem: str
     """Where it differs, by how much, and what that means."""
+    factor: Number = math.nan
+    """The one number that the whole parameter is multiplied by; NaN if there is none."""
+
+    @property
+    def may_be_undone(self) -> bool:
+        """True if the graph may undo the difference elsewhere, which its outputs then show.
+
+        An exporter may multiply the query's weight by the scale of the attention. A table of
+        embeddings does not count, because most inputs read few of its rows; a factor near 1 does
+        not either, because the outputs may not show it.
+        """
+        return abs(math.log(self.factor)) > math.log(1.9) if self.factor > 0 else False
 
 
 @dataclass(frozen=True)
@@ -268,6 +280,19 @@ class WeightMetrics:
     """The largest of those that were not traced."""
     unused: list[str]
     """Parameters that no graph has."""
+
+    def without_undone(self) -> WeightMetrics:
+        """Return the metrics of a graph whose outputs agree with PyTorch's.
+
+        A difference that it undoes elsewhere is then none.
+        """
+        kept = [found for found in self.differences if not found.may_be_undone]
+        undone = sum(found.elements for found in self.differences if found.may_be_undone)
+        kinds = {**self.kinds, "different": self.kinds.get("different", 0) - undone}
+        if not undone:
+            return self
+        kinds["scaled"] = kinds.get("scaled", 0) + undone
+        return replace(self, differences=kept, kinds=kinds)
 
     def describe(self) -> str:
         """Return `99.8 % of 22.6 M elements compared in full`."""

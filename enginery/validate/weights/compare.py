@@ -47,9 +47,11 @@ from enginery.validate.weights.quantized import Calibration, QuantizedLayer, qua
 from enginery.validate.weights.stored import (
     StoredWeight,
     Use,
+    constant_tensor,
     dequantize,
     find_uses,
     is_counted,
+    is_key_bias,
     paths_behind,
     quantized_precision,
     read_plain,
@@ -263,6 +265,8 @@ class _GraphComparison:
                 return folded
         if use is not None and (kind := explain(found, expected)):
             return name, kind, None
+        if np.all(np.isfinite(found.values)) and any(is_key_bias(use) for use in found.uses):
+            return name, "of no effect", None
         return name, "different", self._difference(found, name, expected, wrong)
 
     def _best(
@@ -334,7 +338,7 @@ class _GraphComparison:
         if path not in self._norms:
             values = self._dequantized.get(path)
             if values is None and node.op_type == "Conv":
-                tensor = ir.convenience.get_const_tensor(node.inputs[1])
+                tensor = constant_tensor(node.inputs[1])
                 values = None if tensor is None else read_values(tensor)
             if values is None:
                 return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.reports import WeightDifference
-from enginery.validate.weights.stored import StoredWeight
+from enginery.validate.weights.stored import StoredWeight, is_table
 
 Array = NDArray[Any]
 
@@ -52,6 +53,7 @@ def describe_difference(
         max_abs=largest,
         cosine=cosine,
         problem=f"{problem}; {meaning}" if meaning else problem,
+        factor=_factor(values, wide) if not is_table(found) else math.nan,
     )
 
 
@@ -67,10 +69,16 @@ def _meaning(found: StoredWeight, values: Array, wide: Array, wrong: Array, hold
         return "they are zero"
     if found.precision == "fp32" and np.array_equal(values, wide.astype(np.float16)):
         return "it was rounded to FP16"
-    ratio = float((values[wrong] * wide[wrong]).sum() / max((wide[wrong] ** 2).sum(), 1e-300))
-    if np.allclose(values[wrong], ratio * wide[wrong], rtol=1e-3, atol=1e-6 * np.abs(wide).max()):
-        return f"they are {ratio:.4g} times as large"
-    return ""
+    ratio = _factor(values[wrong], wide[wrong])
+    return "" if math.isnan(ratio) else f"they are {ratio:.4g} times as large"
+
+
+def _factor(values: Array, wide: Array) -> float:
+    """Return the number that all expected values are multiplied by; NaN if there is none."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        ratio = float((values * wide).sum() / max((wide**2).sum(), 1e-300))
+        near = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
+    return ratio if near else math.nan
 
 
 def _cosine(one: Array, other: Array) -> float:

@@ -21,6 +21,7 @@ from enginery.passes.qdq.layers import following_add
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.validate.weights.stored import (
     StoredWeight,
+    constant_tensor,
     dequantize,
     find_uses,
     quantized_precision,
@@ -120,8 +121,8 @@ def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterat
 def _read_layer(
     node: ir.Node, made: ir.Node, calibration: Calibration | None
 ) -> QuantizedLayer | None:
-    stored, scale = _constant(made.inputs[0]), _constant(made.inputs[1])
-    zero = _constant(made.inputs[2]) if len(made.inputs) > 2 else None
+    stored, scale = constant_tensor(made.inputs[0]), constant_tensor(made.inputs[1])
+    zero = constant_tensor(made.inputs[2]) if len(made.inputs) > 2 else None
     if stored is None or scale is None or not quantized_precision(stored):
         return None
     if len(stored.shape) < 2:
@@ -169,12 +170,12 @@ def _activation(
     maker = _maker(quantizer.inputs[0])
     for suffix, kind in (("/shift_channels", "offset"), ("/scale_channels", "multiplier")):
         if maker is not None and (maker.name or "").endswith(suffix):
-            tensor = _constant(maker.inputs[1])
+            tensor = constant_tensor(maker.inputs[1])
             found[kind] = None if tensor is None else read_values(tensor)
             names.append(maker.inputs[1].name or "")
             maker = _maker(maker.inputs[0])
-    tensor = _constant(quantizer.inputs[1])
-    scale = np.zeros(()) if tensor is None else read_values(tensor)
+    tensor = constant_tensor(quantizer.inputs[1])
+    scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     activation = names[0].removesuffix("/scale") if names else ""
     record = calibration.ranges.get(activation) if calibration is not None else None
     channels = shape[1 - _output_axis(node)]
@@ -183,11 +184,13 @@ def _activation(
         for vector in (record.multiplier, record.offset)
     ):
         plain = {k: None if v is None else v.astype(np.float32) for k, v in found.items()}
-        return False, ActivationQuantParams(float(scale), **plain), "", names
+        return False, ActivationQuantParams(float(scale.max()), **plain), "", names
     problems = []
     expected = fp16_scale(record.scale)
-    if scale.astype(np.float32) != expected:
-        problems.append(f"scale {float(scale):g}, calibrated {float(expected):g}")
+    if scale.size != 1:
+        problems.append(f"{scale.size} scales, calibrated one")
+    elif scale.item() != expected:
+        problems.append(f"scale {scale.item():g}, calibrated {float(expected):g}")
     for kind, values in found.items():
         wanted = getattr(record, kind)
         if (values is None) != (wanted is None):
@@ -216,7 +219,7 @@ def _bias(node: ir.Node) -> StoredWeight | None:
         add = following_add(last) if last is not None else None
         values = [v for v in add.inputs if v is not last.outputs[0]] if add and last else []
     for value in values:
-        tensor = _constant(value)
+        tensor = constant_tensor(value)
         # Other constants may be added, such as a mask; a bias has one number for each channel.
         if value is not None and tensor is not None and tensor.size == _channels(node):
             bias = read_plain(value, tensor)
@@ -239,7 +242,7 @@ def _output_factors(node: ir.Node) -> tuple[Vector | None, str]:
     user = _only_user(node)
     if not _is_output_scaling(user) or user is None:
         return None, ""
-    tensor = _constant(user.inputs[1])
+    tensor = constant_tensor(user.inputs[1])
     factors = None if tensor is None else read_values(tensor).astype(np.float32)
     return factors, user.inputs[1].name or ""
 
@@ -262,15 +265,6 @@ def _maker(value: ir.Value | None) -> ir.Node | None:
 
 def _input_of(node: ir.Node | None, op_type: str) -> ir.Value | None:
     return node.inputs[0] if node is not None and node.op_type == op_type else None
-
-
-def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """Return the tensor of an initializer or Constant, past Casts and Identities."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Cast", "Identity"):
-            break
-        value = made.inputs[0]
-    return None if value is None else ir.convenience.get_const_tensor(value)
 
 
 def _vector(values: list[float] | None) -> Vector | None:

@@ -120,6 +120,15 @@ def stored_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtoco
                 yield node.outputs[0], node.attributes["value"].as_tensor()
 
 
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of an initializer or Constant, past Casts and Identities."""
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type not in ("Cast", "Identity"):
+            break
+        value = made.inputs[0]
+    return None if value is None else ir.convenience.get_const_tensor(value)
+
+
 def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
     """Return a weight that is not quantized."""
     raw = read_values(tensor)
@@ -133,6 +142,55 @@ def is_counted(tensor: ir.TensorProtocol) -> bool:
     if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32) or quantized_precision(tensor):
         return bool(tensor.size >= _TABLE)
     return tensor.dtype in _FLOATS and bool(tensor.size > 1)
+
+
+def is_table(stored: StoredWeight) -> bool:
+    """Return True if inputs read single rows of a weight, as of an embedding."""
+    return any(use.node.op_type.startswith("Gather") for use in stored.uses)
+
+
+_TO_PRODUCT = frozenset(
+    {"Reshape", "Transpose", "Identity", "Cast", "Mul", "Div", "QuantizeLinear", "DequantizeLinear"}
+)
+_TO_SOFTMAX = frozenset({"Mul", "Div", "Add", "Where", "Cast", "Reshape", "Identity"})
+
+
+def is_key_bias(use: Use) -> bool:
+    """Return True if a bias is added to the keys of an attention, and to nothing else.
+
+    It adds the same number to the scores of all keys, which the softmax cancels. Not so if
+    positions are rotated into the keys.
+    """
+    if use.node.op_type not in ("Add", "Gemm"):
+        return False
+    products = list(_behind(use.node, _TO_PRODUCT))
+    return bool(products) and all(
+        product is not None
+        and product.op_type == "MatMul"
+        and index == 1
+        and all(
+            end is not None and end.op_type == "Softmax" for end, _ in _behind(product, _TO_SOFTMAX)
+        )
+        for product, index in products
+    )
+
+
+def _behind(
+    node: ir.Node, passing: frozenset[str], depth: int = 12
+) -> Iterator[tuple[ir.Node | None, int]]:
+    """Yield the nodes, and which input it is, that read a node's output past some operators.
+
+    None stands for an output of the graph, or for a way that is too long.
+    """
+    if node.outputs[0].is_graph_output() or not depth:
+        yield None, 0
+    for use in node.outputs[0].uses():
+        if use.node.op_type == "Shape":
+            continue
+        if use.node.op_type in passing:
+            yield from _behind(use.node, passing, depth - 1)
+        else:
+            yield use.node, use.idx
 
 
 def paths_behind(node: ir.Node, depth: int = 8) -> Iterator[str]:
