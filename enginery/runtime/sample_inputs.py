@@ -205,6 +205,10 @@ SENTENCES = (
 )
 
 
+_EXPOSURES = (1.0, 1.0, 1.0, 1.0, 0.2, 1.7)
+"""Brightness of the synthetic images: the fifth is dark, and the sixth is overexposed."""
+
+
 def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
     """Return RGB images, uint8 (height, width, 3), of different sizes; the same in every call."""
     generator = np.random.default_rng(0)
@@ -221,6 +225,6 @@ def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
         )
         disc = ((x - width / 2) ** 2 + (y - height / 2) ** 2 < (20 + 6 * index) ** 2)[..., None]
         noise = generator.normal(0, 12, (height, width, 3))
-        pixels = 128 + 50 * waves + 40 * disc + noise
+        pixels = (128 + 50 * waves + 40 * disc + noise) * _EXPOSURES[index % len(_EXPOSURES)]
         images.append(np.clip(pixels, 0, 255).astype(np.uint8))
     return images

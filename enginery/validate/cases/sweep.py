@@ -147,7 +147,7 @@ def sweep_sizes(
         batch: number of rows.
         sequence: length in the model's unit: tokens, or audio frames. Past and present share the
             model's positions, so each gets half of a length that is too long for both.
-        odd: number of steps of 32 to enlarge images by.
+        odd: number of steps to enlarge images by: 32 pixels in height, 64 in width.
     """
     past = [name for name in names if name.startswith("past_")]
     sizes: dict[str, int] = {}
@@ -156,7 +156,7 @@ def sweep_sizes(
         if name == "batch":
             sizes[name] = batch
         elif natural is not None:
-            sizes[name] = natural + 32 * odd
+            sizes[name] = natural + (64 if name == "width" else 32) * odd
         elif "sequence" in name:
             sizes[name] = _length(sequence, limits, shared=bool(past))
         else:
