@@ -91,11 +91,13 @@ class ComparisonLimits:
         found = compute_differences(actual, expected, None)
         if found.unequal:
             return math.inf
-        limit = self.max_abs_error
-        if limit is None:
-            limit = self.tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
-        if math.isfinite(limit):
-            return found.max_abs / limit if limit else (math.inf if found.max_abs else 0.0)
+        largest = self.tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
+        limits = [(found.max_abs, largest if self.max_abs_error is None else self.max_abs_error)]
+        if self.max_abs_error is None:
+            rms_limit = self.tolerance.rms_limit(noise_rms=noise.rms, rms=found.rms)
+            limits.append((found.rms_error, rms_limit))
+        if math.isfinite(limits[0][1]):
+            return max(error / most if most else error and math.inf for error, most in limits)
         return (1 - found.cosine) / (1 - self.embedding_cosine)
 
     @property

@@ -286,15 +286,17 @@ class ConsistencyScan:
         return ScanShape(first[0] if first else 1, sizes.get(self.dim, 0))
 
     def cases(self, shape: ScanShape) -> list[ValidationCase]:
-        """Return the padded batch of a shape, and its longest row alone, as cases for PyTorch."""
+        """Return the padded batch of a shape, and its rows alone, as cases for PyTorch."""
+        make = partial(self._make_batch, shape)
         if self._padded is None:
-            name = f"batch {shape.batch} of different rows"
-            return [ValidationCase(name, "sweep", partial(self._make_batch, shape))]
-        longest = max(self._row_lengths(shape))
-        name = f"batch {shape.batch} padded to {shape.length}"
+            return [ValidationCase(f"batch {shape.batch} of different rows", "sweep", make)]
+        lengths = sorted(set(self._row_lengths(shape)), reverse=True)
         return [
-            ValidationCase(name, "sweep", partial(self._make_batch, shape)),
-            ValidationCase(f"length {longest}", "sweep", partial(self._make_alone, longest)),
+            ValidationCase(f"batch {shape.batch} padded to {shape.length}", "sweep", make),
+            *(
+                ValidationCase(f"length {length}", "sweep", partial(self._make_alone, length))
+                for length in lengths
+            ),
         ]
 
     def _compare(self, shape: ScanShape) -> Iterator[tuple[str, Array, Array]]:

@@ -153,6 +153,10 @@ class OutputMetrics:
     direction means nothing."""
     problem: str
     """Reason of the failure; empty if it passes."""
+    rms_error: Number = math.nan
+    """Root mean square of the error."""
+    rms_limit: Number = math.nan
+    """Largest root mean square of the error that passes."""
     constant_ratio: Number = math.nan
     """Error of the best constant, as a multiple of the limit. Up to 1, an output that ignores its
     inputs would pass as well. NaN if unknown."""

@@ -53,6 +53,8 @@ class Differences:
 
     max_abs: float
     p99_abs: float
+    rms_error: float
+    """Root mean square of the differences."""
     products: CosineSums
     largest: float
     """Largest magnitude of the reference."""
@@ -93,9 +95,11 @@ def compute_differences(
         largest = max(largest, float(np.abs(theirs).max(initial=0.0)))
         products += CosineSums(float(mine @ theirs), float(mine @ mine), float(theirs @ theirs))
     every = errors[:filled]
+    squared = float(np.square(every, dtype=np.float64).sum())
     return Differences(
         max_abs=float(every.max(initial=0.0)),
         p99_abs=float(np.quantile(every, 0.99, overwrite_input=True)) if every.size else 0.0,
+        rms_error=math.sqrt(squared / every.size) if every.size else 0.0,
         products=products,
         largest=largest,
         rms=math.sqrt(products.reference_squared / every.size) if every.size else 0.0,

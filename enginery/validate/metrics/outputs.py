@@ -42,10 +42,16 @@ class NoiseFloor:
 
     max_abs: float
     cosine: float
+    rms: float = math.inf
+    """Root mean square of the error; infinite if it was not measured."""
 
     def wider(self, other: NoiseFloor) -> NoiseFloor:
         """Return the larger of two floors. On a small output, PyTorch may be exact by chance."""
-        return NoiseFloor(max(self.max_abs, other.max_abs), min(self.cosine, other.cosine))
+        return NoiseFloor(
+            max(self.max_abs, other.max_abs),
+            min(self.cosine, other.cosine),
+            max(self.rms, other.rms),
+        )
 
 
 def compare_output(
@@ -77,7 +83,9 @@ def compare_output(
         return _unmeasured(output, actual.shape, problem)
     found = compute_differences(actual, reference, padding)
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
-    limit = limit if max_abs_error is None else max_abs_error
+    rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=found.rms)
+    if max_abs_error is not None:
+        limit, rms_limit = max_abs_error, math.inf
     # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
     rounding = Tolerance.for_precision(tolerance.precision).limit(
         noise_floor=noise.max_abs, largest=found.largest
@@ -102,7 +110,9 @@ def compare_output(
         noise_floor=noise.max_abs,
         limit=limit,
         cosine_limit=cosine_limit,
-        problem=_problem(found, limit, cosine_limit, agreement),
+        rms_error=found.rms_error,
+        rms_limit=rms_limit,
+        problem=_problem(found, limit, rms_limit, cosine_limit, agreement),
         constant_ratio=_constant_ratio(reference, limit if math.isfinite(limit) else rounding),
     )
 
@@ -117,7 +127,7 @@ def _constant_ratio(reference: Array, limit: float) -> float:
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
     """Measure the noise floor: PyTorch at one precision against PyTorch at a higher one."""
     found = compute_differences(narrow, wide, padding)
-    return NoiseFloor(found.max_abs, found.cosine)
+    return NoiseFloor(found.max_abs, found.cosine, found.rms_error)
 
 
 def unmatched_output(output: str, actual: Array) -> OutputMetrics:
@@ -139,13 +149,17 @@ def _interface_problem(actual: Array, reference: Array, dtype: str, precision: s
     return ""
 
 
-def _problem(found: Differences, limit: float, cosine_limit: float, agreement: float) -> str:
+def _problem(
+    found: Differences, limit: float, rms_limit: float, cosine_limit: float, agreement: float
+) -> str:
     if found.undefined:
         return f"{found.undefined} elements are NaN in PyTorch itself"
     if found.unequal:
         return f"{found.unequal} elements are NaN or infinite on one side only"
     if found.max_abs > limit:
         return f"largest error {found.max_abs:.3g}, allowed {limit:.3g}"
+    if found.rms_error > rms_limit:
+        return f"root mean square error {found.rms_error:.3g}, allowed {rms_limit:.3g}"
     if found.cosine < cosine_limit:
         return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
     if agreement < 1.0 and math.isfinite(limit):
