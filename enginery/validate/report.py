@@ -40,7 +40,7 @@ def find_unproven(cases: Sequence[ValidationCaseResult]) -> list[str]:
             for output in case.outputs:
                 by_output.setdefault(output.output, []).append(output)
         for name, found in by_output.items():
-            ratios = [o.constant_ratio for o in found if not math.isnan(o.constant_ratio)]
+            ratios = [o.constant_ratio for o in found if o.constant_ratio is not None]
             if ratios and max(ratios) <= 1:
                 reasons.append(
                     f"{graph}, {name}: the same values for every input would pass, because they "

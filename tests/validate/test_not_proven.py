@@ -46,6 +46,12 @@ def test_loose_limit_that_a_constant_would_meet_proves_nothing(exported, copied)
     assert report.summary.startswith("not proven: model.onnx, logits")
 
 
+def test_limit_of_zero_is_not_met_by_a_constant(exported, copied):
+    report = validate_model(copied(exported(*TEXT)), max_abs_error=0)
+    assert not report.passed
+    assert report.not_proven == []
+
+
 def test_model_that_ignores_its_inputs_is_not_proven(tmp_path):
     """In PyTorch itself every text gets the same scores."""
     directory = save_tiny(*TEXT, tmp_path / "model")

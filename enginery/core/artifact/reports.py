@@ -157,9 +157,9 @@ class OutputMetrics:
     """Root mean square of the error."""
     rms_limit: Number = math.nan
     """Largest root mean square of the error that passes."""
-    constant_ratio: Number = math.nan
+    constant_ratio: float | None = None
     """Error of the best constant, as a multiple of the limit. Up to 1, an output that ignores its
-    inputs would pass as well. NaN if unknown."""
+    inputs would pass as well. None if unknown."""
 
     @property
     def passed(self) -> bool:

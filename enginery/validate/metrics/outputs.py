@@ -117,11 +117,13 @@ def compare_output(
     )
 
 
-def _constant_ratio(reference: Array, limit: float) -> float:
-    """Return the error of the best constant as a multiple of the limit; NaN if unknown."""
+def _constant_ratio(reference: Array, limit: float) -> float | None:
+    """Return the error of the best constant as a multiple of the limit; None if unknown."""
     error = constant_error(reference)
+    if math.isnan(error) or (error and not limit):  # no constant equals the reference
+        return None
     # Below the smallest normal number, arithmetic has no relative accuracy.
-    return error / limit if limit >= np.finfo(np.float32).tiny else 0.0 * error
+    return error / limit if limit >= np.finfo(np.float32).tiny else 0.0
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
