@@ -148,8 +148,9 @@ def _read_layer(
     deltas = calibration.bias_deltas if calibration is not None else {}
     delta = deltas.get(node.name or "", np.zeros(1, np.float32))
     recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
+    bias = _bias(node, raw.shape[_output_axis(node)])
     return QuantizedLayer(
-        node, weight, _bias(node), params, delta, recorded, [*names, *more, name], problem
+        node, weight, bias, params, delta, recorded, [*names, *more, name], problem
     )
 
 
@@ -166,14 +167,6 @@ def _activation(
     if quantizer is None or quantizer.op_type != "QuantizeLinear":
         return False, ActivationQuantParams(1.0), "", []
     names = [value.name or "" for value in quantizer.inputs[1:] if value is not None]
-    found: dict[str, Array | None] = {"multiplier": None, "offset": None}
-    maker = _maker(quantizer.inputs[0])
-    for suffix, kind in (("/shift_channels", "offset"), ("/scale_channels", "multiplier")):
-        if maker is not None and (maker.name or "").endswith(suffix):
-            tensor = constant_tensor(maker.inputs[1])
-            found[kind] = None if tensor is None else read_values(tensor)
-            names.append(maker.inputs[1].name or "")
-            maker = _maker(maker.inputs[0])
     tensor = constant_tensor(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     activation = names[0].removesuffix("/scale") if names else ""
@@ -183,33 +176,79 @@ def _activation(
         vector is None or vector.shape == (channels,)
         for vector in (record.multiplier, record.offset)
     ):
-        plain = {k: None if v is None else v.astype(np.float32) for k, v in found.items()}
-        return False, ActivationQuantParams(float(scale.max()), **plain), "", names
-    problems = []
+        found, more, _ = _smoothing(quantizer.inputs[0], None)
+        plain = ActivationQuantParams(float(scale.max()), **found)
+        return False, plain, "", [*names, *more]
+    _, more, problems = _smoothing(quantizer.inputs[0], record)
     expected = fp16_scale(record.scale)
     if scale.size != 1:
         problems.append(f"{scale.size} scales, calibrated one")
     elif scale.item() != expected:
         problems.append(f"scale {scale.item():g}, calibrated {float(expected):g}")
-    for kind, values in found.items():
-        wanted = getattr(record, kind)
-        if (values is None) != (wanted is None):
-            problems.append(f"{kind} {'missing' if values is None else 'not calibrated'}")
-        elif values is not None and not _is_rounded(values, wanted):
-            problems.append(f"{kind} differs from the calibrated one")
     what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
-    return True, record, what, names
+    return True, record, what, [*names, *more]
 
 
-def _is_rounded(values: Array, wanted: Vector) -> bool:
-    """Return True if values are the wanted ones, rounded to their type."""
+_SMOOTHING = (
+    ("offset", {"Add": 1, "Sub": -1}, "/shift_channels"),
+    ("multiplier", {"Mul": 1, "Div": -1}, "/scale_channels"),
+)
+"""What `quantize` puts before a QuantizeLinear, the last first: operators, and the node's name."""
+
+
+def _smoothing(
+    value: ir.Value | None, record: ActivationQuantParams | None
+) -> tuple[dict[str, Vector | None], list[str], list[str]]:
+    """Read the vectors that smooth an activation before it is quantized.
+
+    Args:
+        value: the input of the QuantizeLinear.
+        record: the calibrated vectors. Without them, nodes are recognized by their names.
+
+    Returns:
+        The vectors, the names of their initializers, and what differs from the record.
+    """
+    found: dict[str, Vector | None] = {"multiplier": None, "offset": None}
+    names, problems = [], []
+    for kind, operators, suffix in _SMOOTHING:
+        maker = _maker(value)
+        named = maker is not None and (maker.name or "").endswith(suffix)
+        wanted = None if record is None else getattr(record, kind)
+        if record is not None and wanted is None:
+            if named:
+                problems.append(f"{kind} not calibrated")
+            continue
+        constants: dict[int, ir.TensorProtocol] = {}
+        if maker is not None and maker.op_type in operators and (named or wanted is not None):
+            tensors = enumerate(map(constant_tensor, maker.inputs))
+            constants = {place: tensor for place, tensor in tensors if tensor is not None}
+        if maker is None or not constants:
+            if wanted is not None:
+                problems.append(f"{kind} missing")
+            continue
+        place, tensor = next(iter(constants.items()))
+        values = read_values(tensor).astype(np.float32).reshape(-1)
+        if operators[maker.op_type] < 0:
+            with np.errstate(divide="ignore"):
+                values = -values if kind == "offset" else np.float32(1) / values
+        if wanted is not None and not _is_rounded(values, wanted):
+            problems.append(f"{kind} differs from the calibrated one")
+        found[kind] = values
+        operand = maker.inputs[place]
+        names.append((operand.name if operand is not None else "") or "")
+        value = maker.inputs[1 - place]
+    return found, names, problems
+
+
+def _is_rounded(values: Vector, wanted: Vector) -> bool:
+    """Return True if values are the wanted ones, rounded to FP16 or less."""
     if values.shape != wanted.shape:
         return False
-    with np.errstate(over="ignore"):
-        return bool(np.all(values == wanted.astype(values.dtype)))
+    smallest = 2.0**-24  # the step of FP16's subnormal numbers
+    return bool(np.all(np.abs(values - wanted) <= np.abs(wanted) * 2.0**-10 + smallest))
 
 
-def _bias(node: ir.Node) -> StoredWeight | None:
+def _bias(node: ir.Node, channels: int) -> StoredWeight | None:
     """Return the constant that is added to a layer's output, also after its factors."""
     if node.op_type in ("Gemm", "Conv") and len(node.inputs) > 2 and node.inputs[2] is not None:
         values = [node.inputs[2]]
@@ -221,16 +260,11 @@ def _bias(node: ir.Node) -> StoredWeight | None:
     for value in values:
         tensor = constant_tensor(value)
         # Other constants may be added, such as a mask; a bias has one number for each channel.
-        if value is not None and tensor is not None and tensor.size == _channels(node):
+        if value is not None and tensor is not None and tensor.size == channels:
             bias = read_plain(value, tensor)
             bias.raw, bias.values = bias.raw.reshape(-1), bias.values.reshape(-1)
             return bias
     return None
-
-
-def _channels(node: ir.Node) -> int:
-    shape = node.inputs[1].shape if node.inputs[1] is not None else None
-    return int(shape[_output_axis(node)]) if shape is not None else -1
 
 
 def _output_axis(node: ir.Node) -> int:
@@ -257,8 +291,9 @@ def _only_user(node: ir.Node) -> ir.Node | None:
 
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value, past Casts."""
-    while value is not None and (made := value.producer()) and made.op_type == "Cast":
+    """Return the node that computes a value, past those that only pass it on."""
+    passing = ("Cast", "Identity", "Dropout")
+    while value is not None and (made := value.producer()) and made.op_type in passing:
         value = made.inputs[0]
     return value.producer() if value is not None else None
 
