@@ -181,7 +181,13 @@ def run(
         promised = [*profiles[record.file], *reached[record.file]]
         cases, left_out = split_by_profiles(
             [
-                *sweep_cases(record, feed_limits, seed=config.seed),
+                # The cosine of a few scores in one row would mean little.
+                *sweep_cases(
+                    record,
+                    feed_limits,
+                    seed=config.seed,
+                    longest_rows=2 if is_quantized(artifact) else 1,
+                ),
                 *profile_cases(record, promised, feed_limits, seed=config.seed),
                 *real,
             ],

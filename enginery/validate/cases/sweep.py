@@ -37,8 +37,17 @@ class ValidationCase:
     """Generates the feeds."""
 
 
-def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[ValidationCase]:
-    """Return the cases one, small, odd, ragged (padded) and longest; equal sizes run once."""
+def sweep_cases(
+    record: GraphRecord, limits: FeedLimits, *, seed: int, longest_rows: int = 1
+) -> list[ValidationCase]:
+    """Return the cases one, small, odd, ragged (padded) and longest; equal sizes run once.
+
+    Args:
+        record: the graph.
+        limits: limits on its inputs.
+        seed: random seed for the inputs.
+        longest_rows: number of rows of the longest case.
+    """
     names = dynamic_dims(record.inputs)
     longest = min(limits.max_positions, LONGEST)
     steps = [
@@ -46,7 +55,7 @@ def sweep_cases(record: GraphRecord, limits: FeedLimits, *, seed: int) -> list[V
         ("small", 2, 8, 0),
         ("odd", 3, 17, 1),
         ("ragged", 4, 24, 0),
-        ("longest", 1, longest, 0),
+        ("longest", longest_rows, longest, 0),
     ]
     if not any("sequence" in name for name in names):
         # Without a sequence dim, the largest input is a full batch.
