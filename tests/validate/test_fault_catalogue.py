@@ -20,7 +20,7 @@ from enginery.core.artifact.artifact import Artifact
 from tests.trained import load_digit_images, train_resnet, train_vit
 from tests.validate.faults.effect import HeldOut, image_inputs, text_inputs
 from tests.validate.faults.laboratory import FAULTS, Laboratory, faults_of, memoized_reference
-from tests.validate.faults.missed_today import MISSED_TODAY
+from tests.validate.faults.missed_today import ALARMS_TODAY, MISSED_TODAY
 from tests.validate.faults.sound import SOUND_GRAPHS
 
 MODELS = ("text", "vit", "resnet")
@@ -107,8 +107,11 @@ def test_sound_graphs_pass(laboratory, model, precision):
         if model in graph.models and precision in graph.precisions
     ]
     print(*outcomes, sep="\n")  # noqa: T201 the table is for the reader of `-rP`
-    failed = [str(outcome) for outcome in outcomes if not outcome.passed]
+    alarms = ALARMS_TODAY.get((model, precision), ())
+    failed = [str(o) for o in outcomes if not o.passed and o.fault not in alarms]
     assert not failed, "sound, but failed:\n" + "\n".join(failed)
+    passed = {outcome.fault for outcome in outcomes if outcome.passed}
+    assert not passed & set(alarms), "pass now: remove them from ALARMS_TODAY"
     harmful = [str(outcome) for outcome in outcomes if outcome.effect.harmful]
     assert not harmful, "sound, but harmful by the definition:\n" + "\n".join(harmful)
 
