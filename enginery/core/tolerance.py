@@ -36,7 +36,7 @@ class Tolerance:
 
     The root mean square of the error varies much less than its maximum. It has a limit of the same
     form, with `rms_factor` and the root mean square of the output. For FP16 graphs of eleven model
-    types it was measured at 0.3 to 1.8 times PyTorch's own.
+    types on the CPU, it was measured at 0.3 to 1.8 times PyTorch's own.
     """
 
     precision: str

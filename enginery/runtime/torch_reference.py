@@ -6,7 +6,7 @@
 
 Weights are read there, too, because unpickling them is left to the confined process:
 
-    reference.weights(scratch)["encoder.layer.0.output.dense.bias"].shape
+    reference.weights(scratch).weights["encoder.layer.0.output.dense.bias"].shape
 
 Outputs are returned as files, because those of a large profile take gigabytes. Importing PyTorch,
 transformers and Optimum takes seconds, so a process is kept for a while for the next model.

@@ -32,7 +32,6 @@ from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_f
 from enginery.core.progress import Progress
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.runtime.sample_inputs import fixed_batch
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import Effort
@@ -162,7 +161,7 @@ class ConsistencyScan:
         self._limits = limits
         self._seed = seed
         self._names = dynamic_dims(record.inputs)
-        self._batch_dim = record.inputs[0].dims[0]
+        self._batch_dim = _batch_dim(record)
         # Samples of audio are padded before they are normalized, which no mask undoes.
         tokens = limits.min_sequence == 1
         self._padded = PaddedDim.of(record.inputs) if tokens else None
@@ -171,7 +170,8 @@ class ConsistencyScan:
         self._longest = self._sizes(LONGEST)[self._padded.name] if self._padded else 0
         least = {dim: min(p.dims[dim].min for p in engines) for p in engines for dim in p.dims}
         self._shortest = least.get(self.dim, 1)
-        self._copies = fixed_batch(record) or least.get("batch", 1)
+        self._fixed = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        self._copies = self._fixed or least.get("batch", 1)
         self._rows: dict[int, Feeds] = {}
         self._names_compared: set[str] = set()
         self._alone: dict[int, dict[str, _RowOutput]] = {}
@@ -189,13 +189,13 @@ class ConsistencyScan:
         bounds = _bounds(profiles, self.dim) | {self._longest - 1, self._longest}
         lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds
         short = max(min(_SHORT, self._longest), self._shortest)
-        two = fixed_batch(self._record) or max(2, self._copies)
+        two = self._fixed or max(2, self._copies)
         found = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
         return list(dict.fromkeys([*found, *(ScanShape(size, short) for size in sorted(batches))]))
 
     def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
-        if fixed := fixed_batch(self._record):
-            return {fixed}
+        if self._fixed:
+            return {self._fixed}
         if self._padded:
             sizes = _with_powers_of_two(*_EVERY_BATCH[effort])
         else:
@@ -293,7 +293,7 @@ class ConsistencyScan:
     def _shape_of(self, case: ValidationCaseResult) -> ScanShape:
         arrays = {name: np.empty(shape, bool) for name, shape in case.shapes.items()}
         sizes = dim_sizes(self._record.inputs, arrays)
-        first = case.shapes[self._record.inputs[0].name]
+        first = case.shapes[self._record.inputs[0].name] if self._record.inputs else []
         return ScanShape(first[0] if first else 1, sizes.get(self.dim, 0))
 
     def cases(self, shape: ScanShape) -> list[ValidationCase]:
@@ -364,8 +364,11 @@ class ConsistencyScan:
             return [index % _DIFFERENT_ROWS for index in range(shape.batch)]
         allowed = range(self._shortest, shape.length)
         shorter = [size for size in _ROW_LENGTHS[::-1] if size in allowed] or [shape.length]
+        middle = shorter[len(shorter) // 2]
+        if shape.batch == 1:
+            return [middle]
         if shape.batch == 2:
-            return [max(shape.length - 1, self._shortest), shorter[len(shorter) // 2]]
+            return [max(shape.length - 1, self._shortest), middle]
         return [(shape.length, *shorter)[i % (len(shorter) + 1)] for i in range(shape.batch)]
 
     def _make_row(self, length: int) -> Feeds:
@@ -467,17 +470,25 @@ def scan_notes(
     total = len(scanned.deviating) + len(scanned.consistent)
     return [
         f"{record.file}: {len(scanned.deviating)} of {total} padded batches differ from their rows "
-        "alone; the worst equal PyTorch's, which differ as well"
+        "alone; the worst of those that PyTorch accepts equal its outputs, so it does the same"
     ]
 
 
 def _obstacle(record: GraphRecord) -> str:
     """Return the reason why rows of a graph cannot be run alone; empty if they can."""
-    batch = record.inputs[0].dims[0]
+    batch = _batch_dim(record)
+    if batch is None:
+        return "its first input has no dims"
     for spec in record.inputs:
         if spec.name != "use_cache_branch" and (not spec.dims or spec.dims[0] != batch):
             return f"the first dim of {spec.name} is not the batch"
     return ""
+
+
+def _batch_dim(record: GraphRecord) -> int | str | None:
+    """Return the first dim of the first input; None if there is none."""
+    dims = record.inputs[0].dims if record.inputs else ()
+    return dims[0] if dims else None
 
 
 def _check_rows(output: Array, spec: TensorSpec, rows: int) -> None:
