@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from enginery import validate_model
+from enginery import quantize_model, validate_model
+from enginery.core.artifact.reports import GraphCoverage
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanShape
+from tests.tiny import TEXT
 from tests.validate.faults import edits as faults
 
 FEATURES = ("bert", "feature-extraction")
@@ -44,17 +46,18 @@ def where(size, operation, limit):
     ]
 
 
-def weaken_attention(size, operation, limit):
-    """Multiply one layer's attention by 0.7 under a condition on the size of the input."""
+def weaken_attention(size, operation, limit, factor=0.7):
+    """Multiply one layer's attention by a factor under a condition on the size of the input."""
 
     def edit(model):
         node = next(node for node in model.graph.node if node.op_type == "Softmax")
         output, node.output[0] = node.output[0], "attention_before"
         nodes = [
             *where(size, operation, limit),
-            faults.constant("weaker", np.float32(0.7)),
+            faults.constant("weaker", np.float32(factor)),
             faults.constant("same", np.float32(1)),
-            helper.make_node("Where", ["condition", "weaker", "same"], ["factor"]),
+            helper.make_node("Where", ["condition", "weaker", "same"], ["factor_in_fp32"]),
+            helper.make_node("CastLike", ["factor_in_fp32", "attention_before"], ["factor"]),
             helper.make_node("Mul", ["attention_before", "factor"], [output]),
         ]
         position = 1 + list(model.graph.node).index(node)
@@ -71,6 +74,7 @@ def weaken_attention(size, operation, limit):
         (("batch", "Equal", 32), "batch 32 padded to 4"),
         (("length", "Greater", 64), "batch 2 padded to 65"),
         (("length", "Equal", 36), "batch 2 padded to 36"),
+        (("length", "Equal", 2), "length 2"),  # padded rows of two tokens are right
     ],
 )
 def test_fault_at_some_sizes_fails(exported, copied, fault, found_at):
@@ -139,6 +143,49 @@ def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied
     assert report.passed, report.summary
     assert report.coverage[0].deviating
     assert any("differ from their rows alone" in note for note in report.notes)
+
+
+def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
+    """No limit on a single case is tight enough: what fails is that batches are worse than rows."""
+    int8 = quantize_model(exported(*FEATURES), TEXT, capabilities=(), curve=False)
+    sound = validate_model(int8.copy_to(tmp_path / "sound"), effort="quick")
+    assert sound.passed, sound.summary
+    assert sound.coverage[0].deviating == []
+    broken = int8.copy_to(tmp_path / "broken")
+    broken = faults.break_graph(broken, weaken_attention("batch", "Greater", 16, factor=0))
+    report = validate_model(broken, effort="quick")
+    assert not report.passed
+    assert "for its rows alone" in report.summary
+
+
+def test_graph_with_a_fixed_batch_is_scanned_over_its_lengths(exported):
+    artifact = exported(*FEATURES)
+    graph = artifact.manifest.graphs[0]
+    specs = {
+        side: tuple(type(s)(s.name, s.dtype, (1, *s.dims[1:])) for s in getattr(graph, side))
+        for side in ("inputs", "outputs")
+    }
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    fixed = ConsistencyScan(lambda feeds: {}, graph.model_copy(update=specs), limits, seed=0)
+    shapes = fixed.shapes("quick", [])
+    assert {shape.batch for shape in shapes} == {1}
+    (padded,) = fixed.cases(ScanShape(1, 64))[0].make()["attention_mask"]
+    assert 0 < padded.sum() < 64
+
+
+def test_coverage_in_words_and_as_a_table():
+    found = GraphCoverage(
+        "model.onnx", "sequence", [(1, 1), (4, 24)], [(2, 3), (2, 40), (9, 4)], [(3, 5)]
+    )
+    assert found.describe() == (
+        "model.onnx: 2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
+        "rows equal those run alone"
+    )
+    table = {row["batch"]: row for row in found.grid()}
+    assert table["1"]["sequence 1"] == "1 + 0"
+    assert table["2–3"]["sequence 2–3"] == "0 + 1"
+    assert table["2–3"]["sequence 4–7"] == "–, 1 deviate"
+    assert table["4–7"]["sequence 16–31"] == "1 + 0"
 
 
 @pytest.mark.parametrize(

@@ -337,3 +337,53 @@ def test_minilm(minilm, copied, tmp_path):
     )
     (difference,) = compare(faults.break_graph(int8, scales)).differences
     assert difference.parameter == "encoder.layer.2.intermediate.dense.weight"
+
+
+def zeroed(name):
+    def edit(model):
+        faults.change_initializer(model, name, np.zeros_like)
+
+    return edit
+
+
+def without(artifact, copied, *edits):
+    made = copied(artifact)
+    for edit in edits:
+        made = faults.break_graph(made, edit)
+    return made
+
+
+def test_key_bias_has_no_effect_and_others_have(bert, copied, tmp_path):
+    attention = "bert.encoder.layer.0.attention.self"
+    sound = without(bert, copied, zeroed(f"{attention}.key.bias"))
+    found = compare(sound)
+    assert (found.differences, found.kinds["of no effect"]) == ([], 32)
+    broken = faults.break_graph(sound, zeroed(f"{attention}.query.bias"))
+    assert [found.parameter for found in compare(broken).differences] == [f"{attention}.query.bias"]
+
+
+def halved_query(model, *, undone):
+    """Halve the query's weight and bias, and with `undone` double the scores again."""
+    names = {node.name: node for node in model.graph.node}
+    for name in (names[QUERY].input[1], "bert.encoder.layer.0.attention.self.query.bias"):
+        faults.change_initializer(model, name, lambda array: array / 2)
+    if undone:
+        scores = next(node for node in model.graph.node if node.op_type == "Softmax").input[0]
+        product = next(node for node in model.graph.node if scores in node.output)
+        while product.op_type != "MatMul":
+            product = next(n for n in model.graph.node if product.input[0] in n.output)
+        output, product.output[0] = product.output[0], "halved"
+        place = 1 + list(model.graph.node).index(product)
+        doubled = onnx.helper.make_node("Mul", ["halved", "two"], [output])
+        model.graph.node.insert(place, doubled)
+        model.graph.node.insert(place, faults.constant("two", np.float32(2)))
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_factor_that_the_graph_undoes(bert, copied, undone):
+    artifact = without(bert, copied, lambda model: halved_query(model, undone=undone))
+    differences = compare(artifact).differences
+    assert [found.factor for found in differences] == pytest.approx([0.5, 0.5])
+    report = validate_model(artifact, effort="quick")
+    assert report.passed == undone, report.summary
+    assert report.weights.kinds.get("scaled", 0) == (32 * 32 + 32 if undone else 0)

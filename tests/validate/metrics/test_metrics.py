@@ -279,3 +279,22 @@ def test_report_with_nan_survives_json():
 def test_malformed_report_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"."):
         ValidationReport.from_json(text)
+
+
+# Root mean square
+
+
+def test_small_error_everywhere_fails_where_a_single_one_passes():
+    """The largest error is within its limit in both; only the root mean square tells them apart."""
+    fp16 = Tolerance.for_precision("fp16")
+    noise = NoiseFloor(5e-3, 1.0, rms=1e-3)
+    reference = normal(64, 64)
+    everywhere, once = reference + np.float32(0.01), reference.copy()
+    once[0, 0] += 0.01
+    far = judged(everywhere, reference, "last_hidden_state", noise=noise, tolerance=fp16)
+    assert far.max_abs < far.limit
+    assert far.problem == f"root mean square error 0.01, allowed {far.rms_limit:.3g}"
+    assert judged(once, reference, "last_hidden_state", noise=noise, tolerance=fp16).passed
+    assert judged(
+        everywhere, reference, "last_hidden_state", noise=noise, tolerance=fp16, max_abs_error=0.02
+    ).passed, "the user's own limit replaces both"
