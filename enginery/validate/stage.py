@@ -3,13 +3,15 @@
 It writes `reports/validation.json` and a verdict in the manifest. The reference is the artifact's
 source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
 for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
-quantized artifact is checked against its budget instead, see `budget.py`. Engines run at every
-corner of their profiles and on all other inputs that fit, see `engine_cases.py`.
+quantized artifact is checked against its budget instead (`metrics/budget.py`), and without its
+quantization like any other (`weights/unquantized.py`). Engines run at every corner of their profiles
+and on all other inputs that fit (`cases/engines.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ from enginery.core.artifact.reports import (
     ProviderRecord,
     ValidationCaseResult,
     ValidationReport,
+    WeightMetrics,
 )
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.home import enginery_home
@@ -43,8 +46,9 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
-from enginery.core.tolerance import QuantizedTolerance
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
@@ -63,11 +67,11 @@ from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.reference import run_pytorch
+from enginery.validate.reference import ReferenceRun, run_pytorch
 from enginery.validate.report import find_unproven, summarize
 
 STAGE = "validate"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -154,8 +158,6 @@ def run(
         InputError: the data cannot be read, or no graph takes them.
         ArtifactError: the graphs do not have the precision that the manifest declares.
     """
-    from enginery.validate.weights.compare import compare_weights  # onnx takes a while to import
-
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
@@ -174,33 +176,34 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
-    comparison = _Comparison(artifact, source, config, feed_limits, embeddings, overall, progress)
     results: list[ValidationCaseResult] = []
-    for record in manifest.graphs:
-        real, more_notes = real_cases(artifact, record, config)
-        promised = [*profiles[record.file], *reached[record.file]]
-        cases, left_out = split_by_profiles(
-            [
-                # The cosine of a few scores in one row would mean little.
-                *sweep_cases(
-                    record,
-                    feed_limits,
-                    seed=config.seed,
-                    longest_rows=2 if is_quantized(artifact) else 1,
-                ),
-                *profile_cases(record, promised, feed_limits, seed=config.seed),
-                *real,
-            ],
-            record,
-            reached[record.file],
+    with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+        comparison = _Comparison(
+            artifact, source, config, feed_limits, embeddings, overall, Path(scratch), progress
         )
-        found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
-        results += found
-        results += left_out
-        notes += more_notes
-    weights = compare_weights(
-        artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
-    )
+        weights = comparison.compare_weights()
+        for record in manifest.graphs:
+            real, more_notes = real_cases(artifact, record, config)
+            promised = [*profiles[record.file], *reached[record.file]]
+            cases, left_out = split_by_profiles(
+                [
+                    # The cosine of a few scores in one row would mean little.
+                    *sweep_cases(
+                        record,
+                        feed_limits,
+                        seed=config.seed,
+                        longest_rows=2 if is_quantized(artifact) else 1,
+                    ),
+                    *profile_cases(record, promised, feed_limits, seed=config.seed),
+                    *real,
+                ],
+                record,
+                reached[record.file],
+            )
+            found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
+            results += found
+            results += left_out
+            notes += more_notes
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
@@ -253,11 +256,25 @@ class _Comparison:
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
     overall: OverallComparison | None
+    scratch: Path
+    """Directory for PyTorch's outputs and for graphs without their quantization."""
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def compare_weights(self) -> WeightMetrics:
+        """Compare the weights, and write quantized graphs without their quantization."""
+        from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
+
+        return compare_weights(
+            self.artifact,
+            self.source,
+            unquantized=self.scratch if is_quantized(self.artifact) else None,
+            trust_remote_code=self.config.trust_remote_code,
+            progress=self.progress,
+        )
 
     def run(
         self,
@@ -267,7 +284,7 @@ class _Comparison:
         engines: Sequence[Profile],
         limits: ComparisonLimits,
     ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
-        """Compare one graph.
+        """Compare one graph, and if it is quantized, also the graph without its quantization.
 
         Args:
             record: the graph.
@@ -280,48 +297,97 @@ class _Comparison:
             The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.artifact, self.config, self.progress
-        run_reference = partial(
-            run_pytorch,
+        unquantized = self.scratch / record.file
+        noise = not is_quantized(artifact) or unquantized.exists()
+        pytorch = self._run_reference(record, "cases", cases, noise=noise)
+        with OrtRunner(
             artifact,
-            self.source,
-            record,
-            progress=progress,
-            trust_remote_code=config.trust_remote_code,
-        )
-        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            noise = not is_quantized(artifact)
-            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
-            with OrtRunner(
-                artifact,
-                graph=record.file,
-                providers=providers_of(config),
-                allow_fallback=config.allow_fallback,
-            ) as runner:
-                self.providers = [
-                    {"name": p.name, "reason": p.reason, "options": p.options}
-                    for p in runner.providers
-                ]
-                limits = limits.where(runner.providers)
-                found = compare_graph(
-                    runner,
-                    record,
-                    cases,
-                    pytorch,
-                    limits,
-                    embeddings=self.embeddings,
-                    overall=self.overall,
-                    progress=progress,
-                )
+            graph=record.file,
+            providers=providers_of(config),
+            allow_fallback=config.allow_fallback,
+        ) as runner:
+            self.providers = [
+                {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
+            ]
+            limits = limits.where(runner.providers)
+            found = compare_graph(
+                runner,
+                record,
+                cases,
+                pytorch,
+                limits,
+                embeddings=self.embeddings,
+                overall=self.overall,
+                progress=progress,
+            )
+            if not unquantized.exists():
                 scan = ConsistencyScan(
                     runner, record, self.feed_limits, engines=engines, seed=config.seed
                 )
-                shapes = scan.shapes(config.effort, profiles)
-                scanned = scan.run(shapes, limits, pytorch, progress)
-                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
-                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
-        self.coverage.append(scan.coverage(found, scanned))
-        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
+                found += self._scan(record, scan, profiles, limits, pytorch, found)
+        if unquantized.exists():
+            found += self._compare_unquantized(record, unquantized, cases, profiles, pytorch)
+        self.notes += pytorch.notes
+        for outputs in ("cases", "scan"):  # they may take gigabytes
+            shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
+
+    def _compare_unquantized(
+        self,
+        record: GraphRecord,
+        path: Path,
+        cases: Sequence[ValidationCase],
+        profiles: Sequence[Profile],
+        pytorch: ReferenceRun,
+    ) -> list[ValidationCaseResult]:
+        """Compare a quantized graph without its quantization, on the CPU.
+
+        Its results have the name of another graph.
+        """
+        limits = ComparisonLimits(Tolerance.for_precision(self.artifact.manifest.precision))
+        other = record.model_copy(update={"file": f"{record.file} without quantization"})
+        outputs = [spec.name for spec in record.outputs]
+        with GraphTracer(path, outputs, optimized=True) as run:
+            found = compare_graph(run, other, cases, pytorch, limits, progress=self.progress)
+            scan = ConsistencyScan(run, other, self.feed_limits, seed=self.config.seed)
+            return found + self._scan(record, scan, profiles, limits, pytorch, found)
+
+    def _scan(
+        self,
+        record: GraphRecord,
+        scan: ConsistencyScan,
+        profiles: Sequence[Profile],
+        limits: ComparisonLimits,
+        pytorch: ReferenceRun,
+        compared: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare batches with their rows alone; return what PyTorch says where they differ."""
+        shapes = scan.shapes(self.config.effort, profiles)
+        scanned = scan.run(shapes, limits, pytorch, self.progress)
+        run_again = partial(self._run_reference, record, "scan", noise=False)
+        found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
+        self.coverage.append(scan.coverage([*compared, *found], scanned))
+        self.notes += scan_notes(record, scanned, [*compared, *found])
+        return found
+
+    def _run_reference(
+        self,
+        record: GraphRecord,
+        directory: str,
+        cases: Sequence[ValidationCase],
+        *,
+        noise: bool,
+    ) -> ReferenceRun:
+        return run_pytorch(
+            self.artifact,
+            self.source,
+            record,
+            cases,
+            self.scratch / directory,
+            progress=self.progress,
+            noise=noise,
+            trust_remote_code=self.config.trust_remote_code,
+        )
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
