@@ -216,6 +216,17 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class RoundingMetrics:
+    """How much of an output's error does not come from rounding to the artifact's precision."""
+
+    graph: str
+    output: str
+    other_share: float
+    """Squared error of the graph without rounding, by that of the graph."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class OverallMetrics:
     """Comparison of one output of a quantized graph over all real inputs together."""
 
@@ -267,6 +278,8 @@ class UntracedWeight:
     graph: str
     weight: str
     shape: tuple[Count, ...]
+    dtype: str = ""
+    """As numpy names it; empty in reports of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +412,8 @@ class ValidationReport(Report):
     """The batch sizes and lengths that ran, for each graph."""
     weights: WeightMetrics | None = None
     """None in reports of earlier versions."""
+    rounding: list[RoundingMetrics] = field(default_factory=list)
+    """For FP16, BF16 and quantized artifacts whose weights were traced."""
     schema_version: Count = field(default=1)
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
