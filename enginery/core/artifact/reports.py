@@ -440,6 +440,8 @@ class AccuracyMetrics:
     """Share of positions with the same argmax; None for embeddings."""
     label_accuracy: float | None
     """Share of rows whose argmax is the correct label; None without labels."""
+    deviation: float | None = field(default=None, kw_only=True)
+    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
 
 
 @dataclass(frozen=True)
