@@ -546,6 +546,9 @@ class QuantizationReport(Report):
     """None if the ranges were reused, like the two members below."""
     search: SearchRecord | None = None
     accuracy: AccuracyMetrics | None = None
+    builtin: AccuracyMetrics | None = None
+    """On built-in texts or images, which `validate` compares with its own measurement; None if the
+    model takes neither, and in earlier reports."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 
