@@ -64,6 +64,8 @@ class TorchWeights:
     """Names of the modules whose weight is (outputs, inputs)."""
     batch_norms: dict[str, float]
     """Epsilon of each batch normalization by the module's name."""
+    inputs_first: frozenset[str] = frozenset()
+    """Names of weights that are (inputs, outputs), as in ONNX's MatMul."""
 
 
 def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:

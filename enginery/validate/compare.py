@@ -1,4 +1,4 @@
-"""Compare one graph in ONNX Runtime with PyTorch's outputs, case by case.
+"""Compare one graph in ONNX Runtime with the reference's outputs, case by case.
 
 Each case is measured as soon as it has run, so that memory holds the outputs of one case only.
 """
@@ -122,8 +122,8 @@ def compare_graph(
 ) -> list[ValidationCaseResult]:
     """Run every case and compare its outputs. Failures are part of the results.
 
-    An output that PyTorch lacks in some cases is skipped in those (a merged decoder passes on what
-    its other branch computes). An output that it lacks in all cases fails.
+    An output that the reference lacks in some cases is skipped in those (a merged decoder passes on
+    what its other branch computes). An output that it lacks in all cases fails.
     """
     known = set(pytorch.noise_floors)
     results = []
@@ -135,7 +135,7 @@ def compare_graph(
                 try:
                     found = run(feeds)
                 except EngineryError as error:
-                    problem = f"ONNX Runtime fails but PyTorch does not: {error.message}"
+                    problem = f"the graph fails but {pytorch.name} does not: {error.message}"
                     result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
@@ -179,7 +179,7 @@ def _compare_outputs(
     outputs = []
     for spec in record.outputs:
         if spec.name not in known:
-            outputs.append(unmatched_output(spec.name, found[spec.name]))
+            outputs.append(unmatched_output(spec.name, found[spec.name], pytorch.name))
         elif spec.name in expected.files:
             outputs.append(
                 compare_output(
@@ -192,6 +192,7 @@ def _compare_outputs(
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
                     padding=find_padding_mask(spec, record.inputs, feeds),
+                    name=pytorch.name,
                 )
             )
     return outputs

@@ -33,11 +33,11 @@ class ValidateConfig:
     rows: int = 64
     """Number of rows to read from `data`, evenly spread over the file."""
     reference: str = ""
-    """PyTorch model to compare with, for an artifact that was imported from .onnx. If empty, the
-    artifact's own source."""
+    """Model to compare with: one in PyTorch, or an .onnx file. If empty, the artifact's own source,
+    which is the .onnx file itself for an imported one."""
     max_abs_error: float | Literal["noise-floor"] = "noise-floor"
-    """Largest absolute error of an output. `noise-floor` derives it from PyTorch's own error at the
-    artifact's precision on the same inputs; a quantized artifact has no such limit."""
+    """Largest absolute error of an output. `noise-floor` derives it from the reference's own error
+    at the artifact's precision on the same inputs; a quantized artifact has no such limit."""
     min_cosine: float | Literal["by-precision"] = "by-precision"
     """Smallest cosine between an output and the reference. `by-precision` derives it from the
     artifact's precision, or from the budget of a quantized artifact."""

@@ -1,10 +1,11 @@
-"""The validate stage: compare an artifact's outputs with PyTorch's, over shapes and real inputs.
+"""The validate stage: compare an artifact's outputs with its source's, over shapes and real inputs.
 
 It writes `reports/validation.json` and a verdict in the manifest. The reference is the artifact's
-source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
-for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
-quantized artifact is checked against its budget instead, see `budget.py`. Engines run at every
-corner of their profiles and on all other inputs that fit, see `engine_cases.py`.
+source in PyTorch, in FP32 with eager attention, or the .onnx file that it was imported from. The
+reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its error on the same
+inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
+against its budget instead, see `budget.py`. Engines run at every corner of their profiles and on
+all other inputs that fit, see `engine_cases.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.source import ModelSource, resolve_record, resolve_source
+from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance
@@ -63,7 +64,7 @@ from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.reference import run_pytorch
+from enginery.validate.reference import Reference, run_reference
 from enginery.validate.report import find_unproven, summarize
 
 STAGE = "validate"
@@ -148,7 +149,7 @@ def run(
 
     Raises:
         OptionError: an option is invalid.
-        SourceError: the source is missing or has changed, or an imported artifact has none.
+        SourceError: the source is missing or has changed, or does not fit the artifact.
         ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.
         InputError: the data cannot be read, or no graph takes them.
@@ -163,7 +164,7 @@ def run(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
     limits = ComparisonLimits.of(artifact, config)
-    source = _reference_source(artifact, config)
+    reference = Reference.of(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     check_data_usable(artifact, config)
     manifest = artifact.manifest
@@ -174,7 +175,7 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
-    comparison = _Comparison(artifact, source, config, feed_limits, embeddings, overall, progress)
+    comparison = _Comparison(reference, config, feed_limits, embeddings, overall, progress)
     results: list[ValidationCaseResult] = []
     for record in manifest.graphs:
         real, more_notes = real_cases(artifact, record, config)
@@ -198,28 +199,27 @@ def run(
         results += found
         results += left_out
         notes += more_notes
-    weights = compare_weights(
-        artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
-    )
+    weights = compare_weights(artifact, reference.open_weights, progress=progress)
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
-    not_proven = find_unproven(results)
+    not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
     agrees = _all_passed(results) and near and not not_proven
     if agrees and not is_quantized(artifact):
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, together, weights, not_proven),
+        summary=summarize(results, pooled, together, weights, not_proven, reference.name),
         precision=manifest.precision,
         providers=comparison.providers,
         reference={
-            "id": source.record.id,
-            "revision": source.record.revision,
-            "sha256": source.record.sha256,
-            "as": "PyTorch FP32, eager attention",
+            "id": reference.source.record.id,
+            "revision": reference.source.record.revision,
+            "sha256": reference.source.record.sha256,
+            "as": reference.description,
+            "name": reference.name,
         },
         tolerance={
             **asdict(limits.tolerance),
@@ -245,10 +245,9 @@ def run(
 
 @dataclass
 class _Comparison:
-    """The comparison of an artifact's graphs with PyTorch, one after the other."""
+    """The comparison of an artifact's graphs with the reference, one after the other."""
 
-    artifact: Artifact
-    source: ModelSource
+    reference: Reference
     config: ValidateConfig
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
@@ -279,18 +278,11 @@ class _Comparison:
         Returns:
             The results, and the tolerances with the providers that ran.
         """
-        artifact, config, progress = self.artifact, self.config, self.progress
-        run_reference = partial(
-            run_pytorch,
-            artifact,
-            self.source,
-            record,
-            progress=progress,
-            trust_remote_code=config.trust_remote_code,
-        )
+        artifact, config, progress = self.reference.artifact, self.config, self.progress
+        run = partial(run_reference, self.reference, record, progress=progress)
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
             noise = not is_quantized(artifact)
-            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
+            pytorch = run(cases, Path(scratch, "cases"), noise=noise)
             with OrtRunner(
                 artifact,
                 graph=record.file,
@@ -317,10 +309,10 @@ class _Comparison:
                 )
                 shapes = scan.shapes(config.effort, profiles)
                 scanned = scan.run(shapes, limits, pytorch, progress)
-                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
+                run_again = partial(run, scratch=Path(scratch, "scan"), noise=False)
                 found += scan.confirm(scanned, limits, pytorch, run_again, progress)
         self.coverage.append(scan.coverage(found, scanned))
-        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
+        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found, pytorch.name)]
         return found, limits
 
 
@@ -357,18 +349,6 @@ def _save_verdict(artifact: Artifact, key: Fingerprint, report: ValidationReport
 def _verdict_marker(key: str, report: bytes) -> Path:
     """Return the path of the file in the store that marks a report as written on this machine."""
     return enginery_home() / "verdicts" / hashlib.sha256(key.encode() + report).hexdigest()
-
-
-def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:
-    """Return the PyTorch model to compare with: the option, or else the artifact's source."""
-    if config.reference:
-        return resolve_source(config.reference, allow_pickle=config.allow_pickle)
-    if artifact.manifest.source.kind == "onnx":
-        raise SourceError(
-            f"{artifact.path} was imported from an .onnx file, which has no PyTorch model.",
-            do="Name the original model with --reference MODEL.",
-        )
-    return resolve_record(artifact.manifest.source, allow_pickle=config.allow_pickle)
 
 
 def _all_passed(cases: Sequence[ValidationCaseResult]) -> bool:

@@ -130,7 +130,7 @@ class ProviderRecord(TypedDict):
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """Comparison of one output of one case with PyTorch. Values that were not measured are NaN."""
+    """Comparison of one output of one case with the reference; NaN for what was not measured."""
 
     output: str
     shape: tuple[Count, ...]
@@ -145,7 +145,7 @@ class OutputMetrics:
     nonfinite: Count
     """Number of elements that are NaN or infinite on one side only."""
     noise_floor: Number
-    """PyTorch's own largest error at this precision on the same inputs."""
+    """The reference's own largest error at this precision on the same inputs."""
     limit: Number
     """Largest absolute error that passes; infinite for no limit, which is read back as NaN."""
     cosine_limit: Number
@@ -195,7 +195,7 @@ class ValidationCaseResult:
     problem: str
     """Reason why nothing could be compared; empty otherwise."""
     skipped: str = ""
-    """Reason why the case was skipped: PyTorch rejects it, or it fits no engine."""
+    """Reason why the case was skipped: the reference rejects it, or it fits no engine."""
 
     @property
     def passed(self) -> bool:
@@ -204,7 +204,7 @@ class ValidationCaseResult:
 
 @dataclass(frozen=True)
 class EmbeddingMetrics:
-    """Comparison of pooled sentence embeddings with PyTorch's."""
+    """Comparison of pooled sentence embeddings with the reference's."""
 
     sentences: Count
     min_cosine: Number
@@ -231,19 +231,19 @@ class OverallMetrics:
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """A weight of a graph that is not what PyTorch's parameter makes it."""
+    """A weight of a graph that is not what the reference's makes it."""
 
     graph: str
     weight: str
     """Its name in the graph."""
     parameter: str
-    """PyTorch's name; empty if unknown."""
+    """The reference's name; empty if unknown."""
     elements: Count
     differing: Count
     max_abs: Number
     """Largest absolute difference of an element."""
     cosine: Number
-    """Between the rows that differ and PyTorch's."""
+    """Between the rows that differ and the reference's."""
     problem: str
     """Where it differs, by how much, and what that means."""
     factor: Number = math.nan
@@ -271,7 +271,7 @@ class UntracedWeight:
 
 @dataclass(frozen=True)
 class WeightMetrics:
-    """Comparison of all weights of all graphs with PyTorch's, without running them."""
+    """Comparison of all weights of all graphs with the reference's, without running them."""
 
     elements: Count
     """Of all weights and float constants."""
@@ -286,7 +286,7 @@ class WeightMetrics:
     """Parameters that no graph has."""
 
     def without_undone(self) -> WeightMetrics:
-        """Return the metrics of a graph whose outputs agree with PyTorch's.
+        """Return the metrics of a graph whose outputs agree with the reference's.
 
         A difference that it undoes elsewhere is then none.
         """
@@ -314,7 +314,7 @@ class GraphCoverage:
     dim: str
     """The dim whose length is meant, such as `sequence`; empty if none is padded."""
     compared: list[tuple[Count, Count]]
-    """(batch, length) of the cases that were compared with PyTorch."""
+    """(batch, length) of the cases that were compared with the reference."""
     consistent: list[tuple[Count, Count]]
     """(batch, length) of padded batches whose rows equal the same rows run alone."""
     deviating: list[tuple[Count, Count]]
@@ -322,9 +322,9 @@ class GraphCoverage:
     reason: str = ""
     """Reason why rows were not run alone."""
 
-    def describe(self) -> str:
+    def describe(self, reference: str = "PyTorch") -> str:
         """Describe the coverage in one line."""
-        compared = f"{self.graph}: {len(self.compared)} sizes compared with PyTorch"
+        compared = f"{self.graph}: {len(self.compared)} sizes compared with {reference}"
         if self.reason:
             return f"{compared}; batches not compared with rows alone ({self.reason})"
         batches = [batch for batch, _ in self.consistent]
@@ -340,8 +340,8 @@ class GraphCoverage:
     def grid(self) -> list[dict[str, str]]:
         """Return a table of the sizes: a row for each range of batch sizes, a column of lengths.
 
-        `2 + 40` means that two sizes were compared with PyTorch, and that in 40 others rows equal
-        those run alone.
+        `2 + 40` means that two sizes were compared with the reference, and that in 40 others rows
+        equal those run alone.
         """
         every = [*self.compared, *self.consistent, *self.deviating]
         lengths = _ranges([length for _, length in every])
@@ -382,7 +382,7 @@ class ValidationReport(Report):
     precision: str
     providers: list[ProviderRecord]
     reference: dict[str, str]
-    """The PyTorch model: `id`, `revision`, `sha256`, and `as`, how it was run."""
+    """The source: `id`, `revision`, `sha256`, `as`, how it was run, and `name`, for messages."""
     tolerance: dict[str, Any]
     cases: list[ValidationCaseResult]
     embeddings: EmbeddingMetrics | None
@@ -392,7 +392,7 @@ class ValidationReport(Report):
     overall: list[OverallMetrics] = field(default_factory=list)
     """For a quantized artifact that is checked against its own budget."""
     not_proven: list[str] = field(default_factory=list)
-    """Reasons why agreement with PyTorch proves nothing; a report with one has not passed."""
+    """Reasons why agreement with the reference proves nothing; such a report has not passed."""
     effort: str = ""
     """The option of the validation; empty in reports of earlier versions, like the next member."""
     coverage: list[GraphCoverage] = field(default_factory=list)
@@ -400,6 +400,11 @@ class ValidationReport(Report):
     weights: WeightMetrics | None = None
     """None in reports of earlier versions."""
     schema_version: Count = field(default=1)
+
+    @property
+    def reference_name(self) -> str:
+        """`PyTorch`, or `the source file` for an artifact that was imported from .onnx."""
+        return self.reference.get("name", "PyTorch")
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
         """Return the case and output with the largest error in units of its limit."""

@@ -16,9 +16,15 @@ import numpy as np
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
-from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.datasets.samples import (
+    ARRAY_SUFFIXES,
+    load_arrays,
+    read_arrays,
+    read_texts,
+)
+from enginery.core.errors import ArtifactError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.sample_inputs import (
     SENTENCES,
     ImageFeeder,
@@ -94,16 +100,53 @@ def _is_arrays(config: ValidateConfig) -> bool:
 
 
 def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[ValidationCase]:
+    """Return cases of rows; or, if the first dim of some input is not the batch, one of all."""
+    path = Path(config.data).expanduser()
     names = [spec.name for spec in record.inputs]
-    rows = read_arrays(Path(config.data).expanduser(), names, rows=config.rows)
+    batches = {spec.dims[:1] for spec in record.inputs}
+    if len(batches) > 1 or () in batches:
+        feeds = _fit_arrays(path, record, load_arrays(path, names))
+        return [ValidationCase("arrays", "real", lambda: feeds)]
 
     def feed(part: list[Feeds]) -> Feeds:
-        return {
-            spec.name: np.concatenate([row[spec.name] for row in part]).astype(spec.dtype)
-            for spec in record.inputs
-        }
+        arrays = {name: np.concatenate([row[name] for row in part]) for name in names}
+        return _fit_arrays(path, record, arrays)
 
-    return _cases("rows", rows, _ROWS, record, feed)
+    cases = _cases("rows", read_arrays(path, names, rows=config.rows), _ROWS, record, feed)
+    cases[0].make()  # so that errors show before the reference starts
+    return cases
+
+
+def _fit_arrays(path: Path, record: GraphRecord, arrays: Feeds) -> Feeds:
+    """Return arrays in the dtypes of a graph's inputs.
+
+    Raises:
+        InputError: an array has another rank or another fixed size than its input, two of them have
+            different sizes of one dim, or values would change in the input's dtype.
+    """
+    feeds = {}
+    for spec in record.inputs:
+        array = arrays[spec.name]
+        if array.ndim != len(spec.dims):
+            raise InputError(
+                f"data '{path}': {spec.name} has the shape {array.shape}, the graph takes {spec}."
+            )
+        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        fits = array.dtype.kind in "biuf"
+        if fits:
+            with np.errstate(invalid="ignore", over="ignore"):
+                feeds[spec.name] = array.astype(dtype)
+            fits = dtype.kind == "f" or np.array_equal(feeds[spec.name], array)
+        if not fits:
+            raise InputError(
+                f"data '{path}': {spec.name} has values of {array.dtype} that {dtype} cannot hold; "
+                f"the graph takes {spec}."
+            )
+    try:
+        dim_sizes(record.inputs, feeds)
+    except ShapeError as error:
+        raise InputError(f"data '{path}': {error.message}") from error
+    return feeds
 
 
 def _text_cases(
