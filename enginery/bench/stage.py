@@ -32,6 +32,7 @@ from enginery.bench.backends.plan import (
 )
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import ENGINERY, BenchConfig, check_options
+from enginery.bench.measurement.accuracy import LabelledTexts
 from enginery.bench.measurement.cases import sweep
 from enginery.bench.measurement.image_passes import measure_images
 from enginery.bench.measurement.images import ImageInputs
@@ -79,7 +80,8 @@ def run(
         progress: receives progress messages.
 
     Raises:
-        OptionError: an option has a value that cannot be used, or names a dim that the model lacks.
+        OptionError: an option has a value that cannot be used, or names a dim that the model lacks;
+            or a model is no classifier of labelled texts.
         ShapeError: the model does not accept a shape.
         EngineryError: a model cannot be opened, or a backend named in `against` cannot run.
     """
@@ -101,6 +103,7 @@ def run(
     plans, left_out = plan_backends(targets, config, buckets=max(BUCKETS, len(cases)))
     if inputs:
         plans = keep_image_backends(plans, left_out)
+    labelled = LabelledTexts.read(targets, config)
     padding = measure_padding(targets[0], config)
     machine = describe_machine()
     results: list[BenchCase] = []
@@ -120,6 +123,7 @@ def run(
                 advance()
         records = [_record(one, by_name[one.plan.target]) for one in processes.values()]
         unknown = _unknown(processes, records, results)
+    labels = labelled.measure(config, progress) if labelled else None
     result = BenchResult(
         subjects=[target.as_json() for target in targets],
         machine=machine,
@@ -129,6 +133,7 @@ def run(
         cases=results,
         images=images,
         padding=padding,
+        labels=labels,
         advice=[],
         unknown=unknown,
         notes=stage_notes(machine, results, records, config),

@@ -191,6 +191,13 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.6f}, "
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
+    if labels := report.labels:
+        lines += [f"accuracy of {each.name}: {each.describe()}" for each in labels.accuracies]
+        lines += [
+            f"difference: {change.describe()}; {change.broken} rows right → wrong, "
+            f"{change.repaired} wrong → right"
+            for change in labels.changes
+        ]
     lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
     if weights := report.weights:
         lines.append(f"weights: {weights.describe()}")

@@ -352,7 +352,7 @@ def _check_files(options: Any, known: _Known) -> None:
     for name in ("data", "calibration", "profiles_from"):
         given = getattr(options, name, "")
         if given and given not in known.outputs:
-            labels = options.label_column if name == "calibration" else ""
+            labels = getattr(options, "label_column", "")
             with _about(name):
                 _check_data(Path(given).expanduser(), options.column, labels, known.task)
     with _about("images"):

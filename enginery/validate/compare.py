@@ -25,6 +25,7 @@ from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import BUILTIN_SLACK, is_quantized, quantization_budget
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
@@ -118,6 +119,7 @@ def compare_graph(
     *,
     embeddings: EmbeddingComparison | None = None,
     overall: OverallComparison | None = None,
+    labels: LabelComparison | None = None,
     progress: Progress = SILENT,
 ) -> list[ValidationCaseResult]:
     """Run every case and compare its outputs. Failures are part of the results.
@@ -146,6 +148,8 @@ def compare_graph(
                         embeddings.add(feeds, found, expected)
                     if case.kind == "real" and overall is not None:
                         overall.add(record, feeds, found, expected)
+                    if case.labels and labels is not None:
+                        labels.add(case.labels, found, expected)
             results.append(result)
             advance()
     return results

@@ -30,6 +30,9 @@ class ValidateConfig:
     arrays of the graph's own inputs, `.npz` or `.npy`. If empty, built-in sentences or images."""
     column: str = "text"
     """Column of `data` with the texts."""
+    label_column: str = ""
+    """Column of `data` with the correct labels of a text classifier: report the accuracy of the
+    reference and of the artifact. It does not decide the verdict."""
     rows: int = 64
     """Number of rows to read from `data`, evenly spread over the file."""
     reference: str = ""
@@ -68,6 +71,12 @@ def check_options(config: ValidateConfig) -> None:
     if not isinstance(cosine, str) and not -1 <= cosine <= 1:
         raise OptionError(
             f"option 'min_cosine' is {cosine}, expected -1 to 1.", option="min_cosine"
+        )
+    if config.label_column and not config.data:
+        raise OptionError(
+            f"option 'label_column' is '{config.label_column}', but there are no data.",
+            do="Name the file with that column: --data reviews.csv",
+            option="label_column",
         )
     if config.rows < 1:
         raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")

@@ -36,6 +36,7 @@ from enginery.core.artifact.reports import (
     ValidationCaseResult,
     ValidationReport,
 )
+from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
@@ -62,6 +63,7 @@ from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
 from enginery.validate.reference import Reference, run_reference
@@ -148,7 +150,7 @@ def run(
     """Validate an artifact and write the report and the verdict. A failure is not an exception.
 
     Raises:
-        OptionError: an option is invalid.
+        OptionError: an option is invalid, or the artifact is no classifier of labelled texts.
         SourceError: the source is missing or has changed, or does not fit the artifact.
         ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.
@@ -164,6 +166,8 @@ def run(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
     limits = ComparisonLimits.of(artifact, config)
+    if config.label_column:
+        require_classifier(artifact, config.data, config.label_column)
     reference = Reference.of(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     check_data_usable(artifact, config)
@@ -175,7 +179,8 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
-    comparison = _Comparison(reference, config, feed_limits, embeddings, overall, progress)
+    labels = LabelComparison()
+    comparison = _Comparison(reference, config, feed_limits, embeddings, overall, labels, progress)
     results: list[ValidationCaseResult] = []
     for record in manifest.graphs:
         real, more_notes = real_cases(artifact, record, config)
@@ -232,6 +237,7 @@ def run(
         embeddings=pooled,
         overall=together,
         weights=weights,
+        labels=labels.metrics(config.label_column, reference.name),
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -252,6 +258,7 @@ class _Comparison:
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
     overall: OverallComparison | None
+    labels: LabelComparison
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
@@ -302,6 +309,7 @@ class _Comparison:
                     limits,
                     embeddings=self.embeddings,
                     overall=self.overall,
+                    labels=self.labels,
                     progress=progress,
                 )
                 scan = ConsistencyScan(

@@ -125,6 +125,78 @@ class ProviderRecord(TypedDict):
     options: NotRequired[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class LabelAccuracy:
+    """How many labelled rows a classifier has right."""
+
+    name: str
+    """`PyTorch`, `this artifact`, or an artifact of a benchmark."""
+    right: Count
+    rows: Count
+    interval: Interval
+    """Confidence interval of the accuracy, at 95 %."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of rows, 0 to 1."""
+        return self.right / self.rows
+
+    def describe(self) -> str:
+        """Return `91.4 % (88.7 to 93.5 %)`."""
+        low, high = self.interval
+        return f"{100 * self.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"
+
+
+@dataclass(frozen=True)
+class AccuracyChange:
+    """The rows that one classifier has right and another one has not."""
+
+    name: str
+    base: str
+    broken: Count
+    """Rows that the base has right and this one wrong."""
+    repaired: Count
+    """Rows that the base has wrong and this one right."""
+    difference: float
+    """Accuracy less that of the base."""
+    interval: Interval
+    """Confidence interval of the difference, at 95 %."""
+
+    def describe(self) -> str:
+        """Return `-0.4 % (-1.7 to 0.9 %)`."""
+        low, high = self.interval
+        return f"{100 * self.difference:+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+
+
+@dataclass(frozen=True)
+class LabelMetrics:
+    """Accuracy of several classifiers on the same labelled rows."""
+
+    column: str
+    """The column of the labels."""
+    accuracies: list[LabelAccuracy]
+    changes: list[AccuracyChange]
+    """Changes from the first of the classifiers to each other one."""
+
+    def table(self) -> list[dict[str, str]]:
+        """Return a row for each classifier."""
+        changes = {change.name: change for change in self.changes}
+        rows = []
+        for found in self.accuracies:
+            change = changes.get(found.name)
+            rows.append(
+                {
+                    "model": found.name,
+                    "rows": str(found.rows),
+                    "accuracy": found.describe(),
+                    "difference": change.describe() if change else "–",
+                    "right → wrong": str(change.broken) if change else "–",
+                    "wrong → right": str(change.repaired) if change else "–",
+                }
+            )
+        return rows
+
+
 # validation.json
 
 
@@ -399,6 +471,8 @@ class ValidationReport(Report):
     """The batch sizes and lengths that ran, for each graph."""
     weights: WeightMetrics | None = None
     """None in reports of earlier versions."""
+    labels: LabelMetrics | None = None
+    """Accuracy of the reference and of the artifact; None without labels."""
     schema_version: Count = field(default=1)
 
     @property
@@ -854,6 +928,8 @@ class BenchResult(Report):
     finished: str
     """Time in UTC, ISO 8601."""
     seconds: float
+    labels: LabelMetrics | None = None
+    """Accuracy of each artifact; None without labels."""
     schema_version: Literal[1] = field(default=1)
 
     def contender(self, name: str) -> ContenderRecord:

@@ -16,6 +16,7 @@ import numpy as np
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
+from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import (
     ARRAY_SUFFIXES,
     load_arrays,
@@ -153,16 +154,24 @@ def _text_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
     feeder = TextFeeder.open(artifact, record)
-    what, texts = "sentences", list[Text](SENTENCES)
+    what, texts, labels = "sentences", list[Text](SENTENCES), list[int]()
     if config.data:
-        path = Path(config.data).expanduser()
-        what, texts = "rows", list[Text](read_texts(path, config.column, rows=config.rows))
+        path, column = Path(config.data).expanduser(), config.column
+        what = "rows"
+        if config.label_column:
+            read, labels = read_labelled_texts(
+                artifact, path, column, config.label_column, rows=config.rows
+            )
+        else:
+            read = read_texts(path, column, rows=config.rows)
+        texts = list[Text](read)
     elif artifact.manifest.task == "question-answering":
         what, texts = "questions", list[Text](QUESTIONS)
     # Tokenize once here, so that errors show before PyTorch starts.
     feeder.lengths(texts)
     # Without a padding token, one text per case.
-    return _cases(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
+    rows = _ROWS if feeder.can_pad else 1
+    return _cases(what, texts, rows, record, feeder, labels=labels)
 
 
 def _image_cases(
@@ -186,6 +195,8 @@ def _cases(
     rows: int,
     record: GraphRecord,
     feed: Callable[[list[Any]], Feeds],
+    *,
+    labels: Sequence[int] = (),
 ) -> list[ValidationCase]:
     """Return cases of up to `rows` items each, named by item numbers."""
     rows = fixed_batch(record) or rows
@@ -193,5 +204,6 @@ def _cases(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(ValidationCase(name, "real", partial(feed, pad_batch(part, record))))
+        make = partial(feed, pad_batch(part, record))
+        cases.append(ValidationCase(name, "real", make, tuple(labels[start : start + rows])))
     return cases
