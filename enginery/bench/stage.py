@@ -44,6 +44,7 @@ from enginery.bench.report.notes import fallback_notes, stage_notes
 from enginery.bench.report.page import store_reports, write_report
 from enginery.bench.target import Target, number_duplicate_names
 from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.artifact.fingerprint import data_sha256
 from enginery.core.artifact.reports import (
     BenchCase,
     BenchResult,
@@ -148,7 +149,7 @@ def run(
 def finished(
     artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
 ) -> BenchResult | None:
-    """Return the stored result if it has the same artifact, options and machine; None otherwise.
+    """Return the stored result if it has the same artifact, options, labels and machine, or None.
 
     Raises:
         ProviderError: the providers cannot be parsed.
@@ -159,6 +160,8 @@ def finished(
     except ArtifactError:  # damaged, or written by another version
         return None
     if found is None:
+        return None
+    if found.labels and found.labels.data_sha256 != data_sha256(Path(config.data).expanduser()):
         return None
     target = Target.open(artifact, config.graph, allow_failed=True)
     now = (

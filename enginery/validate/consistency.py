@@ -222,7 +222,9 @@ class ConsistencyScan:
         if result.reason:
             return result
         ran = [set(expected.files) for expected in pytorch.outputs if expected.files]
-        self._names_compared = set.intersection(*ran) if ran else set()
+        if not ran:
+            return ScanResult(reason=f"{pytorch.name} ran on no input")
+        self._names_compared = set.intersection(*ran)
         with progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
                 try:

@@ -76,8 +76,8 @@ class Reference:
         """Find the reference: the option, or else the artifact's source.
 
         Raises:
-            SourceError: it does not exist or has changed since the export, has only pickled
-                weights, or is an .onnx file but the artifact has several graphs.
+            SourceError: it does not exist or has changed since the export, or has only pickled
+                weights; or it is an .onnx file, but the artifact has several graphs or contains it.
         """
         record = artifact.manifest.source
         if config.reference:
@@ -90,6 +90,11 @@ class Reference:
         else:
             source = resolve_record(record, allow_pickle=config.allow_pickle)
         if source.record.kind == "onnx":
+            if source.path.is_relative_to(artifact.path.resolve()):
+                raise SourceError(
+                    f"{source.path} is a file of the artifact itself, so it proves nothing.",
+                    do="Name the original model with --reference MODEL.",
+                )
             check_allocations(source.path, error=SourceError)
             if len(artifact.manifest.graphs) > 1:
                 files = ", ".join(graph.file for graph in artifact.manifest.graphs)

@@ -177,6 +177,8 @@ class LabelMetrics:
     accuracies: list[LabelAccuracy]
     changes: list[AccuracyChange]
     """Changes from the first of the classifiers to each other one."""
+    data_sha256: str = ""
+    """Digest of the file; empty in reports of `validate`, whose verdict has it."""
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each classifier."""

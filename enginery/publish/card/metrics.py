@@ -47,6 +47,10 @@ def _validation_metrics(found: ValidationReport) -> Figures:
     if found.embeddings:
         yield "validation.embeddings_min_cosine", found.embeddings.min_cosine
         yield "validation.embeddings_neighbour_agreement", found.embeddings.neighbour_agreement
+    if found.labels:
+        reference, own = found.labels.accuracies
+        yield "validation.label_accuracy", own.accuracy
+        yield "validation.reference_label_accuracy", reference.accuracy
 
 
 def _quantization_metrics(found: QuantizationReport) -> Figures:
