@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginery import Artifact, export_model, optimize_model, quantize_model, validate_model
 from enginery.core.errors import InputError, SourceError
+from enginery.core.model.source import resolve_source
 from enginery.validate.source_file import SourceFile
 from tests.tiny import TEXT as SENTENCES
 from tests.validate.faults import edits as faults
@@ -182,6 +183,22 @@ def test_graph_that_onnxruntime_has_fused_passes(imported, copied):
     assert report.weights.compared / report.weights.elements > 0.95
 
 
+def test_file_that_is_quantized_itself_is_compared_number_by_number(imported, tmp_path):
+    int8 = quantize_model(imported, SENTENCES, capabilities=(), curve=False)
+    (tmp_path / "source").mkdir()
+    path = shutil.copy(int8.model, tmp_path / "source" / "quantized.onnx")
+    artifact = export_model(str(path), out=tmp_path / "artifact")
+    assert not any(stage.stage == "quantize" for stage in artifact.manifest.stages)
+    weights = validate_model(artifact).weights
+    assert weights.compared == weights.elements
+    assert not weights.differences
+    faults.break_graph(artifact, faults.change_quantized_weight(np.abs))
+    report = validate_model(artifact.path)
+    assert not report.passed
+    (difference,) = report.weights.differences
+    assert difference.differing < difference.elements
+
+
 # Noise floors
 
 
@@ -238,6 +255,15 @@ def test_file_that_has_changed_or_is_gone_is_an_error(tmp_path):
     report = validate_model(artifact, reference=str(moved))
     assert report.passed, report.summary
     assert report.reference_name == "the source file", "it is the same file"
+
+
+def test_file_inside_the_artifact_is_no_reference(imported, copied):
+    """Its author could name the faulty graph itself as the source."""
+    artifact = copied(imported)
+    record = resolve_source(str(artifact.model)).record
+    forged = Artifact(artifact.path, artifact.manifest.model_copy(update={"source": record}))
+    with pytest.raises(SourceError, match="is a file of the artifact itself"):
+        validate_model(forged)
 
 
 def test_other_file_can_be_the_reference_if_it_takes_the_same_inputs(imported, copied, tmp_path):

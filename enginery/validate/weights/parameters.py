@@ -80,6 +80,7 @@ class Parameters:
         self.weights: dict[str, TorchWeight] = found.weights
         self._linear = found.linear
         self._inputs_first = found.inputs_first
+        self._by_path = found.by_path
         self._epsilons = found.batch_norms
         self._batch_norms: list[BatchNorm] | None = None
         self._by_tail: dict[str, list[str]] = defaultdict(list)
@@ -141,7 +142,8 @@ class Parameters:
         """Return the weights that a module's path in a graph and a role (`bias`) can mean."""
         once = ".".join(_CALL_NUMBER.sub("", word) for word in path.split("."))
         for module in dict.fromkeys((path, once)):
-            if found := self.named(f"{module}.{role}"):
+            name = f"{module}.{role}"
+            if found := list(self._by_path.get(name, ())) or self.named(name):
                 return found
         return []
 

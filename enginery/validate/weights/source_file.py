@@ -3,7 +3,7 @@
 A weight has the name of its initializer or Constant. It is there a second time under the path of a
 node that reads it and its role, `encoder.layer.0.output.dense.weight`, as PyTorch would name it, so
 that a weight is traced by its nodes, too, and one that a later stage has renamed or joined with
-others is found. A path that stands for several weights names none of them.
+others is found. A path that stands for several weights, or is the name of another one, names none.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SourceFileWeights(Closeable):
             for use in self._uses[value.name]:
                 if use.path and use.role:
                     by_path[f"{use.path}.{use.role}"].add(value.name)
-        self._names = {
-            path: next(iter(names)) for path, names in by_path.items() if len(names) == 1
-        } | {name: name for name in self._tensors}
+        self._by_path = {path: sorted(names) for path, names in by_path.items()}
+        only = {path: names[0] for path, names in self._by_path.items() if len(names) == 1}
+        self._names = only | {name: name for name in self._tensors}
         """Every name of a weight -> the name of its tensor."""
 
     def weights(self, directory: Path) -> TorchWeights:  # noqa: ARG002
@@ -83,6 +83,7 @@ class SourceFileWeights(Closeable):
             inputs_first=frozenset(
                 n for n, tensor in self._names.items() if layouts[tensor] == {True}
             ),
+            by_path=self._by_path,
         )
 
     def weight(self, name: str, directory: Path) -> NDArray[Any]:  # noqa: ARG002
