@@ -139,7 +139,7 @@ class LabelAccuracy:
     @property
     def accuracy(self) -> float:
         """Share of rows, 0 to 1."""
-        return self.right / self.rows
+        return self.right / self.rows if self.rows else math.nan
 
     def describe(self) -> str:
         """Return `91.4 % (88.7 to 93.5 %)`."""

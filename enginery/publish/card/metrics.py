@@ -48,9 +48,9 @@ def _validation_metrics(found: ValidationReport) -> Figures:
         yield "validation.embeddings_min_cosine", found.embeddings.min_cosine
         yield "validation.embeddings_neighbour_agreement", found.embeddings.neighbour_agreement
     if found.labels:
-        reference, own = found.labels.accuracies
-        yield "validation.label_accuracy", own.accuracy
-        yield "validation.reference_label_accuracy", reference.accuracy
+        names = ("validation.reference_label_accuracy", "validation.label_accuracy")
+        for name, each in zip(names, found.labels.accuracies, strict=False):
+            yield name, each.accuracy
 
 
 def _quantization_metrics(found: QuantizationReport) -> Figures:
