@@ -4,13 +4,15 @@ It writes `reports/validation.json` and a verdict in the manifest. The reference
 source in PyTorch, in FP32 with eager attention, or the .onnx file that it was imported from. The
 reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its error on the same
 inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
-against its budget instead, see `budget.py`. Engines run at every corner of their profiles and on
-all other inputs that fit, see `engine_cases.py`.
+against its budget instead (`metrics/budget.py`), and without its quantization like any other
+(`weights/unquantized.py`). Engines run at every corner of their profiles and on all other inputs
+that fit (`cases/engines.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -35,6 +37,7 @@ from enginery.core.artifact.reports import (
     ProviderRecord,
     ValidationCaseResult,
     ValidationReport,
+    WeightMetrics,
 )
 from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import ArtifactError, SourceError
@@ -45,8 +48,9 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
-from enginery.core.tolerance import QuantizedTolerance
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
@@ -66,11 +70,11 @@ from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.reference import Reference, run_reference
+from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 
 STAGE = "validate"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -157,8 +161,6 @@ def run(
         InputError: the data cannot be read, or no graph takes them.
         ArtifactError: the graphs do not have the precision that the manifest declares.
     """
-    from enginery.validate.weights.compare import compare_weights  # onnx takes a while to import
-
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
@@ -180,31 +182,34 @@ def run(
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
     labels = LabelComparison()
-    comparison = _Comparison(reference, config, feed_limits, embeddings, overall, labels, progress)
     results: list[ValidationCaseResult] = []
-    for record in manifest.graphs:
-        real, more_notes = real_cases(artifact, record, config)
-        promised = [*profiles[record.file], *reached[record.file]]
-        cases, left_out = split_by_profiles(
-            [
-                # The cosine of a few scores in one row would mean little.
-                *sweep_cases(
-                    record,
-                    feed_limits,
-                    seed=config.seed,
-                    longest_rows=2 if is_quantized(artifact) else 1,
-                ),
-                *profile_cases(record, promised, feed_limits, seed=config.seed),
-                *real,
-            ],
-            record,
-            reached[record.file],
+    with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+        comparison = _Comparison(
+            reference, config, feed_limits, embeddings, overall, labels, Path(scratch), progress
         )
-        found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
-        results += found
-        results += left_out
-        notes += more_notes
-    weights = compare_weights(artifact, reference.open_weights, progress=progress)
+        weights = comparison.compare_weights()
+        for record in manifest.graphs:
+            real, more_notes = real_cases(artifact, record, config)
+            promised = [*profiles[record.file], *reached[record.file]]
+            cases, left_out = split_by_profiles(
+                [
+                    # The cosine of a few scores in one row would mean little.
+                    *sweep_cases(
+                        record,
+                        feed_limits,
+                        seed=config.seed,
+                        longest_rows=2 if is_quantized(artifact) else 1,
+                    ),
+                    *profile_cases(record, promised, feed_limits, seed=config.seed),
+                    *real,
+                ],
+                record,
+                reached[record.file],
+            )
+            found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
+            results += found
+            results += left_out
+            notes += more_notes
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
@@ -259,11 +264,24 @@ class _Comparison:
     embeddings: EmbeddingComparison | None
     overall: OverallComparison | None
     labels: LabelComparison
+    scratch: Path
+    """Directory for the reference's outputs and for graphs without their quantization."""
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def compare_weights(self) -> WeightMetrics:
+        """Compare the weights, and write quantized graphs without their quantization."""
+        from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
+
+        return compare_weights(
+            self.reference.artifact,
+            self.reference.open_weights,
+            unquantized=self.scratch if is_quantized(self.reference.artifact) else None,
+            progress=self.progress,
+        )
 
     def run(
         self,
@@ -273,7 +291,7 @@ class _Comparison:
         engines: Sequence[Profile],
         limits: ComparisonLimits,
     ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
-        """Compare one graph.
+        """Compare one graph, and if it is quantized, also the graph without its quantization.
 
         Args:
             record: the graph.
@@ -286,42 +304,97 @@ class _Comparison:
             The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.reference.artifact, self.config, self.progress
-        run = partial(run_reference, self.reference, record, progress=progress)
-        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            noise = not is_quantized(artifact)
-            pytorch = run(cases, Path(scratch, "cases"), noise=noise)
-            with OrtRunner(
-                artifact,
-                graph=record.file,
-                providers=providers_of(config),
-                allow_fallback=config.allow_fallback,
-            ) as runner:
-                self.providers = [
-                    {"name": p.name, "reason": p.reason, "options": p.options}
-                    for p in runner.providers
-                ]
-                limits = limits.where(runner.providers)
-                found = compare_graph(
-                    runner,
-                    record,
-                    cases,
-                    pytorch,
-                    limits,
-                    embeddings=self.embeddings,
-                    overall=self.overall,
-                    labels=self.labels,
-                    progress=progress,
-                )
+        unquantized = self.scratch / record.file
+        noise = not is_quantized(artifact) or unquantized.exists()
+        pytorch = self._run_reference(record, "cases", cases, noise=noise)
+        with OrtRunner(
+            artifact,
+            graph=record.file,
+            providers=providers_of(config),
+            allow_fallback=config.allow_fallback,
+        ) as runner:
+            self.providers = [
+                {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
+            ]
+            limits = limits.where(runner.providers)
+            found = compare_graph(
+                runner,
+                record,
+                cases,
+                pytorch,
+                limits,
+                embeddings=self.embeddings,
+                overall=self.overall,
+                labels=self.labels,
+                progress=progress,
+            )
+            if not unquantized.exists():
                 scan = ConsistencyScan(
                     runner, record, self.feed_limits, engines=engines, seed=config.seed
                 )
-                shapes = scan.shapes(config.effort, profiles)
-                scanned = scan.run(shapes, limits, pytorch, progress)
-                run_again = partial(run, scratch=Path(scratch, "scan"), noise=False)
-                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
-        self.coverage.append(scan.coverage(found, scanned))
-        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found, pytorch.name)]
+                found += self._scan(record, scan, profiles, limits, pytorch, found)
+        if unquantized.exists():
+            found += self._compare_unquantized(record, unquantized, cases, profiles, pytorch)
+        self.notes += pytorch.notes
+        for outputs in ("cases", "scan"):  # they may take gigabytes
+            shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
+
+    def _compare_unquantized(
+        self,
+        record: GraphRecord,
+        path: Path,
+        cases: Sequence[ValidationCase],
+        profiles: Sequence[Profile],
+        pytorch: ReferenceRun,
+    ) -> list[ValidationCaseResult]:
+        """Compare a quantized graph without its quantization, on the CPU.
+
+        Its results have the name of another graph.
+        """
+        precision = self.reference.artifact.manifest.precision
+        limits = ComparisonLimits(Tolerance.for_precision(precision))
+        other = record.model_copy(update={"file": f"{record.file} without quantization"})
+        outputs = [spec.name for spec in record.outputs]
+        with GraphTracer(path, outputs, optimized=True) as run:
+            found = compare_graph(run, other, cases, pytorch, limits, progress=self.progress)
+            scan = ConsistencyScan(run, other, self.feed_limits, seed=self.config.seed)
+            return found + self._scan(record, scan, profiles, limits, pytorch, found)
+
+    def _scan(
+        self,
+        record: GraphRecord,
+        scan: ConsistencyScan,
+        profiles: Sequence[Profile],
+        limits: ComparisonLimits,
+        pytorch: ReferenceRun,
+        compared: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare batches with their rows alone, and those that differ with the reference."""
+        shapes = scan.shapes(self.config.effort, profiles)
+        scanned = scan.run(shapes, limits, pytorch, self.progress)
+        run_again = partial(self._run_reference, record, "scan", noise=False)
+        found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
+        self.coverage.append(scan.coverage([*compared, *found], scanned))
+        self.notes += scan_notes(record, scanned, [*compared, *found], pytorch.name)
+        return found
+
+    def _run_reference(
+        self,
+        record: GraphRecord,
+        directory: str,
+        cases: Sequence[ValidationCase],
+        *,
+        noise: bool,
+    ) -> ReferenceRun:
+        return run_reference(
+            self.reference,
+            record,
+            cases,
+            self.scratch / directory,
+            progress=self.progress,
+            noise=noise,
+        )
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

@@ -62,6 +62,7 @@ from enginery.validate.weights.stored import (
     read_plain,
     stored_tensors,
 )
+from enginery.validate.weights.unquantized import ExactLayer, write_unquantized
 
 Array = NDArray[Any]
 Tensors = dict[str, tuple[ir.Value, ir.TensorProtocol]]
@@ -95,6 +96,7 @@ def compare_weights(
     artifact: Artifact,
     open_weights: Callable[[], WeightSource],
     *,
+    unquantized: Path | None = None,
     progress: Progress = SILENT,
 ) -> WeightMetrics:
     """Compare every weight of every graph with the reference's.
@@ -102,6 +104,9 @@ def compare_weights(
     Args:
         artifact: the artifact that is validated.
         open_weights: opens the reference's weights.
+        unquantized: directory to write each quantized graph to without its quantization, under the
+            graph's file name. Layers that the calibration did not record stay as they are. A graph
+            without others, or with a weight that was not traced, is not written.
         progress: receives progress messages.
 
     Raises:
@@ -121,7 +126,10 @@ def compare_weights(
         parameters = Parameters(reference, Path(scratch))
         for record in graphs:
             comparison = _GraphComparison(record.file, parameters, calibration)
-            comparison.run(read_graph(artifact.path / record.file))
+            model = read_graph(artifact.path / record.file)
+            comparison.run(model)
+            if unquantized is not None and comparison.exact and not comparison.untraced_layers:
+                write_unquantized(model, comparison.exact, unquantized / record.file)
             comparisons.append(comparison)
             advance()
     return _metrics(comparisons, parameters)
@@ -165,6 +173,10 @@ class _GraphComparison:
         self.untraced: list[UntracedWeight] = []
         self.seen: set[str] = set()
         """The parameters that the graph has."""
+        self.exact: list[ExactLayer] = []
+        """The quantized layers whose weight and calibration are known."""
+        self.untraced_layers = 0
+        """The number of quantized layers whose weight is not known."""
         self._handled: set[str] = set()
         self._dequantized: dict[str, Array] = {}
         """Weights of quantized convolutions by the module's path."""
@@ -393,6 +405,11 @@ class _GraphComparison:
             self._report(layer.weight, name, layer.problem)
         if layer.bias is not None:
             self._handled.add(layer.bias.name)
+        known = self._exact_weight(layer, name) if name else None
+        if known is None:
+            self.untraced_layers += 1
+        elif layer.recorded:
+            self.exact.append(ExactLayer(layer, known))
         if not layer.recorded or not name:
             if layer.bias is not None:  # nothing says how quantizing has changed it
                 self._compare_content(layer.bias, damaged=False)
@@ -419,6 +436,17 @@ class _GraphComparison:
             problem = f"{difference.problem}, without its calibrated correction"
             difference = replace(difference, problem=problem)
         self._count(bias, kind, difference)
+
+    def _exact_weight(self, layer: QuantizedLayer, name: str) -> Array | None:
+        """Return the reference's weight as the layer stores it; None if it has another."""
+        _, turned = self._best(layer.weight, [name], None)
+        weight = self.parameters.read(name)
+        stored = turn(layer.weight, turned, weight.shape)
+        norm = self._norm(Use(layer.node, 1)) if layer.node.op_type == "Conv" else None
+        for expected in (weight, *((norm.fold_weight(weight)[0],) if norm else ())):
+            if not np.any(mismatches(stored, expected)):
+                return turn_array(expected, turned, layer.weight.values.shape)
+        return None
 
     def _compare_dynamic(self, name: str, tensors: Tensors) -> None:
         """Compare a weight that ONNX Runtime quantized, with its scale and zero point."""

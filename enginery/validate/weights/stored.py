@@ -20,7 +20,16 @@ from enginery.passes.cast.low_precision import read_values
 Array = NDArray[Any]
 
 _PASS_ON = frozenset(
-    {"Identity", "Cast", "DequantizeLinear", "Transpose", "Reshape", "Unsqueeze", "Squeeze"}
+    {
+        "Identity",
+        "Cast",
+        "CastLike",
+        "DequantizeLinear",
+        "Transpose",
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+    }
 )
 """Operators behind which a weight is still the same weight."""
 _NAME_SUFFIX = re.compile(r"(_merged_\d+|_fp16|_bf16|_fp32|_quantized)+$")
@@ -146,7 +155,7 @@ def stored_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtoco
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Return the tensor of an initializer or Constant, past Casts and Identities."""
     while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Cast", "Identity"):
+        if made.op_type not in ("Cast", "CastLike", "Identity"):
             break
         value = made.inputs[0]
     return None if value is None else ir.convenience.get_const_tensor(value)
