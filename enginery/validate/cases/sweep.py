@@ -35,6 +35,8 @@ class ValidationCase:
     kind: Literal["sweep", "profile", "real"]
     make: Callable[[], Feeds]
     """Generates the feeds."""
+    labels: tuple[int, ...] = ()
+    """Class indices of the first rows; empty without labels."""
 
 
 def sweep_cases(
