@@ -9,6 +9,7 @@ from enginery.core.artifact.reports import (
     EmbeddingMetrics,
     OutputMetrics,
     OverallMetrics,
+    RoundingMetrics,
     ValidationCaseResult,
     WeightMetrics,
 )
@@ -58,6 +59,7 @@ def summarize(
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
     weights: WeightMetrics | None = None,
+    rounding: Sequence[RoundingMetrics] = (),
     not_proven: Sequence[str] = (),
     name: str = "PyTorch",
 ) -> str:
@@ -92,6 +94,9 @@ def summarize(
         return f"pooled embeddings differ from {name}'s: {embeddings.problem}"
     if weights and weights.differences:
         return describe_weights(weights, name)
+    if other := [share for share in rounding if share.problem]:
+        most = max(other, key=lambda share: share.other_share)
+        return f"{most.graph}, {most.output} differs from {name}: {most.problem}"
     if not_proven:
         more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
         return f"not proven: {not_proven[0]}{more}"

@@ -5,7 +5,7 @@ source in PyTorch, in FP32 with eager attention, or the .onnx file that it was i
 reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its error on the same
 inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
 against its budget instead (`metrics/budget.py`), and without its quantization like any other
-(`weights/unquantized.py`). Engines run at every corner of their profiles and on all other inputs
+(`weights/unrounded.py`). Engines run at every corner of their profiles and on all other inputs
 that fit (`cases/engines.py`).
 """
 
@@ -35,12 +35,13 @@ from enginery.core.artifact.reports import (
     GraphCoverage,
     OverallMetrics,
     ProviderRecord,
+    RoundingMetrics,
     ValidationCaseResult,
     ValidationReport,
     WeightMetrics,
 )
 from enginery.core.datasets.labels import require_classifier
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, ProviderError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
@@ -72,6 +73,7 @@ from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
+from enginery.validate.rounding import compare_rounding, unrounded_record
 
 STAGE = "validate"
 STAGE_VERSION = "6"
@@ -187,7 +189,7 @@ def run(
         comparison = _Comparison(
             reference, config, feed_limits, embeddings, overall, labels, Path(scratch), progress
         )
-        weights = comparison.compare_weights()
+        weights = comparison.weights = comparison.compare_weights()
         for record in manifest.graphs:
             real, more_notes = real_cases(artifact, record, config)
             promised = [*profiles[record.file], *reached[record.file]]
@@ -216,12 +218,14 @@ def run(
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
+    rounding = comparison.rounding
+    near = near and not any(share.problem for share in rounding)
     agrees = _all_passed(results) and near and not not_proven
     if agrees and not is_quantized(artifact):
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, together, weights, not_proven, reference.name),
+        summary=summarize(results, pooled, together, weights, rounding, not_proven, reference.name),
         precision=manifest.precision,
         providers=comparison.providers,
         reference={
@@ -243,6 +247,7 @@ def run(
         overall=together,
         weights=weights,
         labels=labels.metrics(config.label_column, reference.name),
+        rounding=rounding,
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -265,21 +270,23 @@ class _Comparison:
     overall: OverallComparison | None
     labels: LabelComparison
     scratch: Path
-    """Directory for the reference's outputs and for graphs without their quantization."""
+    """Directory for the reference's outputs and for graphs without rounding."""
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
+    rounding: list[RoundingMetrics] = field(default_factory=list)
+    weights: WeightMetrics | None = None
     notes: list[str] = field(default_factory=list)
 
     def compare_weights(self) -> WeightMetrics:
-        """Compare the weights, and write quantized graphs without their quantization."""
+        """Compare the weights, and write graphs without the rounding of their precision."""
         from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
 
         return compare_weights(
             self.reference.artifact,
             self.reference.open_weights,
-            unquantized=self.scratch if is_quantized(self.reference.artifact) else None,
+            unrounded=self.scratch,
             progress=self.progress,
         )
 
@@ -291,7 +298,7 @@ class _Comparison:
         engines: Sequence[Profile],
         limits: ComparisonLimits,
     ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
-        """Compare one graph, and if it is quantized, also the graph without its quantization.
+        """Compare one graph, and if its weights are known, also the graph without rounding.
 
         Args:
             record: the graph.
@@ -304,9 +311,9 @@ class _Comparison:
             The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.reference.artifact, self.config, self.progress
-        unquantized = self.scratch / record.file
-        noise = not is_quantized(artifact) or unquantized.exists()
-        pytorch = self._run_reference(record, "cases", cases, noise=noise)
+        quantized, unrounded = is_quantized(artifact), self.scratch / record.file
+        exists = unrounded.exists()
+        pytorch = self._run_reference(record, "cases", cases, noise=exists or not quantized)
         with OrtRunner(
             artifact,
             graph=record.file,
@@ -328,38 +335,72 @@ class _Comparison:
                 labels=self.labels,
                 progress=progress,
             )
-            if not unquantized.exists():
+            # Batches differ more clearly without quantization.
+            if not (quantized and exists):
                 scan = ConsistencyScan(
-                    runner, record, self.feed_limits, engines=engines, seed=config.seed
+                    runner,
+                    record,
+                    self.feed_limits,
+                    engines=engines,
+                    sizes=_sizes(artifact.path / record.file),
+                    seed=config.seed,
                 )
                 found += self._scan(record, scan, profiles, limits, pytorch, found)
-        if unquantized.exists():
-            found += self._compare_unquantized(record, unquantized, cases, profiles, pytorch)
+        if exists:
+            found += self._compare_unrounded(record, unrounded, cases, profiles, pytorch, found)
         self.notes += pytorch.notes
         for outputs in ("cases", "scan"):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
 
-    def _compare_unquantized(
+    def _compare_unrounded(
         self,
         record: GraphRecord,
         path: Path,
         cases: Sequence[ValidationCase],
         profiles: Sequence[Profile],
         pytorch: ReferenceRun,
+        rounded: Sequence[ValidationCaseResult],
     ) -> list[ValidationCaseResult]:
-        """Compare a quantized graph without its quantization, on the CPU.
+        """Compare a graph without rounding, on the CPU, and its errors with those of the graph.
 
-        Its results have the name of another graph.
+        Args:
+            record: the graph.
+            path: the graph without rounding.
+            cases: the inputs.
+            profiles: shape profiles, whose bounds are run in any case.
+            pytorch: PyTorch's outputs for these inputs.
+            rounded: the results of the graph, those for these inputs first.
+
+        Returns:
+            The results, under the name of another graph.
         """
-        precision = self.reference.artifact.manifest.precision
-        limits = ComparisonLimits(Tolerance.for_precision(precision))
-        other = record.model_copy(update={"file": f"{record.file} without quantization"})
-        outputs = [spec.name for spec in record.outputs]
-        with GraphTracer(path, outputs, optimized=True) as run:
+        artifact = self.reference.artifact
+        quantized = is_quantized(artifact)
+        limits = ComparisonLimits(Tolerance.for_precision(artifact.manifest.precision))
+        other = unrounded_record(record, quantized=quantized)
+        try:
+            run = GraphTracer(path, [spec.name for spec in record.outputs], optimized=True)
+        except ProviderError as error:
+            self.notes.append(f"{other.file} was not compared: {error.message}")
+            return []
+        with run:
             found = compare_graph(run, other, cases, pytorch, limits, progress=self.progress)
-            scan = ConsistencyScan(run, other, self.feed_limits, seed=self.config.seed)
-            return found + self._scan(record, scan, profiles, limits, pytorch, found)
+            self.rounding += compare_rounding(
+                record.file, rounded[: len(cases)], found, all_exact=self._all_exact(record)
+            )
+            if quantized:
+                scan = ConsistencyScan(
+                    run, other, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
+                )
+                found += self._scan(record, scan, profiles, limits, pytorch, found)
+            return found
+
+    def _all_exact(self, record: GraphRecord) -> bool:
+        """Return True if all weights that were rounded were traced."""
+        left = self.weights.untraced if self.weights else []
+        rounded = ("float16", "bfloat16")
+        return not any(w.graph == record.file and w.dtype in rounded for w in left)
 
     def _scan(
         self,
@@ -395,6 +436,14 @@ class _Comparison:
             progress=self.progress,
             noise=noise,
         )
+
+
+def _sizes(graph: Path) -> set[int]:
+    """Return numbers in a graph that may be sizes at which it begins to do something else."""
+    from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
+    from enginery.validate.weights.stored import find_sizes
+
+    return find_sizes(read_graph(graph))
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

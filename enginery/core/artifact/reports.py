@@ -290,6 +290,17 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class RoundingMetrics:
+    """How much of an output's error does not come from rounding to the artifact's precision."""
+
+    graph: str
+    output: str
+    other_share: float
+    """Squared error of the graph without rounding, by that of the graph."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class OverallMetrics:
     """Comparison of one output of a quantized graph over all real inputs together."""
 
@@ -341,6 +352,8 @@ class UntracedWeight:
     graph: str
     weight: str
     shape: tuple[Count, ...]
+    dtype: str = ""
+    """As numpy names it; empty in reports of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -475,6 +488,8 @@ class ValidationReport(Report):
     """None in reports of earlier versions."""
     labels: LabelMetrics | None = None
     """Accuracy of the reference and of the artifact; None without labels."""
+    rounding: list[RoundingMetrics] = field(default_factory=list)
+    """For FP16, BF16 and quantized artifacts whose weights were traced."""
     schema_version: Count = field(default=1)
 
     @property
@@ -506,6 +521,8 @@ class AccuracyMetrics:
     """Share of positions with the same argmax; None for embeddings."""
     label_accuracy: float | None
     """Share of rows whose argmax is the correct label; None without labels."""
+    deviation: float | None = field(default=None, kw_only=True)
+    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A quantized graph is also compared without its quantization, as closely as its floats allow."""
+"""A graph is also compared without the rounding of its precision, which would hide other faults."""
 
 import numpy as np
 import onnx
@@ -164,12 +164,56 @@ def test_without_a_record_of_the_calibration_only_the_quantized_graph_runs(int8,
     assert {case.graph for case in report.cases} == {"model.onnx"}
 
 
-def test_fp16_artifact_is_compared_once(exported, copied, tmp_path):
-    made = optimize_model(
-        exported("bert", "feature-extraction"),
-        target="tensorrt",
-        precision="fp16",
-        out=tmp_path / "fp16",
-    )
-    report = validate_model(copied(made), effort="quick")
+IN_FP32 = "model.onnx in FP32"
+
+
+@pytest.fixture
+def low(exported):
+    """Return a function: a tiny model in FP16 or BF16."""
+
+    def make(kind, task, precision="fp16"):
+        return optimize_model(exported(kind, task), target="tensorrt", precision=precision)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["bert", "resnet", "vit"])
+def test_sound_fp16_graph_has_little_error_beside_rounding(low, copied, kind):
+    task = "feature-extraction" if kind == "bert" else "image-classification"
+    report = validate_model(copied(low(kind, task)), effort="quick")
+    assert report.passed, report.summary
+    assert {case.graph for case in report.cases} == {"model.onnx", IN_FP32}
+    (rounding,) = report.rounding
+    assert 0 < rounding.other_share < 0.2
+
+
+def through_bf16(g):
+    name = g.graph.output[0].name
+    g.replace(name, lambda x: g.op("CastLike", g.op("Cast", x, to=onnx.TensorProto.BFLOAT16), x))
+
+
+def factor(number):
+    def edit(g):
+        g.replace(g.graph.output[0].name, lambda x: g.op("Mul", x, number))
+
+    return edit
+
+
+@pytest.mark.parametrize("edit", [through_bf16, factor(1.002)])
+def test_fault_that_fp16_would_hide(low, copied, edit):
+    def change(model):
+        editor = GraphEditor(model)
+        edit(editor)
+        editor.finish()
+
+    broken = faults.break_graph(copied(low("bert", "feature-extraction")), change)
+    report = validate_model(broken, effort="quick")
+    assert not report.passed
+    assert all(case.passed for case in report.cases)
+    assert "of the squared error does not come from rounding" in report.summary
+
+
+def test_fp32_artifact_is_compared_once(exported, copied):
+    report = validate_model(copied(exported("bert", "feature-extraction")), effort="quick")
     assert {case.graph for case in report.cases} == {"model.onnx"}
+    assert report.rounding == []
