@@ -6,8 +6,8 @@ graph once more without what the comparison of the weights has checked one by on
 - Quantized: activations skip QuantizeLinear and DequantizeLinear, weights are the reference's, and
   biases lack the correction of the calibration. The rest stays as it is, in FP16 or FP32, smoothing
   of the activations included.
-- FP16 and BF16: the graph computes in FP32, with the reference's weights. Other constants, such as a
-  scale of attention, stay rounded.
+- FP16 and BF16: the graph computes in FP32, with the reference's weights. Other constants, such as
+  a scale of attention, stay rounded.
 """
 
 from __future__ import annotations
