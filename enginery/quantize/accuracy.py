@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import Feeds
 from enginery.quantize.calibration.data import Batch
 from enginery.runtime.agreement import (
@@ -18,6 +20,8 @@ from enginery.runtime.agreement import (
     compare_answers,
     read_model_pooling,
 )
+from enginery.runtime.onnxruntime.tracing import GraphTracer
+from enginery.runtime.sample_inputs import builtin_batches, takes_real_inputs
 from enginery.runtime.text.pooling import Pooling
 
 Graph = Callable[[Feeds], Outputs]
@@ -96,3 +100,39 @@ class AccuracyEvaluator:
             for row, logits in zip(order, answers["logits"], strict=False)
         ]
         return float(np.mean(right))
+
+
+def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> AccuracyMetrics | None:
+    """Measure a quantized graph on built-in texts or images, on the CPU.
+
+    These are the ones that `validate` uses, so that it knows what to expect.
+
+    Args:
+        source: the artifact with the FP32 graph.
+        graph: the quantized graph.
+        fused: enable ONNX Runtime's fusions in the quantized graph.
+
+    Returns:
+        None if the graph takes other inputs.
+    """
+    record = source.manifest.graphs[0]
+    if not takes_real_inputs(source, record):
+        return None
+    names = [spec.name for spec in record.outputs]
+    try:
+        batches = builtin_batches(source, record).values()
+    except (ArtifactError, InputError):  # no tokenizer that this package reads
+        return None
+    pooling = read_model_pooling(source.path)
+    found: dict[str, Rows] = {}
+    expected: dict[str, Rows] = {}
+    with (
+        GraphTracer(source.path / record.file, names, optimized=True) as reference,
+        GraphTracer(graph, names, optimized=fused) as quantized,
+    ):
+        for load in batches:
+            feeds = load()
+            for rows, run in ((expected, reference), (found, quantized)):
+                for name, more in answer_rows(run(feeds), feeds, pooling).items():
+                    rows.setdefault(name, []).extend(more)
+    return compare_answers(found, expected)

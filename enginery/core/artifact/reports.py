@@ -486,10 +486,10 @@ class ValidationReport(Report):
     """The batch sizes and lengths that ran, for each graph."""
     weights: WeightMetrics | None = None
     """None in reports of earlier versions."""
-    labels: LabelMetrics | None = None
-    """Accuracy of the reference and of the artifact; None without labels."""
     rounding: list[RoundingMetrics] = field(default_factory=list)
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
+    labels: LabelMetrics | None = None
+    """Accuracy of the reference and of the artifact; None without labels."""
     schema_version: Count = field(default=1)
 
     @property
@@ -627,6 +627,9 @@ class QuantizationReport(Report):
     """None if the ranges were reused, like the two members below."""
     search: SearchRecord | None = None
     accuracy: AccuracyMetrics | None = None
+    builtin: AccuracyMetrics | None = None
+    """On built-in texts or images, which `validate` compares with its own measurement; None if the
+    model takes neither, and in earlier reports."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 
