@@ -50,7 +50,7 @@ def compare_rounding(
         graph: the file name of the graph.
         cases: its results.
         unrounded: the results of the other graph on the same inputs.
-        all_exact: whether all weights of the other graph are PyTorch's.
+        all_exact: whether all weights of the other graph are the reference's.
     """
     pairs: dict[str, list[tuple[OutputMetrics, OutputMetrics]]] = defaultdict(list)
     for case, other in zip(cases, unrounded, strict=True):

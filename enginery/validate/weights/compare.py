@@ -77,9 +77,9 @@ _ROUNDINGS = 8 * 2.0**-24
 """Relative error of a folded weight: w * (g / sqrt(v + eps)) has four roundings, in PyTorch and
 here."""
 _NOT_EXACT = ("different", "scaled")
-"""Kinds of weights whose values are not PyTorch's."""
+"""Kinds of weights whose values are not the reference's."""
 _MOST = 0.99
-"""Share of the elements that must be PyTorch's, so that the others' rounding means little."""
+"""Share of the elements that must be the reference's, so that the others' rounding means little."""
 _SAME = {"fp16": 1e-3, "bf16": 8e-3, "int8": 0.03, "fp8": 0.05, "fp32": 0.0}
 """Mean relative difference of a sample up to which a weight has the values of a parameter."""
 
