@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from enginery.core.accuracy import wilson_interval
 from enginery.core.artifact.reports import (
     AccuracyMetrics,
     CalibrationRecord,
@@ -94,6 +95,10 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
     ):
         if value is not None:
             words += f", {value:.1%} of the {name} agree"
+    if accuracy.neighbour_agreement is not None:
+        same = round(accuracy.neighbour_agreement * accuracy.rows)
+        low, high = wilson_interval(same, accuracy.rows)
+        words += f" (95 % confidence: {low:.0%} to {high:.0%}; more --rows narrow it)"
     if accuracy.label_accuracy is not None:
         words += f", accuracy {accuracy.label_accuracy:.1%}"
     return words
