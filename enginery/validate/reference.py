@@ -106,7 +106,8 @@ def run_pytorch(
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
             try:
-                files = reference(feeds, scratch / f"{record.file}-{index}")
+                place = scratch / f"{record.file}-{index}"
+                files = reference(feeds, place, decode=case.decode)
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
@@ -151,7 +152,8 @@ def _noise_floors(
                 place = scratch / f"{record.file}-{index}-{noisy}"
                 try:
                     feeds = case.make()
-                    other = ReferenceOutputs(runner(feeds, place) if wide.files else {})
+                    files = runner(feeds, place, decode=case.decode) if wide.files else {}
+                    other = ReferenceOutputs(files)
                 except InputError as error:
                     refusal = refusal or error.message
                     other = ReferenceOutputs()

@@ -44,6 +44,7 @@ from enginery.core.model.source import ModelSource, resolve_record, resolve_sour
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance
+from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
@@ -60,6 +61,7 @@ from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
+from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
@@ -67,7 +69,7 @@ from enginery.validate.reference import run_pytorch
 from enginery.validate.report import find_unproven, summarize
 
 STAGE = "validate"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -198,6 +200,8 @@ def run(
         results += found
         results += left_out
         notes += more_notes
+    if not any(reached.values()):  # a prompt starts with an empty past, which no profile has
+        results += comparison.decode(limits)
     weights = compare_weights(
         artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
     )
@@ -322,6 +326,36 @@ class _Comparison:
         self.coverage.append(scan.coverage(found, scanned))
         self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
         return found, limits
+
+    def decode(self, limits: ComparisonLimits) -> list[ValidationCaseResult]:
+        """Compare the decoders with a cache over several tokens."""
+        artifact, config, progress = self.artifact, self.config, self.progress
+        decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+            results, notes = compare_decoding(
+                decoders,
+                limits,
+                self.feed_limits,
+                seed=config.seed,
+                run_reference=partial(
+                    run_pytorch,
+                    artifact,
+                    self.source,
+                    scratch=Path(scratch, "decoding"),
+                    progress=progress,
+                    noise=not is_quantized(artifact),
+                    trust_remote_code=config.trust_remote_code,
+                ),
+                open_runner=lambda file: OrtRunner(
+                    artifact,
+                    graph=file,
+                    providers=providers_of(config),
+                    allow_fallback=config.allow_fallback,
+                ),
+                progress=progress,
+            )
+        self.notes += notes
+        return results
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
