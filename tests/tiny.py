@@ -123,6 +123,29 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_positions": MAX_POSITIONS,
         "initializer_range": 0.3,
     },
+    # Two heads of keys and values for four of queries.
+    "llama": {**_COMMON, "num_key_value_heads": 2},
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "init_std": 0.3,
+    },
+    "bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": MAX_POSITIONS,
+        "decoder_start_token_id": 2,
+        "init_std": 0.3,
+    },
     "t5": {
         "d_model": 32,
         "d_kv": 8,
@@ -186,6 +209,9 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "roberta": ("bpe", "RobertaTokenizerFast", _ROBERTA),
     "modernbert": ("bpe", "PreTrainedTokenizerFast", _BERT),
     "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "llama": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "opt": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "bart": ("bpe", "BartTokenizerFast", _ROBERTA),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
     "deberta-v2": (
         "unigram",
@@ -382,14 +408,14 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
     from tokenizers import processors
 
     ids = [(token, index) for index, token in enumerate(specials)]
-    if kind == "gpt2":
+    if kind in ("gpt2", "llama", "opt"):
         return processors.ByteLevel(trim_offsets=False)
     if kind == "t5":
         return processors.TemplateProcessing(
             single="$A </s>", pair="$A </s> $B </s>", special_tokens=ids
         )
     cls, sep = by_role["cls_token"], by_role["sep_token"]
-    if kind == "roberta":
+    if kind in ("roberta", "bart"):
         return processors.RobertaProcessing(
             sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
         )
