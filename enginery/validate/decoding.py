@@ -148,6 +148,8 @@ def _obstacle(graphs: DecoderGraphs) -> str:
     if graphs.encoder is not None:
         known |= {ENCODER_STATES, *(_ENCODER + spec.name for spec in graphs.encoder.inputs)}
     for record in (graphs.first, graphs.later):
+        if not any(spec.name == "input_ids" for spec in record.inputs):
+            return "it takes no input_ids"
         for spec in record.inputs:
             if spec.name not in known and not is_past(spec.name):
                 return f"no graph computes its input {spec.name}"

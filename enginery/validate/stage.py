@@ -200,8 +200,7 @@ def run(
         results += found
         results += left_out
         notes += more_notes
-    if not any(reached.values()):  # a prompt starts with an empty past, which no profile has
-        results += comparison.decode(limits)
+    results += comparison.decode(limits, engines=any(reached.values()))
     weights = compare_weights(
         artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
     )
@@ -327,10 +326,13 @@ class _Comparison:
         self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
         return found, limits
 
-    def decode(self, limits: ComparisonLimits) -> list[ValidationCaseResult]:
-        """Compare the decoders with a cache over several tokens."""
+    def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
+        """Compare the decoders with a cache over several tokens, if no engines run them."""
         artifact, config, progress = self.artifact, self.config, self.progress
         decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+        if decoders and engines:
+            self.notes.append("no tokens were decoded: no engine takes the empty past of a prompt")
+            return []
         with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
             results, notes = compare_decoding(
                 decoders,
@@ -351,6 +353,7 @@ class _Comparison:
                     graph=file,
                     providers=providers_of(config),
                     allow_fallback=config.allow_fallback,
+                    io_binding=False,  # every step has other shapes
                 ),
                 progress=progress,
             )
