@@ -146,6 +146,25 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 2,
         "init_std": 0.3,
     },
+    # The exporter's inputs are 30 seconds long: 3000 frames, half of which are positions.
+    "whisper": {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "num_mel_bins": 8,
+        "max_target_positions": 64,
+        "max_position_embeddings": 64,
+        "vocab_size": 100,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "init_std": 0.3,
+    },
     "t5": {
         "d_model": 32,
         "d_kv": 8,
@@ -196,6 +215,7 @@ _AUTO_MODELS = {
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
     "audio-classification": "AutoModelForAudioClassification",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
 }
 
 # kind -> algorithm, transformers class, special tokens in the order of their ids
@@ -431,6 +451,8 @@ def _preprocessor(kind: str) -> Any:
     square = {"height": 32, "width": 32}
     if kind == "wav2vec2":
         return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    if kind == "whisper":
+        return transformers.WhisperFeatureExtractor(feature_size=8)
     if kind == "deit":
         return transformers.DeiTImageProcessor(size={"height": 40, "width": 40}, crop_size=square)
     if kind == "convnext":
