@@ -4,7 +4,8 @@ It writes `reports/validation.json` and a verdict in the manifest. The reference
 source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
 for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
 quantized artifact is checked against its budget instead, see `budget.py`. Engines run at every
-corner of their profiles and on all other inputs that fit, see `engine_cases.py`.
+corner of their profiles and on all other inputs that fit, see `engine_cases.py`. Graphs with a
+cache decode several tokens, see `decoding.py`.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ class _Comparison:
                 )
                 shapes = scan.shapes(config.effort, profiles)
                 scanned = scan.run(shapes, limits, pytorch, progress)
-                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=False)
+                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=noise)
                 found += scan.confirm(scanned, limits, pytorch, run_again, progress)
         self.coverage.append(scan.coverage(found, scanned))
         self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
