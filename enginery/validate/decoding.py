@@ -151,10 +151,15 @@ def _obstacle(graphs: DecoderGraphs) -> str:
         if not any(spec.name == "input_ids" for spec in record.inputs):
             return "it takes no input_ids"
         for spec in record.inputs:
-            if spec.name not in known and not is_past(spec.name):
+            if is_past(spec.name):
+                if not is_cross_attention(spec.name) and not dim_terms(spec.dims[-2]):
+                    return f"its past has {spec.dims[-2]} positions, neither more nor fewer"
+            elif spec.name not in known:
                 return f"no graph computes its input {spec.name}"
-            if spec.name == "input_ids" and not dim_terms(spec.dims[1]) and record is graphs.first:
-                return f"it takes {spec.dims[1]} tokens at a time"
+            elif spec.name == "input_ids" and isinstance(spec.dims[1], int):
+                if record is not graphs.first and spec.dims[1] == 1:
+                    continue
+                return f"it takes {spec.dims[1]} tokens at a time, neither more nor fewer"
     returned = {spec.name for spec in (*graphs.first.outputs, *graphs.later.outputs)}
     missing = [
         spec.name

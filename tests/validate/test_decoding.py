@@ -6,9 +6,12 @@ import pytest
 from enginery import validate_model
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
+from enginery.core.progress import SILENT
 from enginery.core.shapes import TensorSpec
+from enginery.core.tolerance import Tolerance
 from enginery.runtime.decoder_graphs import DecoderGraphs
-from enginery.validate.decoding import STEPS, make_sequences
+from enginery.validate.compare import ComparisonLimits
+from enginery.validate.decoding import STEPS, compare_decoding, make_sequences
 from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
@@ -166,14 +169,15 @@ def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, fault, g
 # Sequences
 
 
-def graphs_of(*inputs, encoder=()):
-    def record(specs):
-        return GraphRecord(
-            file="model.onnx", opset=20, inputs=tuple(specs), outputs=(), data_files=()
-        )
+def record_of(inputs, outputs=()):
+    return GraphRecord(
+        file="model.onnx", opset=20, inputs=tuple(inputs), outputs=tuple(outputs), data_files=()
+    )
 
-    decoder = record(inputs)
-    return DecoderGraphs(decoder, decoder, record(encoder) if encoder else None)
+
+def graphs_of(*inputs, encoder=()):
+    decoder = record_of(inputs)
+    return DecoderGraphs(decoder, decoder, record_of(encoder) if encoder else None)
 
 
 IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
@@ -227,3 +231,43 @@ def test_inputs_of_the_encoder_are_padded_on_the_right():
     assert mask.shape == (4, 24)
     assert mask[:, 0].all()
     assert mask[1:, -1].sum() == 0
+
+
+def past(positions):
+    return TensorSpec("past_key_values.0.key", "float32", ("batch", 2, positions, 4))
+
+
+PRESENT = TensorSpec("present.0.key", "float32", ("batch", 2, "past_sequence + sequence", 4))
+EMBEDDINGS = TensorSpec("inputs_embeds", "float32", ("batch", "sequence", 8))
+STATES = TensorSpec("encoder_hidden_states", "float32", ("batch", "encoder_sequence", 8))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "reason"),
+    [
+        ((past("past_sequence"), EMBEDDINGS), (PRESENT,), "it takes no input_ids"),
+        ((IDS, past("past_sequence"), STATES), (PRESENT,), "computes its input encoder_hidden"),
+        ((IDS, past(16)), (PRESENT,), "its past has 16 positions"),
+        ((IDS, past("past_sequence")), (), "no output is fed back as past_key_values.0.key"),
+        (
+            (TensorSpec("input_ids", "int64", ("batch", 8)), past("past_sequence")),
+            (PRESENT,),
+            "it takes 8 tokens at a time",
+        ),
+    ],
+)
+def test_graph_that_cannot_decode_prompts_is_noted(inputs, outputs, reason):
+    decoders = DecoderGraphs.find_all([record_of(inputs, outputs)])
+    limits = ComparisonLimits(Tolerance.for_precision("fp32"))
+    results, notes = compare_decoding(
+        decoders,
+        limits,
+        FeedLimits(),
+        seed=0,
+        run_reference=pytest.fail,
+        open_runner=pytest.fail,
+        progress=SILENT,
+    )
+    assert results == []
+    assert reason in notes[0]
+    assert notes[0].startswith("model.onnx: no tokens were decoded: ")
