@@ -6,7 +6,9 @@ import pytest
 from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.torch_runner import TorchRunner, load_pytorch
+from tests.tiny import tiny_artifact
 from tests.tolerances import OUTPUTS
 
 
@@ -159,6 +161,33 @@ def test_exporter_takes_no_part_in_the_reference_of_decoders(kind, request, monk
             missing = {spec.name for spec in record.outputs} - set(reference(feeds))
         merged = any(spec.name == "use_cache_branch" for spec in record.inputs)
         assert all(merged and ".encoder." in name for name in missing), missing
+
+
+def test_fault_of_the_exporters_patches_shows(tiny_model, tmp_path, monkeypatch):
+    """Optimum replaces how transformers' cache grows; here its way puts new keys first."""
+    import torch
+    from optimum.exporters.onnx import model_patcher
+
+    def put_first(self, keys, values, _=None):
+        self.keys, self.values = (
+            (keys, values)
+            if self.keys is None
+            else (torch.cat([keys, self.keys], -2), torch.cat([values, self.values], -2))
+        )
+        self.is_initialized = True
+        return self.keys, self.values
+
+    monkeypatch.setattr(model_patcher, "patched_dynamic_layer_update", put_first)
+    source = tiny_model("gpt2", "text-generation")
+    task = "text-generation-with-past"
+    artifact = tiny_artifact("gpt2", task, tmp_path / "artifact", source=source)
+    feeds = feeds_for(artifact, past_sequence=5)
+    with runner(artifact) as reference, OrtRunner(artifact) as graph:
+        found, expected = graph(feeds), reference(feeds)
+    key = feeds["past_key_values.0.key"]
+    np.testing.assert_array_equal(found["present.0.key"][:, :, -5:], key)
+    np.testing.assert_array_equal(expected["present.0.key"][:, :, :5], key)
+    assert np.abs(found["logits"] - expected["logits"]).max() > 1e-3
 
 
 def test_cache_of_another_layout_goes_through_optimum_and_is_noted(gpt2):
