@@ -38,7 +38,7 @@ from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import Layer, find_layers
-from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.accuracy import AccuracyEvaluator, measure_builtin
 from enginery.quantize.calibrate import (
     AccuracySearch,
     calibrate,
@@ -54,7 +54,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -156,6 +156,9 @@ def run(
         (directory / REPORTS).mkdir()
         make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
         graphs, report, notes = make(source, config, directory, data, key.fields, progress)
+        fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
+        builtin = measure_builtin(source, directory / graphs[0].file, fused=fused)
+        report = replace(report, builtin=builtin)
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord(
             stage=STAGE,

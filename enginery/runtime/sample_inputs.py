@@ -11,8 +11,9 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,9 @@ from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_se
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 """Graph inputs that a tokenizer produces."""
 
+_ROWS = 16
+"""Texts in a batch: enough to differ in length, few enough for any machine."""
+_IMAGES = 4
 _TOKENIZED = 256
 """Number of texts whose encodings, kilobytes each, are in memory at the same time."""
 
@@ -180,6 +184,68 @@ class ImageFeeder:
         return {"pixel_values": pixels.astype(self.dtype, copy=False)}
 
 
+def builtin_batches(artifact: Artifact, record: GraphRecord) -> dict[str, Callable[[], Feeds]]:
+    """Return batches of built-in texts or images for a graph, by what they hold.
+
+    Raises:
+        ArtifactError: the tokenizer or the image processor is missing or cannot be read.
+        InputError: the tokenizer cannot encode them.
+    """
+    if takes_images(record):
+        images = ImageFeeder.open(artifact, record)
+        return image_batches(images, synthetic_images(), record)
+    texts = TextFeeder.open(artifact, record)
+    if artifact.manifest.task == "question-answering":
+        return text_batches("questions", texts, QUESTIONS, record)
+    return text_batches("sentences", texts, SENTENCES, record)
+
+
+def text_batches(
+    what: str, feeder: TextFeeder, texts: Sequence[Text], record: GraphRecord
+) -> dict[str, Callable[[], Feeds]]:
+    """Return batches of texts, by their numbers: `sentences 1–16`.
+
+    Raises:
+        InputError: an item is not a text, or the tokenizer cannot encode it.
+    """
+    feeder.lengths(texts)  # so that errors show at once
+    # Without a padding token, one text in each batch.
+    return _named_batches(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
+
+
+def image_batches(
+    feeder: ImageFeeder, images: Sequence[Any], record: GraphRecord
+) -> dict[str, Callable[[], Feeds]]:
+    """Return batches of images of the same size, by their numbers: `images 1–4`.
+
+    Raises:
+        InputError: an image cannot be read.
+    """
+    by_shape = feeder.by_shape(images)
+    found: dict[str, Callable[[], Feeds]] = {}
+    for shape, places in by_shape.items():
+        what = "images" if len(by_shape) == 1 else f"images of {shape[1]} × {shape[2]},"
+        alike = [images[place] for place in places]
+        found |= _named_batches(what, alike, _IMAGES, record, feeder)
+    return found
+
+
+def _named_batches(
+    what: str,
+    items: Sequence[Any],
+    rows: int,
+    record: GraphRecord,
+    feed: Callable[[list[Any]], Feeds],
+) -> dict[str, Callable[[], Feeds]]:
+    rows = fixed_batch(record) or rows
+    batches: dict[str, Callable[[], Feeds]] = {}
+    for start in range(0, len(items), rows):
+        part = list(items[start : start + rows])
+        name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
+        batches[name] = partial(feed, pad_batch(part, record))
+    return batches
+
+
 def _names(record: GraphRecord) -> set[str]:
     return {spec.name for spec in record.inputs}
 
@@ -204,6 +270,13 @@ SENTENCES = (
     "🎉 Congratulations!!! You've won… (terms & conditions apply)",
 )
 
+QUESTION = "When is the museum closed?"
+CONTEXT = (
+    "The museum stands on the north bank of the river. It is closed on Mondays, but its garden "
+    "stays open every day until nine in the evening, and entry to both is free for children."
+)
+QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
+"""Pairs (question, context); only the first context has the answer."""
 
 _EXPOSURES = (1.0, 1.0, 1.0, 1.0, 0.2, 1.7)
 """Brightness of the synthetic images: the fifth is dark, and the sixth is overexposed."""

@@ -17,7 +17,7 @@ cache, `encoder_sequence` in a decoder that attends to an encoder.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -144,6 +144,7 @@ class ConsistencyScan:
         limits: FeedLimits,
         *,
         engines: Sequence[Profile] = (),
+        sizes: Collection[int] = (),
         seed: int,
     ) -> None:
         """Prepare the scan of a graph.
@@ -154,8 +155,11 @@ class ConsistencyScan:
             limits: limits on its inputs.
             engines: profiles of the engines that run it. If they take no single row, a row "alone"
                 is a batch of the same row.
+            sizes: numbers in the graph that may be sizes at which it begins to do something else;
+                they run with their neighbours.
             seed: random seed for the rows.
         """
+        self._special = {size + step for size in sizes for step in (-1, 0, 1)}
         self._run = run
         self._record = record
         self._limits = limits
@@ -187,7 +191,8 @@ class ConsistencyScan:
         if self._padded is None:
             return [ScanShape(size, 0) for size in sorted(batches)]
         bounds = _bounds(profiles, self.dim) | {self._longest - 1, self._longest}
-        lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds
+        special = {size for size in self._special if size <= self._longest}
+        lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds | special
         short = max(min(_SHORT, self._longest), self._shortest)
         two = self._fixed or max(2, self._copies)
         found = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
@@ -200,6 +205,7 @@ class ConsistencyScan:
             sizes = _with_powers_of_two(*_EVERY_BATCH[effort])
         else:
             sizes = set(_BATCHES_OF_IMAGES[effort])
+        sizes |= {size for size in self._special if size <= max(sizes)}
         return {size for size in sizes | _bounds(profiles, "batch") if size >= max(2, self._copies)}
 
     def run(

@@ -9,6 +9,7 @@ from enginery.core.artifact.reports import (
     EmbeddingMetrics,
     OutputMetrics,
     OverallMetrics,
+    RoundingMetrics,
     ValidationCaseResult,
     WeightMetrics,
 )
@@ -54,6 +55,7 @@ def summarize(
     embeddings: EmbeddingMetrics | None = None,
     overall: Sequence[OverallMetrics] = (),
     weights: WeightMetrics | None = None,
+    rounding: Sequence[RoundingMetrics] = (),
     not_proven: Sequence[str] = (),
 ) -> str:
     """Summarize the results in one sentence: the worst failure, or the largest error."""
@@ -85,6 +87,9 @@ def summarize(
         return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
     if weights and weights.differences:
         return describe_weights(weights)
+    if other := [share for share in rounding if share.problem]:
+        most = max(other, key=lambda share: share.other_share)
+        return f"{most.graph}, {most.output} differs from PyTorch: {most.problem}"
     if not_proven:
         more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
         return f"not proven: {not_proven[0]}{more}"

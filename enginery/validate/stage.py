@@ -3,14 +3,16 @@
 It writes `reports/validation.json` and a verdict in the manifest. The reference is the artifact's
 source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
 for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
-quantized artifact is checked against its budget instead, see `budget.py`. Engines run at every
-corner of their profiles and on all other inputs that fit, see `engine_cases.py`. Graphs with a
-cache decode several tokens, see `decoding.py`.
+quantized artifact is checked against its budget instead (`metrics/budget.py`), and without its
+quantization like any other (`weights/unrounded.py`). Engines run at every corner of their
+profiles and on all other inputs that fit (`cases/engines.py`). Graphs with a cache decode several
+tokens (`decoding.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -33,10 +35,12 @@ from enginery.core.artifact.reports import (
     GraphCoverage,
     OverallMetrics,
     ProviderRecord,
+    RoundingMetrics,
     ValidationCaseResult,
     ValidationReport,
+    WeightMetrics,
 )
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, ProviderError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
@@ -44,9 +48,10 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
-from enginery.core.tolerance import QuantizedTolerance
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.selection import choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
@@ -66,11 +71,12 @@ from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.reference import run_pytorch
+from enginery.validate.reference import ReferenceRun, run_pytorch
 from enginery.validate.report import find_unproven, summarize
+from enginery.validate.rounding import compare_rounding, unrounded_record
 
 STAGE = "validate"
-STAGE_VERSION = "6"
+STAGE_VERSION = "7"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -157,8 +163,6 @@ def run(
         InputError: the data cannot be read, or no graph takes them.
         ArtifactError: the graphs do not have the precision that the manifest declares.
     """
-    from enginery.validate.weights.compare import compare_weights  # onnx takes a while to import
-
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
@@ -177,46 +181,49 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
-    comparison = _Comparison(artifact, source, config, feed_limits, embeddings, overall, progress)
     results: list[ValidationCaseResult] = []
-    for record in manifest.graphs:
-        real, more_notes = real_cases(artifact, record, config)
-        promised = [*profiles[record.file], *reached[record.file]]
-        cases, left_out = split_by_profiles(
-            [
-                # The cosine of a few scores in one row would mean little.
-                *sweep_cases(
-                    record,
-                    feed_limits,
-                    seed=config.seed,
-                    longest_rows=2 if is_quantized(artifact) else 1,
-                ),
-                *profile_cases(record, promised, feed_limits, seed=config.seed),
-                *real,
-            ],
-            record,
-            reached[record.file],
+    with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+        comparison = _Comparison(
+            artifact, source, config, feed_limits, embeddings, overall, Path(scratch), progress
         )
-        found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
-        results += found
-        results += left_out
-        notes += more_notes
-    results += comparison.decode(limits, engines=any(reached.values()))
-    weights = compare_weights(
-        artifact, source, trust_remote_code=config.trust_remote_code, progress=progress
-    )
+        weights = comparison.weights = comparison.compare_weights()
+        for record in manifest.graphs:
+            real, more_notes = real_cases(artifact, record, config)
+            promised = [*profiles[record.file], *reached[record.file]]
+            cases, left_out = split_by_profiles(
+                [
+                    # The cosine of a few scores in one row would mean little.
+                    *sweep_cases(
+                        record,
+                        feed_limits,
+                        seed=config.seed,
+                        longest_rows=2 if is_quantized(artifact) else 1,
+                    ),
+                    *profile_cases(record, promised, feed_limits, seed=config.seed),
+                    *real,
+                ],
+                record,
+                reached[record.file],
+            )
+            found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
+            results += found
+            results += left_out
+            notes += more_notes
+        results += comparison.decode(limits, engines=any(reached.values()))
     least = limits.embedding_cosine
     pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
     together = overall.metrics(min_cosine=least) if overall else []
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
     not_proven = find_unproven(results)
+    rounding = comparison.rounding
+    near = near and not any(share.problem for share in rounding)
     agrees = _all_passed(results) and near and not not_proven
     if agrees and not is_quantized(artifact):
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, together, weights, not_proven),
+        summary=summarize(results, pooled, together, weights, rounding, not_proven),
         precision=manifest.precision,
         providers=comparison.providers,
         reference={
@@ -236,6 +243,7 @@ def run(
         embeddings=pooled,
         overall=together,
         weights=weights,
+        rounding=rounding,
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -257,11 +265,27 @@ class _Comparison:
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
     overall: OverallComparison | None
+    scratch: Path
+    """Directory for PyTorch's outputs and for graphs without rounding."""
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
+    rounding: list[RoundingMetrics] = field(default_factory=list)
+    weights: WeightMetrics | None = None
     notes: list[str] = field(default_factory=list)
+
+    def compare_weights(self) -> WeightMetrics:
+        """Compare the weights, and write graphs without the rounding of their precision."""
+        from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
+
+        return compare_weights(
+            self.artifact,
+            self.source,
+            unrounded=self.scratch,
+            trust_remote_code=self.config.trust_remote_code,
+            progress=self.progress,
+        )
 
     def run(
         self,
@@ -271,7 +295,7 @@ class _Comparison:
         engines: Sequence[Profile],
         limits: ComparisonLimits,
     ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
-        """Compare one graph.
+        """Compare one graph, and if its weights are known, also the graph without rounding.
 
         Args:
             record: the graph.
@@ -284,82 +308,167 @@ class _Comparison:
             The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.artifact, self.config, self.progress
-        run_reference = partial(
-            run_pytorch,
+        quantized, unrounded = is_quantized(artifact), self.scratch / record.file
+        exists = unrounded.exists()
+        pytorch = self._run_reference(record, "cases", cases, noise=exists or not quantized)
+        with OrtRunner(
             artifact,
-            self.source,
-            record,
-            progress=progress,
-            trust_remote_code=config.trust_remote_code,
-        )
-        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            noise = not is_quantized(artifact)
-            pytorch = run_reference(cases, Path(scratch, "cases"), noise=noise)
-            with OrtRunner(
-                artifact,
-                graph=record.file,
-                providers=providers_of(config),
-                allow_fallback=config.allow_fallback,
-            ) as runner:
-                self.providers = [
-                    {"name": p.name, "reason": p.reason, "options": p.options}
-                    for p in runner.providers
-                ]
-                limits = limits.where(runner.providers)
-                found = compare_graph(
+            graph=record.file,
+            providers=providers_of(config),
+            allow_fallback=config.allow_fallback,
+        ) as runner:
+            self.providers = [
+                {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
+            ]
+            limits = limits.where(runner.providers)
+            found = compare_graph(
+                runner,
+                record,
+                cases,
+                pytorch,
+                limits,
+                embeddings=self.embeddings,
+                overall=self.overall,
+                progress=progress,
+            )
+            # Batches differ more clearly without quantization.
+            if not (quantized and exists):
+                scan = ConsistencyScan(
                     runner,
                     record,
-                    cases,
-                    pytorch,
-                    limits,
-                    embeddings=self.embeddings,
-                    overall=self.overall,
-                    progress=progress,
+                    self.feed_limits,
+                    engines=engines,
+                    sizes=_sizes(artifact.path / record.file),
+                    seed=config.seed,
                 )
-                scan = ConsistencyScan(
-                    runner, record, self.feed_limits, engines=engines, seed=config.seed
-                )
-                shapes = scan.shapes(config.effort, profiles)
-                scanned = scan.run(shapes, limits, pytorch, progress)
-                run_again = partial(run_reference, scratch=Path(scratch, "scan"), noise=noise)
-                found += scan.confirm(scanned, limits, pytorch, run_again, progress)
-        self.coverage.append(scan.coverage(found, scanned))
-        self.notes += [*pytorch.notes, *scan_notes(record, scanned, found)]
+                found += self._scan(record, scan, profiles, limits, pytorch, found)
+        if exists:
+            found += self._compare_unrounded(record, unrounded, cases, profiles, pytorch, found)
+        self.notes += pytorch.notes
+        for outputs in ("cases", "scan"):  # they may take gigabytes
+            shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
+
+    def _compare_unrounded(
+        self,
+        record: GraphRecord,
+        path: Path,
+        cases: Sequence[ValidationCase],
+        profiles: Sequence[Profile],
+        pytorch: ReferenceRun,
+        rounded: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare a graph without rounding, on the CPU, and its errors with those of the graph.
+
+        Args:
+            record: the graph.
+            path: the graph without rounding.
+            cases: the inputs.
+            profiles: shape profiles, whose bounds are run in any case.
+            pytorch: PyTorch's outputs for these inputs.
+            rounded: the results of the graph, those for these inputs first.
+
+        Returns:
+            The results, under the name of another graph.
+        """
+        quantized = is_quantized(self.artifact)
+        limits = ComparisonLimits(Tolerance.for_precision(self.artifact.manifest.precision))
+        other = unrounded_record(record, quantized=quantized)
+        try:
+            run = GraphTracer(path, [spec.name for spec in record.outputs], optimized=True)
+        except ProviderError as error:
+            self.notes.append(f"{other.file} was not compared: {error.message}")
+            return []
+        with run:
+            found = compare_graph(run, other, cases, pytorch, limits, progress=self.progress)
+            self.rounding += compare_rounding(
+                record.file, rounded[: len(cases)], found, all_exact=self._all_exact(record)
+            )
+            if quantized:
+                scan = ConsistencyScan(
+                    run, other, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
+                )
+                found += self._scan(record, scan, profiles, limits, pytorch, found)
+            return found
+
+    def _all_exact(self, record: GraphRecord) -> bool:
+        """Return True if all weights that were rounded were traced."""
+        left = self.weights.untraced if self.weights else []
+        rounded = ("float16", "bfloat16")
+        return not any(w.graph == record.file and w.dtype in rounded for w in left)
+
+    def _scan(
+        self,
+        record: GraphRecord,
+        scan: ConsistencyScan,
+        profiles: Sequence[Profile],
+        limits: ComparisonLimits,
+        pytorch: ReferenceRun,
+        compared: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare batches with their rows alone; return what PyTorch says where they differ."""
+        shapes = scan.shapes(self.config.effort, profiles)
+        scanned = scan.run(shapes, limits, pytorch, self.progress)
+        noise = not isinstance(limits.tolerance, QuantizedTolerance)
+        run_again = partial(self._run_reference, record, "scan", noise=noise)
+        found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
+        self.coverage.append(scan.coverage([*compared, *found], scanned))
+        self.notes += scan_notes(record, scanned, [*compared, *found])
+        return found
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
         """Compare the decoders with a cache over several tokens, if no engines run them."""
-        artifact, config, progress = self.artifact, self.config, self.progress
+        artifact, config = self.artifact, self.config
         decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
         if decoders and engines:
             self.notes.append("no tokens were decoded: no engine takes the empty past of a prompt")
             return []
-        with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
-            results, notes = compare_decoding(
-                decoders,
-                limits,
-                self.feed_limits,
-                seed=config.seed,
-                run_reference=partial(
-                    run_pytorch,
-                    artifact,
-                    self.source,
-                    scratch=Path(scratch, "decoding"),
-                    progress=progress,
-                    noise=not is_quantized(artifact),
-                    trust_remote_code=config.trust_remote_code,
-                ),
-                open_runner=lambda file: OrtRunner(
-                    artifact,
-                    graph=file,
-                    providers=providers_of(config),
-                    allow_fallback=config.allow_fallback,
-                    io_binding=False,  # every step has other shapes
-                ),
-                progress=progress,
-            )
+        results, notes = compare_decoding(
+            decoders,
+            limits,
+            self.feed_limits,
+            seed=config.seed,
+            run_reference=lambda record, cases: self._run_reference(
+                record, "decoding", cases, noise=not is_quantized(artifact)
+            ),
+            open_runner=lambda file: OrtRunner(
+                artifact,
+                graph=file,
+                providers=providers_of(config),
+                allow_fallback=config.allow_fallback,
+                io_binding=False,  # every step has other shapes
+            ),
+            progress=self.progress,
+        )
         self.notes += notes
         return results
+
+    def _run_reference(
+        self,
+        record: GraphRecord,
+        directory: str,
+        cases: Sequence[ValidationCase],
+        *,
+        noise: bool,
+    ) -> ReferenceRun:
+        return run_pytorch(
+            self.artifact,
+            self.source,
+            record,
+            cases,
+            self.scratch / directory,
+            progress=self.progress,
+            noise=noise,
+            trust_remote_code=self.config.trust_remote_code,
+        )
+
+
+def _sizes(graph: Path) -> set[int]:
+    """Return numbers in a graph that may be sizes at which it begins to do something else."""
+    from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
+    from enginery.validate.weights.stored import find_sizes
+
+    return find_sizes(read_graph(graph))
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

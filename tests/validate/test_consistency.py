@@ -16,7 +16,6 @@ from enginery.validate.compare import ComparisonLimits
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
 from enginery.validate.metrics.outputs import NoiseFloor
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
-from tests.tiny import TEXT
 from tests.validate.faults import edits as faults
 
 FEATURES = ("bert", "feature-extraction")
@@ -39,26 +38,31 @@ def scan(exported):
         runner.close()
 
 
-def where(size, operation, limit):
-    """Return nodes that compute `condition`: a size of input_ids compared with a limit."""
+def where(size, operation, limit, times):
+    """Return nodes that compute `condition`: a size of input_ids compared with a limit.
+
+    With `times`, both are multiplied, so that the graph does not hold the size.
+    """
     axis = {"batch": 0, "length": 1}[size]
     return [
         helper.make_node("Shape", ["input_ids"], ["its_sizes"]),
         faults.constant("its_axis", np.int64(axis)),
         helper.make_node("Gather", ["its_sizes", "its_axis"], ["its_size"]),
-        faults.constant("its_limit", np.int64(limit)),
-        helper.make_node(operation, ["its_size", "its_limit"], ["condition"]),
+        faults.constant("its_times", np.int64(times)),
+        helper.make_node("Mul", ["its_size", "its_times"], ["its_multiple"]),
+        faults.constant("its_limit", np.int64(limit * times)),
+        helper.make_node(operation, ["its_multiple", "its_limit"], ["condition"]),
     ]
 
 
-def weaken_attention(size, operation, limit, factor=0.7):
+def weaken_attention(size, operation, limit, factor=0.7, times=1):
     """Multiply one layer's attention by a factor under a condition on the size of the input."""
 
     def edit(model):
         node = next(node for node in model.graph.node if node.op_type == "Softmax")
         output, node.output[0] = node.output[0], "attention_before"
         nodes = [
-            *where(size, operation, limit),
+            *where(size, operation, limit, times),
             faults.constant("weaker", np.float32(factor)),
             faults.constant("same", np.float32(1)),
             helper.make_node("Where", ["condition", "weaker", "same"], ["factor_in_fp32"]),
@@ -94,7 +98,7 @@ def test_fault_at_some_sizes_fails(exported, copied, fault, found_at):
 
 def test_thorough_runs_every_length(exported, copied):
     artifact = faults.break_graph(
-        copied(exported(*FEATURES)), weaken_attention("length", "Equal", 100)
+        copied(exported(*FEATURES)), weaken_attention("length", "Equal", 100, times=3)
     )
     assert validate_model(artifact, effort="normal").passed
     report = validate_model(artifact, effort="thorough")
@@ -164,6 +168,16 @@ def test_report_lists_the_sizes(exported, copied):
     assert found.deviating == []
 
 
+@pytest.mark.parametrize(("size", "limit"), [("length", 100), ("batch", 31)])
+def test_sizes_at_which_the_graph_begins_to_do_something_else_run(exported, copied, size, limit):
+    """A size that no list has is found, because the graph holds the number."""
+    broken = copied(exported(*FEATURES))
+    broken = faults.break_graph(broken, weaken_attention(size, "Equal", limit))
+    report = validate_model(broken, effort="quick")
+    assert not report.passed
+    assert str(limit) in report.summary
+
+
 def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied):
     """ConvBERT convolves over padded positions."""
     report = validate_model(copied(exported("convbert", "feature-extraction")))
@@ -174,13 +188,15 @@ def test_model_that_reads_padding_in_pytorch_passes_with_a_note(exported, copied
 
 def test_quantized_batch_is_judged_by_its_rows_alone(exported, tmp_path):
     """No limit on a single case is tight enough: what fails is that batches are worse than rows."""
-    int8 = quantize_model(exported(*FEATURES), TEXT, capabilities=(), curve=False)
-    sound = validate_model(int8.copy_to(tmp_path / "sound"), effort="quick")
+    int8 = quantize_model(
+        exported(*FEATURES), scheme="dynamic", target="cpu", out=tmp_path / "made"
+    )
+    options = {"effort": "quick", "min_cosine": 0.5}
+    sound = validate_model(int8.copy_to(tmp_path / "sound"), **options)
     assert sound.passed, sound.summary
-    assert sound.coverage[0].deviating == []
     broken = int8.copy_to(tmp_path / "broken")
     broken = faults.break_graph(broken, weaken_attention("batch", "Greater", 16, factor=0))
-    report = validate_model(broken, effort="quick")
+    report = validate_model(broken, **options)
     assert not report.passed
     assert "for its rows alone" in report.summary
 

@@ -216,6 +216,17 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class RoundingMetrics:
+    """How much of an output's error does not come from rounding to the artifact's precision."""
+
+    graph: str
+    output: str
+    other_share: float
+    """Squared error of the graph without rounding, by that of the graph."""
+    problem: str
+
+
+@dataclass(frozen=True)
 class OverallMetrics:
     """Comparison of one output of a quantized graph over all real inputs together."""
 
@@ -267,6 +278,8 @@ class UntracedWeight:
     graph: str
     weight: str
     shape: tuple[Count, ...]
+    dtype: str = ""
+    """As numpy names it; empty in reports of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -399,6 +412,8 @@ class ValidationReport(Report):
     """The batch sizes and lengths that ran, for each graph."""
     weights: WeightMetrics | None = None
     """None in reports of earlier versions."""
+    rounding: list[RoundingMetrics] = field(default_factory=list)
+    """For FP16, BF16 and quantized artifacts whose weights were traced."""
     schema_version: Count = field(default=1)
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
@@ -425,6 +440,8 @@ class AccuracyMetrics:
     """Share of positions with the same argmax; None for embeddings."""
     label_accuracy: float | None
     """Share of rows whose argmax is the correct label; None without labels."""
+    deviation: float | None = field(default=None, kw_only=True)
+    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
 
 
 @dataclass(frozen=True)
@@ -529,6 +546,9 @@ class QuantizationReport(Report):
     """None if the ranges were reused, like the two members below."""
     search: SearchRecord | None = None
     accuracy: AccuracyMetrics | None = None
+    builtin: AccuracyMetrics | None = None
+    """On built-in texts or images, which `validate` compares with its own measurement; None if the
+    model takes neither, and in earlier reports."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import nan, prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
-from enginery.passes.cast.low_precision import read_values
+from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.weights.difference import describe_difference
@@ -57,6 +58,7 @@ from enginery.validate.weights.stored import (
     read_plain,
     stored_tensors,
 )
+from enginery.validate.weights.unrounded import ExactLayer, write_in_fp32, write_unquantized
 
 Array = NDArray[Any]
 Tensors = dict[str, tuple[ir.Value, ir.TensorProtocol]]
@@ -69,6 +71,10 @@ most of its elements are those of a parameter."""
 _ROUNDINGS = 8 * 2.0**-24
 """Relative error of a folded weight: w * (g / sqrt(v + eps)) has four roundings, in PyTorch and
 here."""
+_NOT_EXACT = ("different", "scaled")
+"""Kinds of weights whose values are not PyTorch's."""
+_MOST = 0.99
+"""Share of the elements that must be PyTorch's, so that the others' rounding means little."""
 _SAME = {"fp16": 1e-3, "bf16": 8e-3, "int8": 0.03, "fp8": 0.05, "fp32": 0.0}
 """Mean relative difference of a sample up to which a weight has the values of a parameter."""
 
@@ -108,6 +114,7 @@ def compare_weights(
     artifact: Artifact,
     source: ModelSource,
     *,
+    unrounded: Path | None = None,
     trust_remote_code: bool = False,
     progress: Progress = SILENT,
 ) -> WeightMetrics:
@@ -116,6 +123,9 @@ def compare_weights(
     Args:
         artifact: the artifact that is validated.
         source: the PyTorch model.
+        unrounded: directory to write each graph to without the rounding of its precision, under the
+            graph's file name. It is left out if that precision is FP32, or if weights were not
+            traced. Quantized layers that the calibration did not record stay as they are.
         trust_remote_code: run Python code that comes with the model.
         progress: receives progress messages.
 
@@ -136,7 +146,12 @@ def compare_weights(
         parameters = Parameters(reference, Path(scratch))
         for record in graphs:
             comparison = _GraphComparison(record.file, parameters, calibration)
-            comparison.run(read_graph(artifact.path / record.file))
+            model = read_graph(artifact.path / record.file)
+            comparison.run(model)
+            if unrounded is not None:
+                comparison.write_unrounded(
+                    model, artifact.manifest.precision, unrounded / record.file
+                )
             comparisons.append(comparison)
             advance()
     return _metrics(comparisons, parameters)
@@ -169,6 +184,19 @@ class _Expectation:
     """The node; None if the weight's name says it, unless it is a convolution's."""
 
 
+@dataclass(frozen=True)
+class _Match:
+    """What the comparison of one weight has found."""
+
+    name: str = ""
+    """The parameter; empty if the weight was not traced, or a normalization has added it."""
+    kind: str = ""
+    """How an equal weight is stored."""
+    difference: WeightDifference | None = None
+    exact: Callable[[], Array] | None = None
+    """Read the FP32 values that an equal weight stands for, with the shape that it is stored in."""
+
+
 class _GraphComparison:
     """The comparison of one graph."""
 
@@ -180,6 +208,13 @@ class _GraphComparison:
         self.untraced: list[UntracedWeight] = []
         self.seen: set[str] = set()
         """The parameters that the graph has."""
+        self.exact: dict[str, Callable[[], Array]] = {}
+        """Name of a weight in FP16 or BF16 -> its FP32 values."""
+        self.layers: list[ExactLayer] = []
+        """The quantized layers whose weight and calibration are known."""
+        self.untraced_layers = 0
+        """The number of quantized layers whose weight is not known."""
+        self.quantized = False
         self._handled: set[str] = set()
         self._dequantized: dict[str, Array] = {}
         """Weights of quantized convolutions by the module's path."""
@@ -190,6 +225,7 @@ class _GraphComparison:
         for layer in quantized_layers(model, self.calibration):
             self._compare_layer(layer)
         tensors = {value.name or "": (value, tensor) for value, tensor in stored_tensors(model)}
+        self.quantized = any(quantized_precision(tensor) for _, tensor in tensors.values())
         for name, (_, tensor) in tensors.items():
             scaled = f"{name.removesuffix('_quantized')}_scale" in tensors
             if scaled and name not in self._handled and quantized_precision(tensor):
@@ -198,24 +234,37 @@ class _GraphComparison:
             if name in self._handled or not is_counted(tensor):
                 continue
             if quantized_precision(tensor):  # its scale is not known
-                shape = tuple(tensor.shape.numpy())
-                self.untraced.append(UntracedWeight(self.graph, name, shape))
+                self._leave(name, tuple(tensor.shape.numpy()), tensor.dtype.numpy().name)
             else:
                 self._compare(read_plain(value, tensor))
 
-    def _compare(self, stored: StoredWeight) -> str:
-        """Compare one weight; return the name of its parameter, or ''."""
+    def write_unrounded(self, model: ir.Model, precision: str, path: Path) -> None:
+        """Write the graph without the rounding of its precision, if its weights are known.
+
+        Args:
+            model: the graph that was compared; it is changed.
+            precision: that of the floats.
+            path: where to write the ONNX file.
+        """
+        exact = self.kinds.total() - sum(self.kinds[kind] for kind in _NOT_EXACT)
+        every = self.kinds.total() + sum(prod(weight.shape) for weight in self.untraced)
+        if self.layers and not self.untraced_layers:
+            write_unquantized(model, self.layers, path)
+        elif precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
+            write_in_fp32(model, LOW_TYPES[precision], self.exact, path)
+
+    def _compare(self, stored: StoredWeight) -> _Match:
+        """Compare one weight, and count it."""
         expectations = list(self._expectations(stored))
         if not expectations:
             return self._compare_content(stored, damaged=stored.values.size >= _FEW)
-        name = kind = ""
+        match = _Match()
         for expectation in expectations:
-            name, kind, difference = self._check(stored, expectation)
-            if difference is not None:
-                self._count(stored, "different", difference)
-                return name
-        self._count(stored, kind)
-        return name
+            match = self._check(stored, expectation)
+            if match.difference is not None:
+                break
+        self._count(stored, match)
+        return match
 
     def _expectations(self, stored: StoredWeight) -> Iterator[_Expectation]:
         """Yield what a weight must be: by its name, and by every node that reads it."""
@@ -241,33 +290,32 @@ class _GraphComparison:
         weights = self.parameters.weights
         return [name for name in names if prod(weights[name].shape) == stored.values.size]
 
-    def _check(
-        self, stored: StoredWeight, expectation: _Expectation
-    ) -> tuple[str, str, WeightDifference | None]:
-        """Compare a weight with what it must be.
-
-        Returns:
-            The parameter, how the weight is stored, and the difference if there is one.
-        """
-        use = expectation.use
+    def _check(self, stored: StoredWeight, expectation: _Expectation) -> _Match:
+        """Compare a weight with what it must be."""
+        use, shape = expectation.use, stored.values.shape
         if not expectation.names and use is not None:
-            return self._check_folded(stored, use, "", np.zeros(stored.values.shape, np.float32))
+            return self._check_folded(stored, use, "", np.zeros(shape, np.float32), "as is")
         name, turned = self._best(stored, expectation.names, expectation.transposed)
         expected = self.parameters.read(name)
         self.seen.add(name)
         found = turn(stored, turned, expected.shape)
         wrong = mismatches(found, expected, self._error(name, expected))
         if not np.any(wrong):
-            return name, _kind(found, turned), None
+            exact = partial(self._read_turned, name, turned, shape)
+            return _Match(name, _kind(found, turned), exact=exact)
         if use is not None and self._norm(use) is not None:
-            folded = self._check_folded(found, use, name, expected)
-            if folded[2] is None or folded[2].differing < np.count_nonzero(wrong):
+            folded = self._check_folded(found, use, name, expected, turned)
+            if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
                 return folded
         if use is not None and (kind := explain(found, expected)):
-            return name, kind, None
+            return _Match(name, kind)
         if np.all(np.isfinite(found.values)) and any(is_key_bias(use) for use in found.uses):
-            return name, "of no effect", None
-        return name, "different", self._difference(found, name, expected, wrong)
+            return _Match(name, "of no effect")
+        return _Match(name, "different", self._difference(found, name, expected, wrong))
+
+    def _read_turned(self, name: str, turned: str, shape: tuple[int, ...]) -> Array:
+        """Read a parameter, and turn it as a weight is stored."""
+        return turn_array(self.parameters.read(name), turned, shape)
 
     def _best(
         self, stored: StoredWeight, names: Sequence[str], transposed: bool | None
@@ -289,16 +337,15 @@ class _GraphComparison:
         """Return the error of a weight that PyTorch computes from its parameters, or None."""
         return np.abs(expected) * _ROUNDINGS if self.parameters.is_computed(name) else None
 
-    def _compare_content(self, stored: StoredWeight, *, damaged: bool) -> str:
-        """Compare a weight with the parameter that is most similar; return its name, or ''.
+    def _compare_content(self, stored: StoredWeight, *, damaged: bool) -> _Match:
+        """Compare a weight with the parameter that is most similar, and count it.
 
         With `damaged`, a weight of which less than half differs is a difference; without, it is
         another one, and not traced.
         """
         for use in stored.uses:
             if role := _FUSED_ATTENTION.get((use.node.op_type, use.index)):
-                self._compare_attention(stored, use.node, role)
-                return ""
+                return self._compare_attention(stored, use.node, role)
         if names := [weight.name for weight in self.parameters.of_size(stored.values.size)]:
             name, turned = self._best(stored, names, None)
             expected = self.parameters.read(name)
@@ -308,16 +355,17 @@ class _GraphComparison:
             if not count or (damaged and 2 * count < wrong.size):
                 self.seen.add(name)
                 difference = self._difference(found, name, expected, wrong) if count else None
-                self._count(stored, "different" if count else _kind(found, turned), difference)
-                return name
-        self.untraced.append(UntracedWeight(self.graph, stored.name, stored.values.shape))
-        return ""
+                kind = "different" if count else _kind(found, turned)
+                exact = partial(self._read_turned, name, turned, stored.values.shape)
+                return self._count(stored, _Match(name, kind, difference, exact))
+        self._leave(stored.name, stored.values.shape, stored.raw.dtype.name)
+        return _Match()
 
     # Batch normalizations, folded into convolutions
 
     def _check_folded(
-        self, found: StoredWeight, use: Use, name: str, expected: Array
-    ) -> tuple[str, str, WeightDifference | None]:
+        self, found: StoredWeight, use: Use, name: str, expected: Array, turned: str
+    ) -> _Match:
         """Compare the weight or the bias of a convolution with a normalization folded into it."""
         norm = self._norm(use)
         assert norm is not None  # noqa: S101  the callers have checked it
@@ -327,10 +375,15 @@ class _GraphComparison:
         fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
         folded, error = fold(expected)
         wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
-        if not np.any(wrong):
-            return name, "folded", None
-        name = name or f"{norm.module}.bias"
-        return name, "different", self._difference(found, name, folded, wrong)
+        if np.any(wrong):
+            name = name or f"{norm.module}.bias"
+            return _Match(name, "different", self._difference(found, name, folded, wrong))
+
+        def exact() -> Array:
+            plain = self.parameters.read(name) if name else np.zeros(found.values.shape, np.float32)
+            return turn_array(fold(plain)[0], turned, found.values.shape)
+
+        return _Match(name, "folded", exact=exact)
 
     def _norm(self, use: Use) -> BatchNorm | None:
         """Return the batch normalization that was folded into a convolution, by its scales."""
@@ -361,7 +414,7 @@ class _GraphComparison:
 
     # Query, key and value in one weight
 
-    def _compare_attention(self, stored: StoredWeight, node: ir.Node, role: str) -> None:
+    def _compare_attention(self, stored: StoredWeight, node: ir.Node, role: str) -> _Match:
         """Compare the parts of a weight of a fused attention.
 
         The operator has no path, but the layer behind it has: it is a neighbour of query, key and
@@ -373,22 +426,35 @@ class _GraphComparison:
             if names := self.parameters.query_key_value(path, role):
                 break
         if not names or rest:
-            self.untraced.append(UntracedWeight(self.graph, stored.name, stored.values.shape))
-            return
-        different = None
-        for index, name in enumerate(names):
-            part = columns(stored, index * width, (index + 1) * width)
-            if name in self.parameters.weights:
-                if self._of_size([name], part):
-                    linear = self.parameters.is_linear(name)
-                    different = different or self._check(part, _Expectation([name], linear))[2]
-                    continue
-                expected = np.full(part.values.shape, nan)
-            else:  # this layer has no bias
-                expected = np.zeros(part.values.shape, np.float32)
-            if np.any(wrong := mismatches(part, expected)):
-                different = different or self._difference(part, name, expected, wrong)
-        self._count(stored, "different" if different else "joined", different)
+            self._leave(stored.name, stored.values.shape, stored.raw.dtype.name)
+            return _Match()
+        parts = [
+            self._compare_part(columns(stored, index * width, (index + 1) * width), name)
+            for index, name in enumerate(names)
+        ]
+        different = next((part.difference for part in parts if part.difference), None)
+        if different is not None:
+            return self._count(stored, _Match(kind="different", difference=different))
+        known = [part.exact for part in parts if part.exact]
+
+        def exact() -> Array:
+            return np.concatenate([read() for read in known], axis=-1)
+
+        every = exact if len(known) == len(parts) else None
+        return self._count(stored, _Match(kind="joined", exact=every))
+
+    def _compare_part(self, part: StoredWeight, name: str) -> _Match:
+        """Compare the query, the key or the value of a fused attention."""
+        shape = part.values.shape
+        if name in self.parameters.weights:
+            if self._of_size([name], part):
+                return self._check(part, _Expectation([name], self.parameters.is_linear(name)))
+            expected = np.full(shape, nan)
+        else:  # this layer has no bias
+            expected = np.zeros(shape, np.float32)
+        if np.any(wrong := mismatches(part, expected)):
+            return _Match(name, difference=self._difference(part, name, expected, wrong))
+        return _Match(name, exact=lambda: np.zeros(shape, np.float32))
 
     # Quantized weights
 
@@ -397,20 +463,23 @@ class _GraphComparison:
         self._handled |= {layer.weight.name, *layer.names}
         if layer.node.op_type == "Conv":
             self._dequantized[Use(layer.node, 1).path] = layer.weight.values
-        name = self._compare_dequantized(layer.weight)
+        match = self._compare_dequantized(layer.weight)
         if layer.problem:
-            self._report(layer.weight, name, layer.problem)
+            self._report(layer.weight, match.name, layer.problem)
+        if match.exact is None:
+            self.untraced_layers += 1
+        elif layer.recorded:
+            self.layers.append(ExactLayer(layer, match.exact))
         if layer.bias is not None:
             self._handled.add(layer.bias.name)
-        if not layer.recorded or not name:
+        if not layer.recorded or not match.name:
             if layer.bias is not None:  # nothing says how quantizing has changed it
                 self._compare_content(layer.bias, damaged=False)
             return
-        _, turned = self._best(layer.weight, [name], None)
-        weight = self.parameters.read(name)
-        matrix = turn_array(weight, turned, layer.weight.values.shape)
-        bias = layer.uncorrected_bias(matrix, _ROUNDINGS)
-        own = f"{name.removesuffix('.weight')}.bias"
+        _, turned = self._best(layer.weight, [match.name], None)
+        weight = self._read_turned(match.name, turned, layer.weight.values.shape)
+        bias = layer.uncorrected_bias(weight, _ROUNDINGS)
+        own = f"{match.name.removesuffix('.weight')}.bias"
         named = self._of_size([own] if own in self.parameters.weights else [], bias)
         use = Use(layer.node, 2)
         if named:
@@ -418,16 +487,16 @@ class _GraphComparison:
         elif self._norm(use) is not None:
             expectation = _Expectation([], use=use)
         elif not np.any(mismatches(bias, np.zeros(bias.values.shape, np.float32))):
-            self._count(bias, "quantized")
+            self._count(bias, _Match(kind="quantized"))
             return
         else:
             self._compare_content(bias, damaged=True)
             return
-        _, kind, difference = self._check(bias, expectation)
-        if difference is not None:
+        found = self._check(bias, expectation)
+        if difference := found.difference:
             problem = f"{difference.problem}, without its calibrated correction"
-            difference = replace(difference, problem=problem)
-        self._count(bias, kind, difference)
+            found = replace(found, difference=replace(difference, problem=problem))
+        self._count(bias, found)
 
     def _compare_dynamic(self, name: str, tensors: Tensors) -> None:
         """Compare a weight that ONNX Runtime quantized, with its scale and zero point."""
@@ -449,20 +518,24 @@ class _GraphComparison:
         self._handled |= {name, f"{base}_scale", f"{base}_zero_point"}
         self._compare_dequantized(stored)
 
-    def _compare_dequantized(self, stored: StoredWeight) -> str:
-        name = self._compare(stored)
+    def _compare_dequantized(self, stored: StoredWeight) -> _Match:
+        match = self._compare(stored)
         if stored.problem:
-            self._report(stored, name, stored.problem)
-        return name
+            self._report(stored, match.name, stored.problem)
+        return match
 
     # Results
 
-    def _count(
-        self, stored: StoredWeight, kind: str, difference: WeightDifference | None = None
-    ) -> None:
-        self.kinds[kind] += stored.values.size
-        if difference is not None:
-            self.differences.append(difference)
+    def _count(self, stored: StoredWeight, match: _Match) -> _Match:
+        self.kinds[match.kind] += stored.values.size
+        if match.difference is not None:
+            self.differences.append(match.difference)
+        elif match.exact is not None and stored.tolerance is None:
+            self.exact[stored.name] = match.exact
+        return match
+
+    def _leave(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.untraced.append(UntracedWeight(self.graph, name, shape, dtype))
 
     def _report(self, stored: StoredWeight, name: str, problem: str) -> None:
         """Add a difference that is not one of elements."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.json_file import parse_json, read_document
 from enginery.passes.cast.low_precision import read_values
-from enginery.passes.qdq.layers import following_add
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.validate.weights.stored import (
     StoredWeight,
@@ -79,6 +78,18 @@ class QuantizedLayer:
     """The other initializers of the layer: scales, zero points, smoothing."""
     problem: str
     """What is wrong with the activation's scale and smoothing."""
+    factors: Vector | None
+    """What multiplies each output channel of the product; None for nothing."""
+    weight_dequantizer: ir.Node
+    dequantizer: ir.Node | None
+    """The DequantizeLinear of the activation; None if the activation is not quantized."""
+    bias_value: ir.Value | None
+    """The initializer or the Constant's output that holds the bias."""
+
+    @property
+    def output_axis(self) -> int:
+        """The axis of the weight's output channels."""
+        return _output_axis(self.node)
 
     def uncorrected_bias(self, weight: Array, roundings: float) -> StoredWeight:
         """Return the bias as it was before smoothing and its correction; zeros if there is none.
@@ -104,6 +115,8 @@ class QuantizedLayer:
         # FP16 has subnormal numbers, in steps of 2**-24.
         tolerance = np.abs(stored.values) * step + (2.0**-25 if step else 0.0)
         tolerance += (np.abs(plain) + 2 * np.abs(change)) * roundings
+        if stored.tolerance is not None:
+            tolerance += stored.tolerance
         return replace(stored, values=plain, tolerance=tolerance)
 
 
@@ -131,7 +144,8 @@ def _read_layer(
     names = [made.inputs[1].name or ""]
     if zero is not None:
         names.append(made.inputs[2].name or "")
-    recorded, params, problem, more = _activation(node, calibration, raw.shape)
+    dequantizer = _dequantizer(node.inputs[0])
+    recorded, params, problem, more = _activation(node, dequantizer, calibration, raw.shape)
     factors, name = _output_factors(node)
     axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
@@ -146,16 +160,39 @@ def _read_layer(
     )
     weight.uses = list(find_uses(made.inputs[0]))
     deltas = calibration.bias_deltas if calibration is not None else {}
-    delta = deltas.get(node.name or "", np.zeros(1, np.float32))
+    # Other tools rename nodes, but not the weights that they do not change.
+    layer = (made.inputs[0].name or "").removesuffix("/weight")
+    delta = deltas.get(layer, deltas.get(node.name or "", np.zeros(1, np.float32)))
     recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
-    bias = _bias(node, raw.shape[_output_axis(node)])
+    bias, bias_value = _bias(node, raw.shape[_output_axis(node)], params.scale * scales)
     return QuantizedLayer(
-        node, weight, bias, params, delta, recorded, [*names, *more, name], problem
+        node,
+        weight,
+        bias,
+        params,
+        delta,
+        recorded,
+        [*names, *more, name],
+        problem,
+        factors,
+        made,
+        dequantizer,
+        bias_value,
     )
 
 
+def _dequantizer(value: ir.Value | None) -> ir.Node | None:
+    """Return the DequantizeLinear of an activation that a QuantizeLinear has quantized."""
+    made = _maker(value)
+    quantizer = _maker(_input_of(made, "DequantizeLinear"))
+    return made if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
+
+
 def _activation(
-    node: ir.Node, calibration: Calibration | None, shape: tuple[int, ...]
+    node: ir.Node,
+    dequantizer: ir.Node | None,
+    calibration: Calibration | None,
+    shape: tuple[int, ...],
 ) -> tuple[bool, ActivationQuantParams, str, list[str]]:
     """Read how a layer's activation is quantized.
 
@@ -163,10 +200,10 @@ def _activation(
         Whether calibration recorded it, its parameters, what differs from the record, and the names
         of its initializers.
     """
-    quantizer = _maker(_input_of(_maker(node.inputs[0]), "DequantizeLinear"))
-    if quantizer is None or quantizer.op_type != "QuantizeLinear":
+    quantizer = _maker(dequantizer.inputs[0]) if dequantizer is not None else None
+    if dequantizer is None or quantizer is None:
         return False, ActivationQuantParams(1.0), "", []
-    names = [value.name or "" for value in quantizer.inputs[1:] if value is not None]
+    names = [_behind_casts(value).name or "" for value in quantizer.inputs[1:] if value is not None]
     tensor = constant_tensor(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     activation = names[0].removesuffix("/scale") if names else ""
@@ -178,8 +215,12 @@ def _activation(
     ):
         found, more, _ = _smoothing(quantizer.inputs[0], None)
         plain = ActivationQuantParams(float(scale.max()), **found)
-        return False, plain, "", [*names, *more]
+        return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more]
     _, more, problems = _smoothing(quantizer.inputs[0], record)
+    if pair := _pair_problem(quantizer, dequantizer):
+        problems.append(pair)
+    elif (zero := _zero_point(quantizer)) != 0:
+        problems.append(f"zero point {zero:g}, calibrated 0")
     expected = fp16_scale(record.scale)
     if scale.size != 1:
         problems.append(f"{scale.size} scales, calibrated one")
@@ -187,6 +228,33 @@ def _activation(
         problems.append(f"scale {scale.item():g}, calibrated {float(expected):g}")
     what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
     return True, record, what, [*names, *more]
+
+
+def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
+    """Return how the numbers that dequantize differ from those that quantized, or an empty text."""
+    for index, what in ((1, "scale"), (2, "zero point")):
+        ours, theirs = (_number(node, index) for node in (quantizer, dequantizer))
+        if not np.array_equal(ours, theirs):
+            return f"{what} {_first(ours)} quantizes, but {_first(theirs)} dequantizes"
+    return ""
+
+
+def _number(node: ir.Node, index: int) -> Array:
+    tensor = constant_tensor(node.inputs[index]) if len(node.inputs) > index else None
+    return np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32).reshape(-1)
+
+
+def _first(values: Array) -> str:
+    return f"{values.reshape(-1)[0]:g}" if values.size else "none"
+
+
+def _zero_point(quantizer: ir.Node) -> float:
+    """Return the zero point of a QuantizeLinear, as if it quantized to signed numbers."""
+    tensor = constant_tensor(quantizer.inputs[2]) if len(quantizer.inputs) > 2 else None
+    if tensor is None:
+        return 0.0
+    middle = 128 if tensor.dtype == ir.DataType.UINT8 else 0
+    return float(np.max(read_values(tensor).astype(np.float32), initial=0.0)) - middle
 
 
 _SMOOTHING = (
@@ -235,7 +303,7 @@ def _smoothing(
             problems.append(f"{kind} differs from the calibrated one")
         found[kind] = values
         operand = maker.inputs[place]
-        names.append((operand.name if operand is not None else "") or "")
+        names.append("" if operand is None else _behind_casts(operand).name or "")
         value = maker.inputs[1 - place]
     return found, names, problems
 
@@ -248,23 +316,44 @@ def _is_rounded(values: Vector, wanted: Vector) -> bool:
     return bool(np.all(np.abs(values - wanted) <= np.abs(wanted) * 2.0**-10 + smallest))
 
 
-def _bias(node: ir.Node, channels: int) -> StoredWeight | None:
-    """Return the constant that is added to a layer's output, also after its factors."""
+def _bias(node: ir.Node, channels: int, step: Array) -> tuple[StoredWeight | None, ir.Value | None]:
+    """Return the constant that is added to a layer's output, also after its factors.
+
+    `step` is that of the product. When ONNX Runtime optimizes a quantized convolution, it adds
+    nodes that round the bias to such steps.
+    """
     if node.op_type in ("Gemm", "Conv") and len(node.inputs) > 2 and node.inputs[2] is not None:
         values = [node.inputs[2]]
     else:
         scaled = _only_user(node)
-        last = scaled if _is_output_scaling(scaled) else node
-        add = following_add(last) if last is not None else None
-        values = [v for v in add.inputs if v is not last.outputs[0]] if add and last else []
-    for value in values:
+        add = _only_user(scaled) if scaled is not None and _is_output_scaling(scaled) else scaled
+        values = list(add.inputs) if add is not None and add.op_type == "Add" else []
+    for added in values:
+        value, rounded = added, False
+        while (made := _maker(value)) and made.op_type in ("DequantizeLinear", "Round", "Div"):
+            value, rounded = made.inputs[0], True
         tensor = constant_tensor(value)
         # Other constants may be added, such as a mask; a bias has one number for each channel.
         if value is not None and tensor is not None and tensor.size == channels:
+            value = _behind_casts(value)
             bias = read_plain(value, tensor)
             bias.raw, bias.values = bias.raw.reshape(-1), bias.values.reshape(-1)
-            return bias
-    return None
+            # ONNX Runtime divides in the precision of the floats.
+            bias.tolerance = step * 0.5 + np.abs(bias.values) * 2.0**-10 if rounded else None
+            return bias, value
+    return None, None
+
+
+def _behind_casts(value: ir.Value) -> ir.Value:
+    while (made := value.producer()) is not None and made.op_type in (
+        "Cast",
+        "CastLike",
+        "Identity",
+    ):
+        if made.inputs[0] is None:
+            break
+        value = made.inputs[0]
+    return value
 
 
 def _output_axis(node: ir.Node) -> int:
@@ -285,17 +374,47 @@ def _is_output_scaling(node: ir.Node | None) -> bool:
     return node is not None and (node.name or "").endswith("/scale_output")
 
 
+_PASS_ON = ("Cast", "CastLike", "Identity", "Dropout")
+
+
 def _only_user(node: ir.Node) -> ir.Node | None:
-    uses = list(node.outputs[0].uses())
-    return uses[0].node if len(uses) == 1 else None
+    """Return the only node that reads a node's output, past those that do not change it."""
+    while len(users := [use.node for use in node.outputs[0].uses() if _reads_values(use)]) == 1:
+        user = users[0]
+        if user.op_type not in _PASS_ON and _unchanged_input(user) is not node.outputs[0]:
+            return user
+        node = user
+    return None
+
+
+def _reads_values(use: Any) -> bool:
+    """Return False for uses of a value's shape or dtype alone."""
+    return (use.node.op_type, use.idx) not in (("Shape", 0), ("CastLike", 1))
 
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
-    """Return the node that computes a value, past those that only pass it on."""
-    passing = ("Cast", "Identity", "Dropout")
-    while value is not None and (made := value.producer()) and made.op_type in passing:
-        value = made.inputs[0]
-    return value.producer() if value is not None else None
+    """Return the node that computes a value, past those that do not change it."""
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type in _PASS_ON:
+            value = made.inputs[0]
+        elif (kept := _unchanged_input(made)) is not None:
+            value = kept
+        else:
+            return made
+    return None
+
+
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
+"""Operator -> the number that changes nothing as its second operand."""
+
+
+def _unchanged_input(node: ir.Node) -> ir.Value | None:
+    """Return the operand of a sum with nothing but zeros, or of a product with ones, or None."""
+    if node.op_type in _NEUTRAL and len(node.inputs) == 2:
+        tensor = constant_tensor(node.inputs[1])
+        if tensor is not None and np.all(read_values(tensor) == _NEUTRAL[node.op_type]):
+            return node.inputs[0]
+    return None
 
 
 def _input_of(node: ir.Node | None, op_type: str) -> ir.Value | None:

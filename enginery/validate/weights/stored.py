@@ -20,7 +20,16 @@ from enginery.passes.cast.low_precision import read_values
 Array = NDArray[Any]
 
 _PASS_ON = frozenset(
-    {"Identity", "Cast", "DequantizeLinear", "Transpose", "Reshape", "Unsqueeze", "Squeeze"}
+    {
+        "Identity",
+        "Cast",
+        "CastLike",
+        "DequantizeLinear",
+        "Transpose",
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+    }
 )
 """Operators behind which a weight is still the same weight."""
 _NAME_SUFFIX = re.compile(r"(_merged_\d+|_fp16|_bf16|_fp32|_quantized)+$")
@@ -33,6 +42,10 @@ _PRECISIONS = {
     ir.DataType.FLOAT8E4M3FN: "fp8",
 }
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
+_SMALL = 4
+"""Elements of constants that may be limits, or shapes."""
+_LARGEST_SIZE = 1 << 16
 _TABLE = 16
 """Smallest number of integers that are a table, such as position ids."""
 
@@ -120,10 +133,23 @@ def stored_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtoco
                 yield node.outputs[0], node.attributes["value"].as_tensor()
 
 
+def find_sizes(model: ir.Model) -> set[int]:
+    """Return the whole numbers from 2 on among the small constants of a graph.
+
+    A graph that treats some lengths or batch sizes differently holds the number where it begins.
+    """
+    sizes = set()
+    for _, tensor in stored_tensors(model):
+        if tensor.size <= _SMALL and tensor.dtype in (*_FLOATS, *_INTEGERS):
+            values = read_values(tensor).astype(np.float64).reshape(-1)
+            sizes |= {int(v) for v in values if 2 <= v <= _LARGEST_SIZE and v == int(v)}
+    return sizes
+
+
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Return the tensor of an initializer or Constant, past Casts and Identities."""
     while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Cast", "Identity"):
+        if made.op_type not in ("Cast", "CastLike", "Identity"):
             break
         value = made.inputs[0]
     return None if value is None else ir.convenience.get_const_tensor(value)
@@ -139,7 +165,7 @@ def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
 
 def is_counted(tensor: ir.TensorProtocol) -> bool:
     """Return True for weights and tables, and False for shapes, axes and single numbers."""
-    if tensor.dtype in (ir.DataType.INT64, ir.DataType.INT32) or quantized_precision(tensor):
+    if tensor.dtype in _INTEGERS or quantized_precision(tensor):
         return bool(tensor.size >= _TABLE)
     return tensor.dtype in _FLOATS and bool(tensor.size > 1)
 

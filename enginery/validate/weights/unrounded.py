@@ -1,0 +1,175 @@
+"""A graph without the rounding of its precision, to compare it with PyTorch more closely.
+
+Rounding hides other faults: an error that is smaller cannot be told from it. So validate runs the
+graph once more without what the comparison of the weights has checked one by one:
+
+- Quantized: activations skip QuantizeLinear and DequantizeLinear, weights are PyTorch's own, and
+  biases lack the correction of the calibration. The rest stays as it is, in FP16 or FP32, smoothing
+  of the activations included.
+- FP16 and BF16: the graph computes in FP32, with PyTorch's own weights. Other constants, such as a
+  scale of attention, stay rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from enginery.passes.cast.low_precision import LOW_TYPES, cast_array, read_values
+from enginery.passes.ir.graph_file import write_graph
+from enginery.validate.weights.quantized import QuantizedLayer
+from enginery.validate.weights.stored import constant_tensor
+
+Array = NDArray[Any]
+Weights = Mapping[str, Callable[[], Array]]
+"""Name of a weight -> a function that reads PyTorch's."""
+
+FLOAT = ir.DataType.FLOAT
+
+
+@dataclass(frozen=True)
+class ExactLayer:
+    """A quantized layer, and the weight that PyTorch has there."""
+
+    layer: QuantizedLayer
+    read_weight: Callable[[], Array]
+    """The weight with the shape of the stored one, and without smoothing."""
+
+
+def write_unquantized(model: ir.Model, layers: Sequence[ExactLayer], path: Path) -> None:
+    """Write a graph without the quantization of these layers; the model is changed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for exact in layers:
+        _restore_weight(model, exact)
+        _restore_bias(model, exact.layer)
+        _restore_activation(model, exact.layer)
+    RemoveUnusedNodesPass()(model)
+    _write(model, path)
+
+
+def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Path) -> None:
+    """Write an FP16 or BF16 graph in FP32; the model is changed.
+
+    Args:
+        model: the graph. Its inputs keep their dtypes, and its outputs become FP32.
+        low: FP16 or BF16.
+        weights: the weights that are PyTorch's.
+        path: where to write the ONNX file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.dtype == low and value.const_value is not None:
+                value.const_value = _in_fp32(value.name or "", value.const_value, weights)
+                value.type = ir.TensorType(FLOAT)
+        for node in graph:
+            for attribute in list(node.attributes.values()):
+                _convert_attribute(node, attribute, low, weights)
+            for output in node.outputs:
+                if output.dtype == low:
+                    output.type = ir.TensorType(FLOAT)
+    _cast_inputs(model.graph, low)
+    _write(model, path)
+
+
+def _in_fp32(name: str, tensor: ir.TensorProtocol, weights: Weights) -> ir.LazyTensor:
+    def read() -> ir.TensorProtocol:
+        values = weights[name]() if name in weights else read_values(tensor)
+        return ir.tensor(np.asarray(values, np.float32, order="C"), name=name)
+
+    return ir.LazyTensor(read, FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
+
+
+def _convert_attribute(
+    node: ir.Node, attribute: ir.Attr, low: ir.DataType, weights: Weights
+) -> None:
+    if attribute.type == ir.AttributeType.TENSOR:
+        tensor = attribute.as_tensor()
+        if tensor.dtype == low:
+            name = node.outputs[0].name or ""
+            node.attributes[attribute.name] = ir.AttrTensor(
+                attribute.name, _in_fp32(name, tensor, weights)
+            )
+    elif attribute.name in ("to", "dtype") and attribute.value == int(low):
+        node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(FLOAT))
+
+
+def _cast_inputs(graph: ir.Graph, low: ir.DataType) -> None:
+    for value in graph.inputs:
+        if value.dtype == low:
+            cast = ir.node("Cast", [value], {"to": int(FLOAT)})
+            cast.outputs[0].name = f"{value.name}/in_fp32"
+            for use in list(value.uses()):
+                if use.node is not cast:
+                    use.node.replace_input_with(use.idx, cast.outputs[0])
+            graph.insert_before(graph[0], cast)
+
+
+def _write(model: ir.Model, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_graph(model, path)
+
+
+def _restore_weight(model: ir.Model, exact: ExactLayer) -> None:
+    layer, weight = exact.layer, exact.read_weight()
+    if layer.node.op_type != "Conv" and layer.params.multiplier is not None:
+        weight = weight / _by_channel(layer.params.multiplier, 1 - layer.output_axis)
+    if layer.factors is not None:
+        weight = weight / _by_channel(layer.factors, layer.output_axis)
+    dequantizer = layer.weight_dequantizer
+    _replace(model, dequantizer.outputs[0], weight, _dtype(dequantizer.inputs[1]))
+
+
+def _by_channel(vector: Array, axis: int) -> Array:
+    return vector.reshape(-1, 1) if axis == 0 else vector
+
+
+def _restore_bias(model: ir.Model, layer: QuantizedLayer) -> None:
+    if layer.bias is not None and layer.bias_value is not None and np.any(layer.delta):
+        plain = layer.bias.values - layer.delta
+        if (stored := constant_tensor(layer.bias_value)) is not None:
+            _replace(model, layer.bias_value, plain.reshape(stored.shape.numpy()), stored.dtype)
+
+
+def _restore_activation(model: ir.Model, layer: QuantizedLayer) -> None:
+    dequantizer = layer.dequantizer
+    quantized = dequantizer.inputs[0] if dequantizer is not None else None
+    quantizer = quantized.producer() if quantized is not None else None
+    if dequantizer is None or quantizer is None or not dequantizer.outputs[0].uses():
+        return
+    # In a mixed graph, a pair may also convert floats.
+    plain = ir.node("Cast", [quantizer.inputs[0]], {"to": int(_dtype(dequantizer.inputs[1]))})
+    plain.outputs[0].name = f"{dequantizer.outputs[0].name}/unquantized"
+    dequantizer.outputs[0].replace_all_uses_with(plain.outputs[0])
+    model.graph.insert_after(dequantizer, plain)
+
+
+def _dtype(value: ir.Value | None) -> ir.DataType:
+    """Return the dtype of a constant, which may be behind a Cast."""
+    made = value.producer() if value is not None else None
+    if made is not None and made.op_type == "Cast":
+        return ir.DataType(made.attributes.get_int("to", int(FLOAT)))
+    tensor = constant_tensor(value)
+    return FLOAT if tensor is None else tensor.dtype
+
+
+def _replace(model: ir.Model, old: ir.Value, array: Array, kind: ir.DataType) -> None:
+    """Put an initializer in the place of a value."""
+    values = cast_array(array, kind) if kind in LOW_TYPES.values() else array
+    name = f"{old.name}/unquantized"
+    tensor = ir.tensor(np.asarray(values, order="C"), dtype=kind, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(kind), const_value=tensor)
+    model.graph.register_initializer(value)
+    old.replace_all_uses_with(value)
