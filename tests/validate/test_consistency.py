@@ -139,7 +139,7 @@ def test_wrong_last_row_fails(exported, copied):
             model.graph,
             "last_hidden_state",
             lambda before: [
-                *where("batch", "Greater", 20),
+                *where("batch", "Greater", 20, 1),
                 helper.make_node("Identity", [before], ["plain"]),
                 faults.constant("starts", np.int64([0])),
                 faults.constant("ends", np.int64([-1])),
