@@ -65,6 +65,9 @@ class BenchConfig:
     """File of texts: report how much padding their lengths cause at each batch size."""
     column: str = "text"
     """Column of `data` with the text."""
+    label_column: str = ""
+    """Column of `data` with the correct labels of a text classifier: report the accuracy of each
+    artifact beside its latency."""
     rows: int = 512
     """Number of rows of `data`, or of images, to read, evenly spread."""
     threads: int = 0
@@ -131,6 +134,12 @@ def check_options(config: BenchConfig) -> None:
                 f"and less than {high:g}.",
                 option=name,
             )
+    if config.label_column and not config.data:
+        raise OptionError(
+            f"option 'label_column' is '{config.label_column}', but there are no data.",
+            do="Name the file with that column: --data reviews.csv",
+            option="label_column",
+        )
     if config.images and config.shape:
         raise OptionError(
             "options 'images' and 'shape' cannot be combined: images are run at their own sizes.",

@@ -32,6 +32,7 @@ from enginery.bench.backends.plan import (
 )
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import ENGINERY, BenchConfig, check_options
+from enginery.bench.measurement.accuracy import LabelledTexts
 from enginery.bench.measurement.cases import sweep
 from enginery.bench.measurement.image_passes import measure_images
 from enginery.bench.measurement.images import ImageInputs
@@ -43,6 +44,7 @@ from enginery.bench.report.notes import fallback_notes, stage_notes
 from enginery.bench.report.page import store_reports, write_report
 from enginery.bench.target import Target, number_duplicate_names
 from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.artifact.fingerprint import data_sha256
 from enginery.core.artifact.reports import (
     BenchCase,
     BenchResult,
@@ -79,7 +81,8 @@ def run(
         progress: receives progress messages.
 
     Raises:
-        OptionError: an option has a value that cannot be used, or names a dim that the model lacks.
+        OptionError: an option has a value that cannot be used, or names a dim that the model lacks;
+            or a model is no classifier of labelled texts.
         ShapeError: the model does not accept a shape.
         EngineryError: a model cannot be opened, or a backend named in `against` cannot run.
     """
@@ -101,6 +104,7 @@ def run(
     plans, left_out = plan_backends(targets, config, buckets=max(BUCKETS, len(cases)))
     if inputs:
         plans = keep_image_backends(plans, left_out)
+    labelled = LabelledTexts.read(targets, config)
     padding = measure_padding(targets[0], config)
     machine = describe_machine()
     results: list[BenchCase] = []
@@ -120,6 +124,7 @@ def run(
                 advance()
         records = [_record(one, by_name[one.plan.target]) for one in processes.values()]
         unknown = _unknown(processes, records, results)
+    labels = labelled.measure(config, progress) if labelled else None
     result = BenchResult(
         subjects=[target.as_json() for target in targets],
         machine=machine,
@@ -129,6 +134,7 @@ def run(
         cases=results,
         images=images,
         padding=padding,
+        labels=labels,
         advice=[],
         unknown=unknown,
         notes=stage_notes(machine, results, records, config),
@@ -143,7 +149,7 @@ def run(
 def finished(
     artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
 ) -> BenchResult | None:
-    """Return the stored result if it has the same artifact, options and machine; None otherwise.
+    """Return the stored result if it has the same artifact, options, labels and machine, or None.
 
     Raises:
         ProviderError: the providers cannot be parsed.
@@ -154,6 +160,8 @@ def finished(
     except ArtifactError:  # damaged, or written by another version
         return None
     if found is None:
+        return None
+    if found.labels and found.labels.data_sha256 != data_sha256(Path(config.data).expanduser()):
         return None
     target = Target.open(artifact, config.graph, allow_failed=True)
     now = (

@@ -114,7 +114,7 @@ def report_json(report: ValidationReport) -> Any:
 
 
 def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, list[Row]]:
-    """Return the table of each graph: its outputs against PyTorch.
+    """Return the table of each graph: its outputs against the reference.
 
     Args:
         report: the report.
@@ -191,7 +191,14 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.6f}, "
             f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
         )
-    lines.extend(coverage.describe() for coverage in report.coverage)
+    if labels := report.labels:
+        lines += [f"accuracy of {each.name}: {each.describe()}" for each in labels.accuracies]
+        lines += [
+            f"difference: {change.describe()}; {change.broken} rows right → wrong, "
+            f"{change.repaired} wrong → right"
+            for change in labels.changes
+        ]
+    lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
     if weights := report.weights:
         lines.append(f"weights: {weights.describe()}")
         lines += [
@@ -200,9 +207,10 @@ def report_lines(report: ValidationReport) -> list[str]:
         ]
         if weights.untraced:
             names = [found.weight for found in weights.untraced[:_LISTED_WEIGHTS]]
-            lines.append(f"weights that are none of PyTorch's parameters: {', '.join(names)}")
+            lines.append(f"weights that are none of {report.reference_name}'s: {', '.join(names)}")
     if skipped := [case for case in report.cases if case.skipped]:
-        lines.append(f"skipped: {len(skipped)} inputs that PyTorch rejects or no engine takes")
+        rejecting = f"{report.reference_name} rejects"
+        lines.append(f"skipped: {len(skipped)} inputs that {rejecting} or no engine takes")
     lines.extend(f"note: {note}" for note in report.notes)
     lines.append(f"{'passed' if report.passed else 'failed'}: {report.summary}")
     return lines
@@ -231,7 +239,7 @@ def made_rows(result: RunResult) -> list[Row]:
 
 
 def run_rows(result: RunResult) -> list[Row]:
-    """Return one row per stage: result, time, and the largest difference from PyTorch."""
+    """Return one row per stage: result, time, and the largest difference from the reference."""
     rows = [_stage_row(stage) for stage in result.stages]
     blank = dict.fromkeys(("time", "max abs error", "allowed", "cosine", "provider"), _NOTHING)
     return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]

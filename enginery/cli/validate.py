@@ -23,7 +23,7 @@ def validate(
     config: Annotated[ValidateConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Compare an artifact's outputs with PyTorch.
+    """Compare an artifact's outputs with PyTorch, or with the .onnx file it was imported from.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def validate(
     # A terminal shows the worst cases; a pipe, and -v, all.
     every = console.verbose or not console.is_terminal
     for graph, rows in render.validation_tables(report, every=every).items():
-        console.table(f"{graph} against PyTorch", rows)
+        console.table(f"{graph} against {report.reference_name}", rows)
     for line in render.report_lines(report):
         console.line(line)
     if not report.passed:

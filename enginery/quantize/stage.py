@@ -254,7 +254,9 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
         raise ArtifactError(
             f"{source.model} has opset {manifest.graphs[0].opset}, expected {_MIN_OPSET} or "
             "later: earlier versions of Q and DQ support neither FP16 scales nor FP8.",
-            do="Export again: enginery export MODEL --opset 20",
+            do="Convert the file with onnx.version_converter, and import it again."
+            if manifest.source.kind == "onnx"
+            else "Export again: enginery export MODEL --opset 20",
         )
 
 

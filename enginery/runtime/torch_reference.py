@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -64,6 +64,10 @@ class TorchWeights:
     """Names of the modules whose weight is (outputs, inputs)."""
     batch_norms: dict[str, float]
     """Epsilon of each batch normalization by the module's name."""
+    inputs_first: frozenset[str] = frozenset()
+    """Names of weights that are (inputs, outputs), as in ONNX's MatMul."""
+    by_path: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Path and role, `encoder.output.dense.bias`, -> the weights that nodes of this path read."""
 
 
 def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:

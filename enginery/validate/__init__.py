@@ -1,1 +1,1 @@
-"""Stage: an artifact's outputs against PyTorch, over its shapes and on real inputs."""
+"""Stage: an artifact's outputs against its source's, over its shapes and on real inputs."""

@@ -1,4 +1,4 @@
-"""Compare one graph in ONNX Runtime with PyTorch's outputs, case by case.
+"""Compare one graph in ONNX Runtime with the reference's outputs, case by case.
 
 Each case is measured as soon as it has run, so that memory holds the outputs of one case only.
 """
@@ -25,6 +25,7 @@ from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import BUILTIN_SLACK, is_quantized, quantization_budget
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
@@ -118,12 +119,13 @@ def compare_graph(
     *,
     embeddings: EmbeddingComparison | None = None,
     overall: OverallComparison | None = None,
+    labels: LabelComparison | None = None,
     progress: Progress = SILENT,
 ) -> list[ValidationCaseResult]:
     """Run every case and compare its outputs. Failures are part of the results.
 
-    An output that PyTorch lacks in some cases is skipped in those (a merged decoder passes on what
-    its other branch computes). An output that it lacks in all cases fails.
+    An output that the reference lacks in some cases is skipped in those (a merged decoder passes on
+    what its other branch computes). An output that it lacks in all cases fails.
     """
     known = set(pytorch.noise_floors)
     results = []
@@ -135,7 +137,7 @@ def compare_graph(
                 try:
                     found = run(feeds)
                 except EngineryError as error:
-                    problem = f"ONNX Runtime fails but PyTorch does not: {error.message}"
+                    problem = f"the graph fails but {pytorch.name} does not: {error.message}"
                     result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
@@ -146,6 +148,8 @@ def compare_graph(
                         embeddings.add(feeds, found, expected)
                     if case.kind == "real" and overall is not None:
                         overall.add(record, feeds, found, expected)
+                    if case.labels and labels is not None:
+                        labels.add(case.labels, found, expected)
             results.append(result)
             advance()
     return results
@@ -179,7 +183,7 @@ def _compare_outputs(
     outputs = []
     for spec in record.outputs:
         if spec.name not in known:
-            outputs.append(unmatched_output(spec.name, found[spec.name]))
+            outputs.append(unmatched_output(spec.name, found[spec.name], pytorch.name))
         elif spec.name in expected.files:
             outputs.append(
                 compare_output(
@@ -192,6 +196,7 @@ def _compare_outputs(
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
                     padding=find_padding_mask(spec, record.inputs, feeds),
+                    name=pytorch.name,
                 )
             )
     return outputs

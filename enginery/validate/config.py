@@ -30,14 +30,17 @@ class ValidateConfig:
     arrays of the graph's own inputs, `.npz` or `.npy`. If empty, built-in sentences or images."""
     column: str = "text"
     """Column of `data` with the texts."""
+    label_column: str = ""
+    """Column of `data` with the correct labels of a text classifier: report the accuracy of the
+    reference and of the artifact. It does not decide the verdict."""
     rows: int = 64
     """Number of rows to read from `data`, evenly spread over the file."""
     reference: str = ""
-    """PyTorch model to compare with, for an artifact that was imported from .onnx. If empty, the
-    artifact's own source."""
+    """Model to compare with: one in PyTorch, or an .onnx file. If empty, the artifact's own source,
+    which is the .onnx file itself for an imported one."""
     max_abs_error: float | Literal["noise-floor"] = "noise-floor"
-    """Largest absolute error of an output. `noise-floor` derives it from PyTorch's own error at the
-    artifact's precision on the same inputs; a quantized artifact has no such limit."""
+    """Largest absolute error of an output. `noise-floor` derives it from the reference's own error
+    at the artifact's precision on the same inputs; a quantized artifact has no such limit."""
     min_cosine: float | Literal["by-precision"] = "by-precision"
     """Smallest cosine between an output and the reference. `by-precision` derives it from the
     artifact's precision, or from the budget of a quantized artifact."""
@@ -68,6 +71,12 @@ def check_options(config: ValidateConfig) -> None:
     if not isinstance(cosine, str) and not -1 <= cosine <= 1:
         raise OptionError(
             f"option 'min_cosine' is {cosine}, expected -1 to 1.", option="min_cosine"
+        )
+    if config.label_column and not config.data:
+        raise OptionError(
+            f"option 'label_column' is '{config.label_column}', but there are no data.",
+            do="Name the file with that column: --data reviews.csv",
+            option="label_column",
         )
     if config.rows < 1:
         raise OptionError(f"option 'rows' is {config.rows}, expected 1 or more.", option="rows")

@@ -228,7 +228,9 @@ class ConsistencyScan:
         if result.reason:
             return result
         ran = [set(expected.files) for expected in pytorch.outputs if expected.files]
-        self._names_compared = set.intersection(*ran) if ran else set()
+        if not ran:
+            return ScanResult(reason=f"{pytorch.name} ran on no input")
+        self._names_compared = set.intersection(*ran)
         with progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
                 try:
@@ -471,9 +473,12 @@ def _judge_padded(
 
 
 def scan_notes(
-    record: GraphRecord, scanned: ScanResult, cases: Sequence[ValidationCaseResult]
+    record: GraphRecord,
+    scanned: ScanResult,
+    cases: Sequence[ValidationCaseResult],
+    reference: str = "PyTorch",
 ) -> list[str]:
-    """Return notes on what a scan could not tell, given all cases compared with PyTorch."""
+    """Return notes on what a scan could not tell, given all cases compared with the reference."""
     if scanned.reason:
         return [f"{record.file}: batches were not compared with rows alone: {scanned.reason}"]
     if not scanned.deviating or not all(case.passed for case in cases):
@@ -481,7 +486,7 @@ def scan_notes(
     total = len(scanned.deviating) + len(scanned.consistent)
     return [
         f"{record.file}: {len(scanned.deviating)} of {total} padded batches differ from their rows "
-        "alone; the worst of those that PyTorch accepts equal its outputs, so it does the same"
+        f"alone; the worst of those that {reference} accepts equal its outputs, so it does the same"
     ]
 
 

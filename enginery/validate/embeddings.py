@@ -1,4 +1,4 @@
-"""Compare sentence embeddings with PyTorch's: cosines, and agreement of nearest neighbours."""
+"""Compare sentence embeddings with the reference's: cosines, agreement of nearest neighbours."""
 
 from __future__ import annotations
 

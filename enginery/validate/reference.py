@@ -1,4 +1,7 @@
-"""Run PyTorch on every case: its outputs are the reference, its own error the noise floor.
+"""Run the reference on every case: its outputs are expected, its own error is the noise floor.
+
+The reference is the artifact's source in PyTorch, or, if that is an .onnx file, the file itself in
+ONNX Runtime, see `source_file.py`.
 
 Outputs are stored as `.npy` files in a scratch directory: those of a large profile (32 × 512 tokens
 times a vocabulary) take gigabytes per case. The models run one after the other, so that only one is
@@ -8,24 +11,32 @@ in memory.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ExportError, InputError
-from enginery.core.model.source import ModelSource
+from enginery.core.errors import ExportError, InputError, ProviderError, SourceError
+from enginery.core.model.feeds import Feeds
+from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
+from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
+from enginery.validate.config import ValidateConfig
 from enginery.validate.metrics.outputs import NoiseFloor, noise_floor
+
+if TYPE_CHECKING:
+    from enginery.validate.source_file import SourceFile
+    from enginery.validate.weights.parameters import WeightSource
 
 # Artifact precision -> PyTorch precision whose error against FP32 is the noise floor.
 _NOISE_PRECISION = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
@@ -38,12 +49,12 @@ _IN_MEMORY_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """PyTorch's FP32 outputs for one case."""
+    """The reference's FP32 outputs for one case."""
 
     files: dict[str, Path] = field(default_factory=dict)
     """Output name -> `.npy` file."""
     problem: str = ""
-    """Reason if there are none: PyTorch rejects the inputs."""
+    """Reason if there are none: the reference rejects the inputs."""
 
     def load(self, output: str) -> NDArray[Any]:
         """Load one output; a large one is memory-mapped."""
@@ -54,60 +65,162 @@ class ReferenceOutputs:
 
 
 @dataclass(frozen=True)
-class ReferenceRun:
-    """PyTorch's outputs for all cases of one graph."""
+class Reference:
+    """The model that an artifact is compared with: in PyTorch, or an .onnx file."""
 
+    artifact: Artifact
+    source: ModelSource
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, artifact: Artifact, config: ValidateConfig) -> Reference:
+        """Find the reference: the option, or else the artifact's source.
+
+        Raises:
+            SourceError: it does not exist or has changed since the export, or has only pickled
+                weights; or it is an .onnx file, but the artifact has several graphs or contains it.
+        """
+        record = artifact.manifest.source
+        if config.reference:
+            source = resolve_source(config.reference, allow_pickle=config.allow_pickle)
+        elif record.kind == "onnx" and not Path(record.id).is_file():
+            raise SourceError(
+                f"{artifact.path} was made from {record.id}, which does not exist any more.",
+                do="Put the file back, or name the original model with --reference MODEL.",
+            )
+        else:
+            source = resolve_record(record, allow_pickle=config.allow_pickle)
+        if source.record.kind == "onnx":
+            if source.path.is_relative_to(artifact.path.resolve()):
+                raise SourceError(
+                    f"{source.path} is a file of the artifact itself, so it proves nothing.",
+                    do="Name the original model with --reference MODEL.",
+                )
+            check_allocations(source.path, error=SourceError)
+            if len(artifact.manifest.graphs) > 1:
+                files = ", ".join(graph.file for graph in artifact.manifest.graphs)
+                raise SourceError(
+                    f"{source.path} is one graph, but {artifact.path} has several: {files}.",
+                    do="Name the original model with --reference MODEL.",
+                )
+        return cls(artifact, source, config.trust_remote_code)
+
+    @property
+    def is_onnx(self) -> bool:
+        """True for an .onnx file, False for a model in PyTorch."""
+        return self.source.record.kind == "onnx"
+
+    @property
+    def name(self) -> str:
+        """Its name in messages: `PyTorch`, `the source file` or, from the option, another file."""
+        return f"the {self._file}" if self.is_onnx else "PyTorch"
+
+    @property
+    def description(self) -> str:
+        """Where and how it runs."""
+        if self.is_onnx:
+            return f"ONNX Runtime FP32, {self._file}"
+        return "PyTorch FP32, eager attention"
+
+    @property
+    def _file(self) -> str:
+        own = self.source.record.sha256 == self.artifact.manifest.source.sha256
+        return "source file" if own else "reference file"
+
+    def open(self, graph: str) -> TorchReference | SourceFile:
+        """Load the reference of one graph, in FP32."""
+        return self._open_file(graph) if self.is_onnx else self._open_torch(graph, "fp32")
+
+    def open_noisy(self, graph: str) -> dict[str, Callable[[], TorchReference | SourceFile]]:
+        """Return loaders of the runs whose errors are noise floors, by name for messages."""
+        precision = self.artifact.manifest.precision
+        if not self.is_onnx:
+            noisy = _NOISE_PRECISION[precision]
+            return {f"PyTorch in {noisy.upper()}": partial(self._open_torch, graph, noisy)}
+        from enginery.validate.source_file import DRAWS
+
+        return {
+            f"the source file with errors of {precision.upper()}, run {seed + 1}": partial(
+                self._open_file, graph, noise=precision, seed=seed
+            )
+            for seed in range(DRAWS if precision == "fp32" else 1)
+        }
+
+    def open_weights(self) -> WeightSource:
+        """Load the weights of the reference."""
+        if not self.is_onnx:
+            return self._open_torch("", "fp32")
+        from enginery.validate.weights.source_file import SourceFileWeights
+
+        return SourceFileWeights(self.source.path)
+
+    def _open_torch(self, graph: str, precision: str) -> TorchReference:
+        return TorchReference(
+            self.source,
+            self.artifact.manifest,
+            graph=graph,
+            precision=precision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _open_file(self, graph: str, **noise: Any) -> SourceFile:
+        from enginery.validate.source_file import SourceFile  # onnx takes a while to import
+
+        return SourceFile(self.source.path, self.artifact.graph(graph), **noise)
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The reference's outputs for all cases of one graph."""
+
+    name: str
+    """The reference's name in messages."""
     outputs: list[ReferenceOutputs]
     """One for each case, in order."""
     noise_floors: dict[str, NoiseFloor]
-    """Output name -> largest noise floor over all cases; every output that PyTorch has."""
+    """Output name -> largest noise floor over all cases; every output that the reference has."""
     notes: list[str]
 
 
-def run_pytorch(
-    artifact: Artifact,
-    source: ModelSource,
+def run_reference(
+    reference: Reference,
     record: GraphRecord,
     cases: Sequence[ValidationCase],
     scratch: Path,
     *,
     progress: Progress,
     noise: bool = True,
-    trust_remote_code: bool = False,
 ) -> ReferenceRun:
-    """Run PyTorch in FP32, then at the precision whose error is the noise floor.
+    """Run the reference in FP32, then again with errors that are the noise floor.
 
     Args:
-        artifact: the artifact that is validated.
-        source: the PyTorch model.
+        reference: the reference.
         record: the graph whose outputs are computed.
         cases: the inputs.
         scratch: directory for the outputs.
         progress: receives progress messages.
         noise: measure noise floors. Without, they are 0: the tolerance of a quantized graph does
             not depend on them.
-        trust_remote_code: run Python code that comes with the model.
 
     Raises:
         InputError: the inputs of a case cannot be generated, for example from a damaged image.
+        SourceError: an .onnx file has other inputs than the graph.
         ExportError: PyTorch cannot load the source.
+        ProviderError: ONNX Runtime cannot load an .onnx file.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
         EngineryError: the outputs cannot be written to `scratch`.
     """
     expected: list[ReferenceOutputs] = []
     with (
-        TorchReference(
-            source, artifact.manifest, graph=record.file, trust_remote_code=trust_remote_code
-        ) as reference,
-        progress.task("PyTorch FP32", total=len(cases)) as advance,
+        reference.open(record.file) as model,
+        progress.task(reference.description, total=len(cases)) as advance,
     ):
-        notes = list(reference.notes)
+        notes = list(model.notes)
         for index, case in enumerate(cases):
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
             try:
-                place = scratch / f"{record.file}-{index}"
-                files = reference(feeds, place, decode=case.decode)
+                files = _run(model, case, feeds, scratch / f"{record.file}-{index}")
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
@@ -115,66 +228,67 @@ def run_pytorch(
             advance()
     if not noise:
         names = {name for wide in expected for name in wide.files}
-        return ReferenceRun(expected, dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0)), notes)
-    noise_floors, more_notes = _noise_floors(
-        artifact, source, record, cases, expected, scratch, progress, trust_remote_code
-    )
-    return ReferenceRun(expected, noise_floors, [*notes, *more_notes])
+        floors = dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0))
+        return ReferenceRun(reference.name, expected, floors, notes)
+    floors, more_notes = _noise_floors(reference, record, cases, expected, scratch, progress)
+    return ReferenceRun(reference.name, expected, floors, [*notes, *more_notes])
+
+
+def _run(
+    model: TorchReference | SourceFile, case: ValidationCase, feeds: Feeds, directory: Path
+) -> dict[str, Path]:
+    """Run the reference on a case; a step of decoding continues the one before."""
+    if case.decode and isinstance(model, TorchReference):
+        return model(feeds, directory, decode=case.decode)
+    return model(feeds, directory)
 
 
 def _noise_floors(
-    artifact: Artifact,
-    source: ModelSource,
+    reference: Reference,
     record: GraphRecord,
     cases: Sequence[ValidationCase],
     expected: Sequence[ReferenceOutputs],
     scratch: Path,
     progress: Progress,
-    trust_remote_code: bool,
 ) -> tuple[dict[str, NoiseFloor], list[str]]:
-    precision = artifact.manifest.precision
-    noisy = _NOISE_PRECISION[precision]
     noise_floors: dict[str, NoiseFloor] = {}
-    refusal = ""
+    refusals: dict[str, str] = {}
     specs = {spec.name: spec for spec in record.outputs}
-    try:
-        with (
-            TorchReference(
-                source,
-                artifact.manifest,
-                graph=record.file,
-                precision=noisy,
-                trust_remote_code=trust_remote_code,
-            ) as runner,
-            progress.task(f"PyTorch {noisy.upper()}", total=len(cases)) as advance,
-        ):
-            for index, (case, wide) in enumerate(zip(cases, expected, strict=True)):
-                place = scratch / f"{record.file}-{index}-{noisy}"
-                try:
-                    feeds = case.make()
-                    files = runner(feeds, place, decode=case.decode) if wide.files else {}
-                    other = ReferenceOutputs(files)
-                except InputError as error:
-                    refusal = refusal or error.message
-                    other = ReferenceOutputs()
-                for name in other.files.keys() & wide.files.keys():
-                    padding = find_padding_mask(specs[name], record.inputs, feeds)
-                    floor = noise_floor(other.load(name), wide.load(name), padding)
-                    noise_floors[name] = floor.wider(noise_floors.get(name, floor))
-                shutil.rmtree(place, ignore_errors=True)
-                advance()
-    except ExportError as error:
-        refusal = error.message
+    for name, load in reference.open_noisy(record.file).items():
+        try:
+            with load() as model, progress.task(name, total=len(cases)) as advance:
+                for index, (case, wide) in enumerate(zip(cases, expected, strict=True)):
+                    place = scratch / f"{record.file}-{index}-noisy"
+                    try:
+                        feeds = case.make()
+                        files = _run(model, case, feeds, place) if wide.files else {}
+                        other = ReferenceOutputs(files)
+                    except InputError as error:
+                        refusals.setdefault(name, error.message)
+                        other = ReferenceOutputs()
+                    for output in other.files.keys() & wide.files.keys():
+                        padding = find_padding_mask(specs[output], record.inputs, feeds)
+                        narrow, exact = other.load(output), wide.load(output)
+                        if narrow.shape != exact.shape:  # its size depends on values
+                            continue
+                        floor = noise_floor(narrow, exact, padding)
+                        noise_floors[output] = floor.wider(noise_floors.get(output, floor))
+                    shutil.rmtree(place, ignore_errors=True)
+                    advance()
+        except (ExportError, ProviderError) as error:
+            refusals.setdefault(name, error.message)
     # Some operators have no kernel at this precision.
-    missing = {name for wide in expected for name in wide.files} - noise_floors.keys()
-    for name in missing:
-        loaded = (wide.load(name) for wide in expected if name in wide.files)
+    missing = {output for wide in expected for output in wide.files} - noise_floors.keys()
+    unit = roundoff(reference.artifact.manifest.precision)
+    for output in missing:
+        loaded = (wide.load(output) for wide in expected if output in wide.files)
         largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in loaded)
-        noise_floors[name] = NoiseFloor(_ROUNDINGS * roundoff(precision) * largest, cosine=1.0)
+        noise_floors[output] = NoiseFloor(_ROUNDINGS * unit * largest, cosine=1.0)
     notes = []
     if missing:
+        name, refusal = next(iter(refusals.items()), (reference.name, "it has no such run"))
         notes.append(
-            f"no noise floor from PyTorch in {noisy.upper()} ({refusal}); "
+            f"no noise floor from {name} ({refusal}); "
             f"using {_ROUNDINGS} roundings of the largest value instead"
         )
     return noise_floors, notes

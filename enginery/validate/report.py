@@ -18,10 +18,13 @@ OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""
 
 
-def find_unproven(cases: Sequence[ValidationCaseResult]) -> list[str]:
-    """Return reasons why agreement with PyTorch would prove nothing; empty if it proves something.
+def find_unproven(
+    cases: Sequence[ValidationCaseResult], reference: str = "PyTorch", *, own_data: bool = False
+) -> list[str]:
+    """Return reasons why agreement with the reference proves nothing; empty if it proves something.
 
-    Cases that fit no engine do not count: nothing is built for them.
+    Cases that fit no engine do not count: nothing is built for them. With `own_data`, real cases
+    are the user's: if they were compared, it does not matter how many generated ones were rejected.
     """
     reasons = []
     for graph in dict.fromkeys(case.graph for case in cases):
@@ -31,9 +34,10 @@ def find_unproven(cases: Sequence[ValidationCaseResult]) -> list[str]:
             if case.graph == graph and not case.skipped.startswith(OUTSIDE_PROFILES)
         ]
         rejected = [case for case in tried if case.skipped]
-        if 2 * len(rejected) > len(tried):
+        given = own_data and any(case.kind == "real" and case.outputs for case in tried)
+        if 2 * len(rejected) > len(tried) and not given:
             reasons.append(
-                f"{graph}: PyTorch rejects {len(rejected)} of {len(tried)} inputs "
+                f"{graph}: {reference} rejects {len(rejected)} of {len(tried)} inputs "
                 f"({rejected[0].skipped}); give others with --data"
             )
         by_output: dict[str, list[OutputMetrics]] = {}
@@ -57,8 +61,12 @@ def summarize(
     weights: WeightMetrics | None = None,
     rounding: Sequence[RoundingMetrics] = (),
     not_proven: Sequence[str] = (),
+    name: str = "PyTorch",
 ) -> str:
-    """Summarize the results in one sentence: the worst failure, or the largest error."""
+    """Summarize the results in one sentence: the worst failure, or the largest error.
+
+    `name` is the reference's name in messages.
+    """
     compared = [case for case in cases if not case.skipped]
     for graph in dict.fromkeys(case.graph for case in cases):
         if not any(case.graph == graph for case in compared):
@@ -77,39 +85,38 @@ def summarize(
         where = f"{case.graph}, {where}"
     if failed := sum(not output.passed for _, output in pairs):
         return (
-            f"{failed} of {len(pairs)} outputs differ from PyTorch; "
-            f"worst: {where}, {output.problem}"
+            f"{failed} of {len(pairs)} outputs differ from {name}; worst: {where}, {output.problem}"
         )
     if far := [found for found in overall if found.problem]:
         least = min(far, key=lambda found: found.cosine - found.cosine_limit)
-        return f"{least.output} differs from PyTorch's: {least.problem}"
+        return f"{least.output} differs from {name}'s: {least.problem}"
     if embeddings and embeddings.problem:
-        return f"pooled embeddings differ from PyTorch's: {embeddings.problem}"
+        return f"pooled embeddings differ from {name}'s: {embeddings.problem}"
     if weights and weights.differences:
-        return describe_weights(weights)
+        return describe_weights(weights, name)
     if other := [share for share in rounding if share.problem]:
         most = max(other, key=lambda share: share.other_share)
-        return f"{most.graph}, {most.output} differs from PyTorch: {most.problem}"
+        return f"{most.graph}, {most.output} differs from {name}: {most.problem}"
     if not_proven:
         more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
         return f"not proven: {not_proven[0]}{more}"
     outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
     rejected = len(cases) - len(compared) - outside
     return (
-        f"{len(pairs)} outputs agree with PyTorch; {_nearest_to_fail(output, where, overall)}"
-        + (f"; {rejected} inputs skipped that PyTorch rejects" if rejected else "")
+        f"{len(pairs)} outputs agree with {name}; {_nearest_to_fail(output, where, overall)}"
+        + (f"; {rejected} inputs skipped that {name} rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
         + (f"; weights: {weights.describe()}" if weights else "")
     )
 
 
-def describe_weights(weights: WeightMetrics) -> str:
+def describe_weights(weights: WeightMetrics, reference: str = "PyTorch") -> str:
     """Describe the weights that differ in one sentence, with the first of them."""
     first = weights.differences[0]
     name = first.parameter or first.weight
     more = len(weights.differences) - 1
     others = f" ({more} more weights differ)" if more else ""
-    return f"a weight differs from PyTorch's: {name} in {first.graph}: {first.problem}{others}"
+    return f"a weight differs from {reference}'s: {name} in {first.graph}: {first.problem}{others}"
 
 
 def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[OverallMetrics]) -> str:

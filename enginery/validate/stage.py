@@ -1,12 +1,12 @@
-"""The validate stage: compare an artifact's outputs with PyTorch's, over shapes and real inputs.
+"""The validate stage: compare an artifact's outputs with its source's, over shapes and real inputs.
 
 It writes `reports/validation.json` and a verdict in the manifest. The reference is the artifact's
-source in PyTorch, in FP32 with eager attention. PyTorch also runs at the artifact's precision (FP64
-for FP32): its error on the same inputs is the noise floor, from which the tolerance is derived. A
-quantized artifact is checked against its budget instead (`metrics/budget.py`), and without its
-quantization like any other (`weights/unrounded.py`). Engines run at every corner of their
-profiles and on all other inputs that fit (`cases/engines.py`). Graphs with a cache decode several
-tokens (`decoding.py`).
+source in PyTorch, in FP32 with eager attention, or the .onnx file that it was imported from. The
+reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its error on the same
+inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
+against its budget instead (`metrics/budget.py`), and without its quantization like any other
+(`weights/unrounded.py`). Engines run at every corner of their profiles and on all other inputs
+that fit (`cases/engines.py`). Graphs with a cache decode several tokens (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from enginery.core.artifact.reports import (
     ValidationReport,
     WeightMetrics,
 )
+from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import ArtifactError, ProviderError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.source import ModelSource, resolve_record, resolve_source
+from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
@@ -69,14 +70,15 @@ from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.overall import OverallComparison
-from enginery.validate.reference import ReferenceRun, run_pytorch
+from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, unrounded_record
 
 STAGE = "validate"
-STAGE_VERSION = "7"
+STAGE_VERSION = "8"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -156,8 +158,8 @@ def run(
     """Validate an artifact and write the report and the verdict. A failure is not an exception.
 
     Raises:
-        OptionError: an option is invalid.
-        SourceError: the source is missing or has changed, or an imported artifact has none.
+        OptionError: an option is invalid, or the artifact is no classifier of labelled texts.
+        SourceError: the source is missing or has changed, or does not fit the artifact.
         ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.
         InputError: the data cannot be read, or no graph takes them.
@@ -170,7 +172,9 @@ def run(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
     limits = ComparisonLimits.of(artifact, config)
-    source = _reference_source(artifact, config)
+    if config.label_column:
+        require_classifier(artifact, config.data, config.label_column)
+    reference = Reference.of(artifact, config)
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     check_data_usable(artifact, config)
     manifest = artifact.manifest
@@ -181,10 +185,11 @@ def run(
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     overall = OverallComparison() if limits.overall_cosine is not None else None
+    labels = LabelComparison()
     results: list[ValidationCaseResult] = []
     with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
         comparison = _Comparison(
-            artifact, source, config, feed_limits, embeddings, overall, Path(scratch), progress
+            reference, config, feed_limits, embeddings, overall, labels, Path(scratch), progress
         )
         weights = comparison.weights = comparison.compare_weights()
         for record in manifest.graphs:
@@ -215,7 +220,7 @@ def run(
     together = overall.metrics(min_cosine=least) if overall else []
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
     near = not (pooled and pooled.problem) and not any(found.problem for found in together)
-    not_proven = find_unproven(results)
+    not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
     rounding = comparison.rounding
     near = near and not any(share.problem for share in rounding)
     agrees = _all_passed(results) and near and not not_proven
@@ -223,14 +228,15 @@ def run(
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, together, weights, rounding, not_proven),
+        summary=summarize(results, pooled, together, weights, rounding, not_proven, reference.name),
         precision=manifest.precision,
         providers=comparison.providers,
         reference={
-            "id": source.record.id,
-            "revision": source.record.revision,
-            "sha256": source.record.sha256,
-            "as": "PyTorch FP32, eager attention",
+            "id": reference.source.record.id,
+            "revision": reference.source.record.revision,
+            "sha256": reference.source.record.sha256,
+            "as": reference.description,
+            "name": reference.name,
         },
         tolerance={
             **asdict(limits.tolerance),
@@ -244,6 +250,7 @@ def run(
         overall=together,
         weights=weights,
         rounding=rounding,
+        labels=labels.metrics(config.label_column, reference.name),
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -257,16 +264,16 @@ def run(
 
 @dataclass
 class _Comparison:
-    """The comparison of an artifact's graphs with PyTorch, one after the other."""
+    """The comparison of an artifact's graphs with the reference, one after the other."""
 
-    artifact: Artifact
-    source: ModelSource
+    reference: Reference
     config: ValidateConfig
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
     overall: OverallComparison | None
+    labels: LabelComparison
     scratch: Path
-    """Directory for PyTorch's outputs and for graphs without rounding."""
+    """Directory for the reference's outputs and for graphs without rounding."""
     progress: Progress
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
@@ -280,10 +287,9 @@ class _Comparison:
         from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
 
         return compare_weights(
-            self.artifact,
-            self.source,
+            self.reference.artifact,
+            self.reference.open_weights,
             unrounded=self.scratch,
-            trust_remote_code=self.config.trust_remote_code,
             progress=self.progress,
         )
 
@@ -307,7 +313,7 @@ class _Comparison:
         Returns:
             The results, and the tolerances with the providers that ran.
         """
-        artifact, config, progress = self.artifact, self.config, self.progress
+        artifact, config, progress = self.reference.artifact, self.config, self.progress
         quantized, unrounded = is_quantized(artifact), self.scratch / record.file
         exists = unrounded.exists()
         pytorch = self._run_reference(record, "cases", cases, noise=exists or not quantized)
@@ -329,6 +335,7 @@ class _Comparison:
                 limits,
                 embeddings=self.embeddings,
                 overall=self.overall,
+                labels=self.labels,
                 progress=progress,
             )
             # Batches differ more clearly without quantization.
@@ -371,8 +378,9 @@ class _Comparison:
         Returns:
             The results, under the name of another graph.
         """
-        quantized = is_quantized(self.artifact)
-        limits = ComparisonLimits(Tolerance.for_precision(self.artifact.manifest.precision))
+        artifact = self.reference.artifact
+        quantized = is_quantized(artifact)
+        limits = ComparisonLimits(Tolerance.for_precision(artifact.manifest.precision))
         other = unrounded_record(record, quantized=quantized)
         try:
             run = GraphTracer(path, [spec.name for spec in record.outputs], optimized=True)
@@ -406,22 +414,25 @@ class _Comparison:
         pytorch: ReferenceRun,
         compared: Sequence[ValidationCaseResult],
     ) -> list[ValidationCaseResult]:
-        """Compare batches with their rows alone; return what PyTorch says where they differ."""
+        """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
         scanned = scan.run(shapes, limits, pytorch, self.progress)
         noise = not isinstance(limits.tolerance, QuantizedTolerance)
         run_again = partial(self._run_reference, record, "scan", noise=noise)
         found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
         self.coverage.append(scan.coverage([*compared, *found], scanned))
-        self.notes += scan_notes(record, scanned, [*compared, *found])
+        self.notes += scan_notes(record, scanned, [*compared, *found], pytorch.name)
         return found
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
-        """Compare the decoders with a cache over several tokens, if no engines run them."""
-        artifact, config = self.artifact, self.config
+        """Compare the decoders with a cache over several tokens, if PyTorch is the reference."""
+        artifact, config = self.reference.artifact, self.config
         decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
-        if decoders and engines:
-            self.notes.append("no tokens were decoded: no engine takes the empty past of a prompt")
+        obstacle = "no engine takes the empty past of a prompt" if engines else ""
+        if self.reference.is_onnx:
+            obstacle = f"{self.reference.name} keeps no cache"
+        if decoders and obstacle:
+            self.notes.append(f"no tokens were decoded: {obstacle}")
             return []
         results, notes = compare_decoding(
             decoders,
@@ -451,15 +462,13 @@ class _Comparison:
         *,
         noise: bool,
     ) -> ReferenceRun:
-        return run_pytorch(
-            self.artifact,
-            self.source,
+        return run_reference(
+            self.reference,
             record,
             cases,
             self.scratch / directory,
             progress=self.progress,
             noise=noise,
-            trust_remote_code=self.config.trust_remote_code,
         )
 
 
@@ -504,18 +513,6 @@ def _save_verdict(artifact: Artifact, key: Fingerprint, report: ValidationReport
 def _verdict_marker(key: str, report: bytes) -> Path:
     """Return the path of the file in the store that marks a report as written on this machine."""
     return enginery_home() / "verdicts" / hashlib.sha256(key.encode() + report).hexdigest()
-
-
-def _reference_source(artifact: Artifact, config: ValidateConfig) -> ModelSource:
-    """Return the PyTorch model to compare with: the option, or else the artifact's source."""
-    if config.reference:
-        return resolve_source(config.reference, allow_pickle=config.allow_pickle)
-    if artifact.manifest.source.kind == "onnx":
-        raise SourceError(
-            f"{artifact.path} was imported from an .onnx file, which has no PyTorch model.",
-            do="Name the original model with --reference MODEL.",
-        )
-    return resolve_record(artifact.manifest.source, allow_pickle=config.allow_pickle)
 
 
 def _all_passed(cases: Sequence[ValidationCaseResult]) -> bool:

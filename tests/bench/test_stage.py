@@ -8,6 +8,7 @@ import shutil
 import psutil
 import pytest
 
+from enginery import load_model
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import BenchConfig
 from enginery.bench.report.rows import lines, tables
@@ -24,6 +25,7 @@ from enginery.core.errors import (
     SourceError,
 )
 from tests.bench.sample_results import QUICK, save_detector, save_photographs
+from tests.validate.faults import edits as faults
 
 
 def bench(*models, out="", **options):
@@ -231,3 +233,45 @@ def test_missing_model_is_an_error(tmp_path):
         bench()
     with pytest.raises(ArtifactError, match="is not an artifact"):
         bench(tmp_path)
+
+
+def test_accuracy_stands_beside_the_latency_of_each_artifact(exported, copied, tmp_path):
+    artifact = copied(exported("bert", "text-classification"))
+    texts = ["The engine is warm.", "Nobody knows.", "A small cat sleeps.", "The rain is cold."]
+    answers = [found.label for found in load_model(artifact).classify(texts)]
+    data = tmp_path / "rows.csv"
+    lines_of = [f"{text},{label}" for text, label in zip(texts, answers, strict=True)]
+    data.write_text("\n".join(["text,label", *lines_of]))
+    other = artifact.copy_to(tmp_path / "other")
+    faults.break_graph(other, faults.scale("logits", -1))
+    result = bench(
+        artifact,
+        other.path,
+        batch="1",
+        sequence="8",
+        against="onnxruntime",
+        data=str(data),
+        label_column="label",
+    )
+    sound, broken = result.labels.accuracies
+    assert (sound.name, sound.right, sound.rows) == ("copy", 4, 4)
+    assert (broken.name, broken.right) == ("other", 0)
+    assert [(c.name, c.base, c.broken) for c in result.labels.changes] == [("other", "copy", 4)]
+    shown = {row["backend"]: row["accuracy"] for row in tables(result)["Latency"]}
+    assert shown["copy: enginery"] == sound.describe()
+    assert shown["other: enginery"] == broken.describe()
+    assert shown["copy: onnxruntime"] == "–", "it was only timed"
+    assert [row["model"] for row in tables(result)["Accuracy"]] == ["copy", "other"]
+    stored = BenchResult.from_json((artifact.path / "reports" / "benchmark.json").read_bytes())
+    assert stored == result
+    assert "right → wrong" in (artifact.path / "reports" / "report.html").read_text()
+
+
+def test_labels_of_a_model_that_does_not_classify_are_an_error_before_anything_runs(
+    bert, monkeypatch
+):
+    monkeypatch.setattr("enginery.bench.stage.BenchmarkProcess", None)
+    with pytest.raises(OptionError, match="is feature-extraction, expected text-classification"):
+        bench(bert, data="rows.csv", label_column="label")
+    with pytest.raises(OptionError, match="but there are no data"):
+        bench(bert, label_column="label")

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginery import export_model, validate_model
+from enginery import export_model
 from enginery.core.errors import ExportError, SourceError, UntrustedModelError
 from enginery.core.model.source import resolve_source
 from enginery.export import graphs
@@ -113,15 +113,6 @@ def test_file_that_is_not_onnx_is_rejected(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(SourceError, match="is not an ONNX model"):
         export_model(str(path))
-
-
-def test_validating_an_imported_graph_requires_its_pytorch_model(exported, tiny_model):
-    source = tiny_model("bert", "text-classification")
-    original = exported("bert", "text-classification")
-    artifact = export_model(str(original.model), task="text-classification")
-    with pytest.raises(SourceError, match=r"no PyTorch model.*--reference"):
-        validate_model(artifact)
-    assert validate_model(artifact, reference=str(source)).passed
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
+from enginery.core.accuracy import measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.artifact.reports import (
@@ -272,6 +273,24 @@ def test_card_has_stages_validation_and_metrics(reported):
     assert "Measured on A \\<processor\\>, 4 cores, 8 usable CPUs; no GPU" in card
     assert "| batch=1, sequence=16 | enginery int8 (our runner) | 1 ms | – | 1,000.0 |" in card
     assert "3.00 times as fast" in card
+
+
+def test_card_names_the_source_file_and_the_accuracy_on_labels(artifact):
+    labels = measure_accuracy(
+        "label",
+        {"the source file": [True] * 9 + [False], "this artifact": [True] * 8 + [False] * 2},
+    )
+    reference = {"as": "ONNX Runtime FP32, source file", "name": "the source file"}
+    report = replace(VALIDATION, labels=labels, reference=reference)
+    validated = artifact.annotate(reports={f"reports/{report.FILE}": report.to_json()})
+    card = model_card(facts(validated))
+    assert "Compared with ONNX Runtime FP32, source file on" in card
+    assert "- this artifact: 80.0 % (49.0 to 94.3 %) of 10 rows" in card
+    assert "1 rows right → wrong, 0 wrong → right" in card
+    assert "PyTorch's outputs" not in card
+    names = {each.metric_name for each in ModelCard(card).data.eval_results}
+    assert "Minimum cosine to the source file's outputs" in names
+    assert metrics(Reports.of(validated))["validation.label_accuracy"] == 0.8
 
 
 def test_card_of_a_bare_artifact_has_no_empty_sections(artifact):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from enginery import Artifact, run_recipe
@@ -90,6 +91,31 @@ def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(writ
     other = run_recipe(write(f"bench: {QUICK.replace('sequence: 8', 'sequence: 4')}", out="out"))
     assert worked(other)["bench"]
     assert json.loads((delivered / "benchmark.json").read_bytes())["options"]["sequence"] == "4"
+
+
+def test_bench_measures_accuracy_again_if_the_labels_have_changed(write, tmp_path):
+    data = tmp_path / "labelled.csv"
+    data.write_text("text,label\nGood value.,calm\nNever again.,glad\n")
+    options = QUICK.replace("{", "{data: labelled.csv, label_column: label, ")
+    path = write(f"bench: {options}", out="out")
+    first = run_recipe(path)
+    assert not worked(run_recipe(path))["bench"]
+    data.write_text("text,label\nGood value.,angry\nNever again.,angry\n")
+    again = run_recipe(path)
+    assert worked(again)["bench"]
+    found = [result.stages[1].made.labels.accuracies[0] for result in (first, again)]
+    assert [each.rows for each in found] == [2, 2]
+    assert found[0].right + found[1].right <= 2, "no row has two labels"
+
+
+def test_validation_of_a_recipe_takes_arrays(write, tmp_path):
+    ids = np.arange(24).reshape(3, 8)
+    arrays = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
+    np.savez(tmp_path / "inputs.npz", **arrays)
+    result = run_recipe(write("validate: {data: inputs.npz}"))
+    assert result.passed
+    cases = result.stages[1].report.cases
+    assert [case.name for case in cases if case.kind == "real"] == ["rows 1–3"]
 
 
 def test_bench_can_leave_its_reports_elsewhere(write, tmp_path):

@@ -122,9 +122,9 @@ def test_pytorchs_own_error_on_confirmed_inputs_counts(scan, tmp_path, noise, pa
             file = tmp_path / f"{index}.npy"
             np.save(file, found._run(case.make())[name] + np.float32(1e-3))
             outputs.append(ReferenceOutputs({name: file}))
-        return ReferenceRun(outputs, {name: NoiseFloor(noise, 1.0 - noise, noise)}, [])
+        return ReferenceRun("PyTorch", outputs, {name: NoiseFloor(noise, 1.0 - noise, noise)}, [])
 
-    elsewhere = ReferenceRun([], {name: NoiseFloor(0.0, 1.0, 0.0)}, [])
+    elsewhere = ReferenceRun("PyTorch", [], {name: NoiseFloor(0.0, 1.0, 0.0)}, [])
     limits = ComparisonLimits(Tolerance.for_precision("fp32"))
     results = found.confirm(scanned, limits, elsewhere, run_reference, SILENT)
     assert results

@@ -9,6 +9,8 @@ from onnx import numpy_helper
 
 from enginery import Artifact, export_model, optimize_model, quantize_model, validate_model
 from enginery.core.model.source import resolve_record
+from enginery.validate.config import ValidateConfig
+from enginery.validate.reference import Reference
 from enginery.validate.weights.compare import compare_weights
 from tests.tiny import TEXT, save_tiny, tiny_artifact
 from tests.validate.faults import edits as faults
@@ -20,7 +22,7 @@ DENSE = "/bert/encoder/layer.1/intermediate/dense/MatMul"
 
 
 def compare(artifact):
-    return compare_weights(artifact, resolve_record(artifact.manifest.source))
+    return compare_weights(artifact, Reference.of(artifact, ValidateConfig()).open_weights)
 
 
 @pytest.fixture(scope="session")

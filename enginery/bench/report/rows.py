@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from enginery.bench.config import ENGINERY
 from enginery.bench.report.notes import is_overloaded
 from enginery.core.artifact.reports import BenchResult, Latency, PlacementRecord
 from enginery.runtime.providers.known import short_name
@@ -22,6 +23,7 @@ def tables(result: BenchResult) -> dict[str, list[Row]]:
     """Return title -> rows, for the tables that have rows."""
     found = {
         "Latency": latency_rows(result),
+        "Accuracy": result.labels.table() if result.labels else [],
         "Comparison": comparison_rows(result),
         "Images": image_rows(result),
         "All images": image_total_rows(result),
@@ -62,9 +64,11 @@ def lines(result: BenchResult) -> list[str]:
 def latency_rows(result: BenchResult) -> list[Row]:
     """Return a row for each backend at each shape."""
     found = []
+    accuracies = accuracy_by_backend(result)
     for case in result.cases:
         for one in case.measurements:
             times = one.latency
+            accuracy = {"accuracy": accuracies.get(one.contender, _NOTHING)} if accuracies else {}
             tokens = one.tokens_per_second
             found.append(
                 {
@@ -79,6 +83,7 @@ def latency_rows(result: BenchResult) -> list[Row]:
                     "inputs/s": f"{one.inputs_per_second:,.1f}",
                     "tokens/s": f"{tokens:,.0f}" if tokens else _NOTHING,
                     "runs": str(times.runs),
+                    **accuracy,
                 }
             )
         for name, problem in case.problems.items():
@@ -86,9 +91,26 @@ def latency_rows(result: BenchResult) -> list[Row]:
                 ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
                 _NOTHING,
             )
+            if accuracies:
+                blank["accuracy"] = accuracies.get(name, _NOTHING)
             head = {_dims(case.sizes): _shape(case.sizes), "backend": name}
             found.append({**head, "median": problem, **blank})
     return found
+
+
+def accuracy_by_backend(result: BenchResult) -> dict[str, str]:
+    """Return the accuracy of each artifact in enginery's runner, by backend; empty without labels.
+
+    The other backends were only timed.
+    """
+    if result.labels is None:
+        return {}
+    found = {each.name: each.describe() for each in result.labels.accuracies}
+    return {
+        record.name: found[record.subject]
+        for record in result.contenders
+        if record.kind == ENGINERY and record.subject in found
+    }
 
 
 def comparison_rows(result: BenchResult) -> list[Row]:

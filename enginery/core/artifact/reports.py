@@ -125,12 +125,86 @@ class ProviderRecord(TypedDict):
     options: NotRequired[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class LabelAccuracy:
+    """How many labelled rows a classifier has right."""
+
+    name: str
+    """`PyTorch`, `this artifact`, or an artifact of a benchmark."""
+    right: Count
+    rows: Count
+    interval: Interval
+    """Confidence interval of the accuracy, at 95 %."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of rows, 0 to 1."""
+        return self.right / self.rows if self.rows else math.nan
+
+    def describe(self) -> str:
+        """Return `91.4 % (88.7 to 93.5 %)`."""
+        low, high = self.interval
+        return f"{100 * self.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"
+
+
+@dataclass(frozen=True)
+class AccuracyChange:
+    """The rows that one classifier has right and another one has not."""
+
+    name: str
+    base: str
+    broken: Count
+    """Rows that the base has right and this one wrong."""
+    repaired: Count
+    """Rows that the base has wrong and this one right."""
+    difference: float
+    """Accuracy less that of the base."""
+    interval: Interval
+    """Confidence interval of the difference, at 95 %."""
+
+    def describe(self) -> str:
+        """Return `-0.4 % (-1.7 to 0.9 %)`."""
+        low, high = self.interval
+        return f"{100 * self.difference:+.1f} % ({100 * low:+.1f} to {100 * high:+.1f} %)"
+
+
+@dataclass(frozen=True)
+class LabelMetrics:
+    """Accuracy of several classifiers on the same labelled rows."""
+
+    column: str
+    """The column of the labels."""
+    accuracies: list[LabelAccuracy]
+    changes: list[AccuracyChange]
+    """Changes from the first of the classifiers to each other one."""
+    data_sha256: str = ""
+    """Digest of the file; empty in reports of `validate`, whose verdict has it."""
+
+    def table(self) -> list[dict[str, str]]:
+        """Return a row for each classifier."""
+        changes = {change.name: change for change in self.changes}
+        rows = []
+        for found in self.accuracies:
+            change = changes.get(found.name)
+            rows.append(
+                {
+                    "model": found.name,
+                    "rows": str(found.rows),
+                    "accuracy": found.describe(),
+                    "difference": change.describe() if change else "–",
+                    "right → wrong": str(change.broken) if change else "–",
+                    "wrong → right": str(change.repaired) if change else "–",
+                }
+            )
+        return rows
+
+
 # validation.json
 
 
 @dataclass(frozen=True)
 class OutputMetrics:
-    """Comparison of one output of one case with PyTorch. Values that were not measured are NaN."""
+    """Comparison of one output of one case with the reference; NaN for what was not measured."""
 
     output: str
     shape: tuple[Count, ...]
@@ -145,7 +219,7 @@ class OutputMetrics:
     nonfinite: Count
     """Number of elements that are NaN or infinite on one side only."""
     noise_floor: Number
-    """PyTorch's own largest error at this precision on the same inputs."""
+    """The reference's own largest error at this precision on the same inputs."""
     limit: Number
     """Largest absolute error that passes; infinite for no limit, which is read back as NaN."""
     cosine_limit: Number
@@ -195,7 +269,7 @@ class ValidationCaseResult:
     problem: str
     """Reason why nothing could be compared; empty otherwise."""
     skipped: str = ""
-    """Reason why the case was skipped: PyTorch rejects it, or it fits no engine."""
+    """Reason why the case was skipped: the reference rejects it, or it fits no engine."""
 
     @property
     def passed(self) -> bool:
@@ -204,7 +278,7 @@ class ValidationCaseResult:
 
 @dataclass(frozen=True)
 class EmbeddingMetrics:
-    """Comparison of pooled sentence embeddings with PyTorch's."""
+    """Comparison of pooled sentence embeddings with the reference's."""
 
     sentences: Count
     min_cosine: Number
@@ -242,19 +316,19 @@ class OverallMetrics:
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """A weight of a graph that is not what PyTorch's parameter makes it."""
+    """A weight of a graph that is not what the reference's makes it."""
 
     graph: str
     weight: str
     """Its name in the graph."""
     parameter: str
-    """PyTorch's name; empty if unknown."""
+    """The reference's name; empty if unknown."""
     elements: Count
     differing: Count
     max_abs: Number
     """Largest absolute difference of an element."""
     cosine: Number
-    """Between the rows that differ and PyTorch's."""
+    """Between the rows that differ and the reference's."""
     problem: str
     """Where it differs, by how much, and what that means."""
     factor: Number = math.nan
@@ -284,7 +358,7 @@ class UntracedWeight:
 
 @dataclass(frozen=True)
 class WeightMetrics:
-    """Comparison of all weights of all graphs with PyTorch's, without running them."""
+    """Comparison of all weights of all graphs with the reference's, without running them."""
 
     elements: Count
     """Of all weights and float constants."""
@@ -299,7 +373,7 @@ class WeightMetrics:
     """Parameters that no graph has."""
 
     def without_undone(self) -> WeightMetrics:
-        """Return the metrics of a graph whose outputs agree with PyTorch's.
+        """Return the metrics of a graph whose outputs agree with the reference's.
 
         A difference that it undoes elsewhere is then none.
         """
@@ -327,7 +401,7 @@ class GraphCoverage:
     dim: str
     """The dim whose length is meant, such as `sequence`; empty if none is padded."""
     compared: list[tuple[Count, Count]]
-    """(batch, length) of the cases that were compared with PyTorch."""
+    """(batch, length) of the cases that were compared with the reference."""
     consistent: list[tuple[Count, Count]]
     """(batch, length) of padded batches whose rows equal the same rows run alone."""
     deviating: list[tuple[Count, Count]]
@@ -335,9 +409,9 @@ class GraphCoverage:
     reason: str = ""
     """Reason why rows were not run alone."""
 
-    def describe(self) -> str:
+    def describe(self, reference: str = "PyTorch") -> str:
         """Describe the coverage in one line."""
-        compared = f"{self.graph}: {len(self.compared)} sizes compared with PyTorch"
+        compared = f"{self.graph}: {len(self.compared)} sizes compared with {reference}"
         if self.reason:
             return f"{compared}; batches not compared with rows alone ({self.reason})"
         batches = [batch for batch, _ in self.consistent]
@@ -353,8 +427,8 @@ class GraphCoverage:
     def grid(self) -> list[dict[str, str]]:
         """Return a table of the sizes: a row for each range of batch sizes, a column of lengths.
 
-        `2 + 40` means that two sizes were compared with PyTorch, and that in 40 others rows equal
-        those run alone.
+        `2 + 40` means that two sizes were compared with the reference, and that in 40 others rows
+        equal those run alone.
         """
         every = [*self.compared, *self.consistent, *self.deviating]
         lengths = _ranges([length for _, length in every])
@@ -395,7 +469,7 @@ class ValidationReport(Report):
     precision: str
     providers: list[ProviderRecord]
     reference: dict[str, str]
-    """The PyTorch model: `id`, `revision`, `sha256`, and `as`, how it was run."""
+    """The source: `id`, `revision`, `sha256`, `as`, how it was run, and `name`, for messages."""
     tolerance: dict[str, Any]
     cases: list[ValidationCaseResult]
     embeddings: EmbeddingMetrics | None
@@ -405,7 +479,7 @@ class ValidationReport(Report):
     overall: list[OverallMetrics] = field(default_factory=list)
     """For a quantized artifact that is checked against its own budget."""
     not_proven: list[str] = field(default_factory=list)
-    """Reasons why agreement with PyTorch proves nothing; a report with one has not passed."""
+    """Reasons why agreement with the reference proves nothing; such a report has not passed."""
     effort: str = ""
     """The option of the validation; empty in reports of earlier versions, like the next member."""
     coverage: list[GraphCoverage] = field(default_factory=list)
@@ -414,7 +488,14 @@ class ValidationReport(Report):
     """None in reports of earlier versions."""
     rounding: list[RoundingMetrics] = field(default_factory=list)
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
+    labels: LabelMetrics | None = None
+    """Accuracy of the reference and of the artifact; None without labels."""
     schema_version: Count = field(default=1)
+
+    @property
+    def reference_name(self) -> str:
+        """`PyTorch`, or `the source file` for an artifact that was imported from .onnx."""
+        return self.reference.get("name", "PyTorch")
 
     def worst(self) -> tuple[ValidationCaseResult, OutputMetrics] | None:
         """Return the case and output with the largest error in units of its limit."""
@@ -869,6 +950,8 @@ class BenchResult(Report):
     finished: str
     """Time in UTC, ISO 8601."""
     seconds: float
+    labels: LabelMetrics | None = None
+    """Accuracy of each artifact; None without labels."""
     schema_version: Literal[1] = field(default=1)
 
     def contender(self, name: str) -> ContenderRecord:

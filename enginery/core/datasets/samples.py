@@ -201,6 +201,27 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
         InputError: the file cannot be read, has Python objects or other names, or its arrays have
             different numbers of rows.
     """
+    arrays = load_arrays(path, names)
+    counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(counts.values())) != 1 or not min(counts.values()):
+        found = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise InputError(
+            f"data '{path}': found arrays of shape {found}; expected the same number of rows in "
+            "each, at least one."
+        )
+    indices = take_evenly(range(min(counts.values())), rows)
+    return [
+        {name: array[position : position + 1] for name, array in arrays.items()}
+        for position in indices
+    ]
+
+
+def load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arrays of a file: .npz with an array for each input, or .npy for the only one.
+
+    Raises:
+        InputError: the file cannot be read, or has Python objects or other names.
+    """
     if not path.is_file():
         found = "it is not a file" if path.exists() else "no such file or folder"
         raise InputError(f"data '{path}': expected arrays, .npz or .npy; {found}.")
@@ -215,18 +236,7 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
             f"graph's inputs {', '.join(names)}.",
             do="Save one array for each input: numpy.savez(path, name=array, …).",
         )
-    counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
-    if len(set(counts.values())) != 1 or not min(counts.values()):
-        found = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        raise InputError(
-            f"data '{path}': found arrays of shape {found}; expected the same number of rows in "
-            "each, at least one."
-        )
-    indices = take_evenly(range(min(counts.values())), rows)
-    return [
-        {name: array[position : position + 1] for name, array in arrays.items()}
-        for position in indices
-    ]
+    return arrays
 
 
 def _load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:

@@ -201,7 +201,8 @@ def _values(
         values = corners.reshape(shape)
     else:
         values = generator.integers(0, 2, shape)
-    return np.ascontiguousarray(values, dtype=spec.dtype)
+    # Not ascontiguousarray, which gives scalars a dim.
+    return np.asarray(values, dtype=spec.dtype, order="C")
 
 
 def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -> None:

@@ -143,12 +143,12 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
 
 
 _EVAL_METRICS = {
-    "validation.max_abs_error": ("max_abs_error", "Maximum absolute error against PyTorch"),
-    "validation.min_cosine": ("cosine_similarity", "Minimum cosine to PyTorch's outputs"),
+    "validation.max_abs_error": ("max_abs_error", "Maximum absolute error against {reference}"),
+    "validation.min_cosine": ("cosine_similarity", "Minimum cosine to {reference}'s outputs"),
     "quantization.cosine": ("cosine_similarity", "Mean cosine to FP32's outputs"),
     "quantization.label_accuracy": ("accuracy", "Accuracy on labels"),
 }
-"""Metrics for the Hub -> their types and names there."""
+"""Metrics for the Hub -> their types and names there, with the validation's reference."""
 
 
 def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
@@ -157,8 +157,10 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
     figures = metrics(facts.reports)
     quantization = facts.reports.quantization
     calibration = quantization.calibration if quantization else None
+    validation = facts.reports.validation
+    reference = validation.reference_name if validation else ""
     data = {
-        "validation": "inputs compared with PyTorch",
+        "validation": f"inputs compared with {reference}",
         "quantization": f"rows of {calibration.inputs}" if calibration else "rows of the data",
     }
     for figure, (metric_type, metric_name) in _EVAL_METRICS.items():
@@ -169,7 +171,7 @@ def _evaluations(facts: CardFacts) -> Iterator[EvalResult]:
                 dataset_type=stage,
                 dataset_name=data[stage],
                 metric_type=metric_type,
-                metric_name=metric_name,
+                metric_name=metric_name.format(reference=reference),
                 metric_value=figures[figure],
             )
 

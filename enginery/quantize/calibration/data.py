@@ -20,6 +20,7 @@ import numpy as np
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.datasets.images import list_images
+from enginery.core.datasets.labels import index_labels
 from enginery.core.datasets.samples import (
     ARRAY_SUFFIXES,
     iterate,
@@ -32,7 +33,6 @@ from enginery.core.errors import InputError, OptionError
 from enginery.core.model.files import ModelConfig
 from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.config import QuantizeConfig, require_calibration
-from enginery.quantize.labels import index_labels
 from enginery.runtime.image.processor import load_image
 from enginery.runtime.sample_inputs import takes_images, takes_texts
 from enginery.runtime.text.tokenizer import check_texts

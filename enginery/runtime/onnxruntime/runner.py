@@ -393,7 +393,7 @@ def _dim_name(dim: int | str) -> str:
 def _checked_input(feeds: Feeds, name: str, dtype: str, rank: int) -> NDArray[Any]:
     if name not in feeds:
         raise InputError(f"input '{name}' is missing; found {', '.join(feeds) or 'none'}.")
-    array = np.ascontiguousarray(feeds[name])
+    array = np.asarray(feeds[name], order="C")  # ascontiguousarray gives scalars a dim
     if array.dtype.name != dtype or array.ndim != rank:
         raise InputError(
             f"{name}: found {array.dtype.name} with {array.ndim} dims {array.shape}, "

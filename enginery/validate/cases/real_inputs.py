@@ -16,9 +16,16 @@ import numpy as np
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
-from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_arrays, read_texts
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.datasets.labels import read_labelled_texts
+from enginery.core.datasets.samples import (
+    ARRAY_SUFFIXES,
+    load_arrays,
+    read_arrays,
+    read_texts,
+)
+from enginery.core.errors import ArtifactError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.sample_inputs import (
     SENTENCES,
     ImageFeeder,
@@ -94,32 +101,77 @@ def _is_arrays(config: ValidateConfig) -> bool:
 
 
 def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[ValidationCase]:
+    """Return cases of rows; or, if the first dim of some input is not the batch, one of all."""
+    path = Path(config.data).expanduser()
     names = [spec.name for spec in record.inputs]
-    rows = read_arrays(Path(config.data).expanduser(), names, rows=config.rows)
+    batches = {spec.dims[:1] for spec in record.inputs}
+    if len(batches) > 1 or () in batches:
+        feeds = _fit_arrays(path, record, load_arrays(path, names))
+        return [ValidationCase("arrays", "real", lambda: feeds)]
 
     def feed(part: list[Feeds]) -> Feeds:
-        return {
-            spec.name: np.concatenate([row[spec.name] for row in part]).astype(spec.dtype)
-            for spec in record.inputs
-        }
+        arrays = {name: np.concatenate([row[name] for row in part]) for name in names}
+        return _fit_arrays(path, record, arrays)
 
-    return _cases("rows", rows, _ROWS, record, feed)
+    cases = _cases("rows", read_arrays(path, names, rows=config.rows), _ROWS, record, feed)
+    cases[0].make()  # so that errors show before the reference starts
+    return cases
+
+
+def _fit_arrays(path: Path, record: GraphRecord, arrays: Feeds) -> Feeds:
+    """Return arrays in the dtypes of a graph's inputs.
+
+    Raises:
+        InputError: an array has another rank or another fixed size than its input, two of them have
+            different sizes of one dim, or values would change in the input's dtype.
+    """
+    feeds = {}
+    for spec in record.inputs:
+        array = arrays[spec.name]
+        if array.ndim != len(spec.dims):
+            raise InputError(
+                f"data '{path}': {spec.name} has the shape {array.shape}, the graph takes {spec}."
+            )
+        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        fits = array.dtype.kind in "biuf"
+        if fits:
+            with np.errstate(invalid="ignore", over="ignore"):
+                feeds[spec.name] = array.astype(dtype)
+            fits = dtype.kind == "f" or np.array_equal(feeds[spec.name], array)
+        if not fits:
+            raise InputError(
+                f"data '{path}': {spec.name} has values of {array.dtype} that {dtype} cannot hold; "
+                f"the graph takes {spec}."
+            )
+    try:
+        dim_sizes(record.inputs, feeds)
+    except ShapeError as error:
+        raise InputError(f"data '{path}': {error.message}") from error
+    return feeds
 
 
 def _text_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
     feeder = TextFeeder.open(artifact, record)
-    what, texts = "sentences", list[Text](SENTENCES)
+    what, texts, labels = "sentences", list[Text](SENTENCES), list[int]()
     if config.data:
-        path = Path(config.data).expanduser()
-        what, texts = "rows", list[Text](read_texts(path, config.column, rows=config.rows))
+        path, column = Path(config.data).expanduser(), config.column
+        what = "rows"
+        if config.label_column:
+            read, labels = read_labelled_texts(
+                artifact, path, column, config.label_column, rows=config.rows
+            )
+        else:
+            read = read_texts(path, column, rows=config.rows)
+        texts = list[Text](read)
     elif artifact.manifest.task == "question-answering":
         what, texts = "questions", list[Text](QUESTIONS)
     # Tokenize once here, so that errors show before PyTorch starts.
     feeder.lengths(texts)
     # Without a padding token, one text per case.
-    return _cases(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
+    rows = _ROWS if feeder.can_pad else 1
+    return _cases(what, texts, rows, record, feeder, labels=labels)
 
 
 def _image_cases(
@@ -143,6 +195,8 @@ def _cases(
     rows: int,
     record: GraphRecord,
     feed: Callable[[list[Any]], Feeds],
+    *,
+    labels: Sequence[int] = (),
 ) -> list[ValidationCase]:
     """Return cases of up to `rows` items each, named by item numbers."""
     rows = fixed_batch(record) or rows
@@ -150,5 +204,6 @@ def _cases(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        cases.append(ValidationCase(name, "real", partial(feed, pad_batch(part, record))))
+        make = partial(feed, pad_batch(part, record))
+        cases.append(ValidationCase(name, "real", make, tuple(labels[start : start + rows])))
     return cases

@@ -35,6 +35,8 @@ class ValidationCase:
     kind: Literal["sweep", "profile", "real", "decoding"]
     make: Callable[[], Feeds]
     """Generates the feeds."""
+    labels: tuple[int, ...] = ()
+    """Class indices of the first rows; empty without labels."""
     decode: Literal["", "start", "resume"] = ""
     """A step of decoding: PyTorch starts a cache of its own, or resumes with it."""
 

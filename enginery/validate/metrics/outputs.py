@@ -8,9 +8,9 @@
     >>> metrics.passed
     True
 
-The limit of the absolute error is scaled from the noise floor: PyTorch's own error at the same
-precision on the same inputs. Arrays are read one row of the batch at a time, because an output of
-a large profile takes gigabytes.
+The limit of the absolute error is scaled from the noise floor: the reference's own error at the
+same precision on the same inputs. Arrays are read one row of the batch at a time, because an output
+of a large profile takes gigabytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Error of PyTorch at one precision against PyTorch at a higher one."""
+    """Error of the reference at one precision against itself at a higher one."""
 
     max_abs: float
     cosine: float
@@ -46,7 +46,7 @@ class NoiseFloor:
     """Root mean square of the error; infinite if it was not measured."""
 
     def wider(self, other: NoiseFloor) -> NoiseFloor:
-        """Return the larger of two floors. On a small output, PyTorch may be exact by chance."""
+        """Return the larger of two floors. On a small output, one may be exact by chance."""
         return NoiseFloor(
             max(self.max_abs, other.max_abs),
             min(self.cosine, other.cosine),
@@ -65,21 +65,23 @@ def compare_output(
     max_abs_error: float | None = None,
     min_cosine: float | None = None,
     padding: PaddingMask | None = None,
+    name: str = "PyTorch",
 ) -> OutputMetrics:
     """Compare one output with the reference.
 
     Args:
         output: name of the output.
         actual: the graph's output.
-        reference: PyTorch's output.
+        reference: the reference's output.
         dtype: dtype in the manifest.
-        noise: PyTorch's own error at this precision.
+        noise: the reference's own error at this precision.
         tolerance: derives the limits from the noise.
         max_abs_error: limit set by the user; replaces the derived one.
         min_cosine: limit set by the user; replaces the derived one.
         padding: positions to compare; None for all.
+        name: name of the reference in messages.
     """
-    if problem := _interface_problem(actual, reference, dtype, tolerance.precision):
+    if problem := _interface_problem(actual, reference, dtype, tolerance.precision, name):
         return _unmeasured(output, actual.shape, problem)
     found = compute_differences(actual, reference, padding)
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
@@ -112,7 +114,7 @@ def compare_output(
         cosine_limit=cosine_limit,
         rms_error=found.rms_error,
         rms_limit=rms_limit,
-        problem=_problem(found, limit, rms_limit, cosine_limit, agreement),
+        problem=_problem(found, limit, rms_limit, cosine_limit, agreement, name),
         constant_ratio=_constant_ratio(reference, limit if math.isfinite(limit) else rounding),
     )
 
@@ -127,20 +129,22 @@ def _constant_ratio(reference: Array, limit: float) -> float | None:
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
-    """Measure the noise floor: PyTorch at one precision against PyTorch at a higher one."""
+    """Measure the noise floor: the reference at one precision against itself at a higher one."""
     found = compute_differences(narrow, wide, padding)
     return NoiseFloor(found.max_abs, found.cosine, found.rms_error)
 
 
-def unmatched_output(output: str, actual: Array) -> OutputMetrics:
-    """Return the failure for an output that PyTorch's model does not have."""
-    return _unmeasured(output, actual.shape, "PyTorch has no such output")
+def unmatched_output(output: str, actual: Array, name: str = "PyTorch") -> OutputMetrics:
+    """Return the failure for an output that the reference of this name does not have."""
+    return _unmeasured(output, actual.shape, f"{name} has no such output")
 
 
-def _interface_problem(actual: Array, reference: Array, dtype: str, precision: str) -> str:
+def _interface_problem(
+    actual: Array, reference: Array, dtype: str, precision: str, name: str
+) -> str:
     """Return the problem with shape or dtype, or an empty text."""
     if actual.shape != reference.shape:
-        return f"shape {actual.shape}, expected {reference.shape} as in PyTorch"
+        return f"shape {actual.shape}, expected {reference.shape} as in {name}"
     if actual.dtype.name != dtype:
         return f"dtype {actual.dtype.name}, expected {dtype} as in the manifest"
     # The reference is always float32. A graph may keep float32 inputs and outputs.
@@ -152,10 +156,15 @@ def _interface_problem(actual: Array, reference: Array, dtype: str, precision: s
 
 
 def _problem(
-    found: Differences, limit: float, rms_limit: float, cosine_limit: float, agreement: float
+    found: Differences,
+    limit: float,
+    rms_limit: float,
+    cosine_limit: float,
+    agreement: float,
+    name: str,
 ) -> str:
     if found.undefined:
-        return f"{found.undefined} elements are NaN in PyTorch itself"
+        return f"{found.undefined} elements are NaN in {name} itself"
     if found.unequal:
         return f"{found.unequal} elements are NaN or infinite on one side only"
     if found.max_abs > limit:

@@ -1,1 +1,1 @@
-"""Compare every weight of a graph with PyTorch's, in full and without running either."""
+"""Compare every weight of a graph with the reference's, in full and without running either."""

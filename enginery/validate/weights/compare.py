@@ -1,4 +1,6 @@
-"""Trace every weight of an artifact's graphs to PyTorch's parameters, and compare it in full.
+"""Trace every weight of an artifact's graphs to the reference's, and compare it in full.
+
+The reference's weights are PyTorch's parameters, or those of the .onnx file that was imported.
 
 A weight is traced by its name, which exporters keep unless they transpose or fold it, and by the
 path of each node that reads it: `/encoder/layer.0/output/dense/MatMul` must read the weight of
@@ -29,11 +31,9 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
-from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph
-from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.weights.difference import describe_difference
 from enginery.validate.weights.elements import (
     columns,
@@ -43,7 +43,12 @@ from enginery.validate.weights.elements import (
     turn,
     turn_array,
 )
-from enginery.validate.weights.parameters import BatchNorm, Parameters, sample_distance
+from enginery.validate.weights.parameters import (
+    BatchNorm,
+    Parameters,
+    WeightSource,
+    sample_distance,
+)
 from enginery.validate.weights.quantized import Calibration, QuantizedLayer, quantized_layers
 from enginery.validate.weights.stored import (
     StoredWeight,
@@ -78,24 +83,6 @@ _MOST = 0.99
 _SAME = {"fp16": 1e-3, "bf16": 8e-3, "int8": 0.03, "fp8": 0.05, "fp32": 0.0}
 """Mean relative difference of a sample up to which a weight has the values of a parameter."""
 
-_ROLES = {
-    **{(op, 1): "weight" for op in ("MatMul", "MatMulInteger", "FusedMatMul", "Gemm", "PRelu")},
-    **{(op, 1): "weight" for op in ("Conv", "ConvInteger", "ConvTranspose")},
-    **{(op, 2): "bias" for op in ("Conv", "ConvTranspose", "Gemm", "LayerNormalization")},
-    **{(op, 1): "weight" for op in ("LayerNormalization", "SimplifiedLayerNormalization")},
-    ("BatchNormalization", 1): "weight",
-    ("BatchNormalization", 2): "bias",
-    ("BatchNormalization", 3): "running_mean",
-    ("BatchNormalization", 4): "running_var",
-    ("Gather", 0): "weight",
-    ("MatMul", 0): "weight",
-    ("Mul", 0): "weight",
-    ("Mul", 1): "weight",
-    ("Add", 0): "bias",
-    ("Add", 1): "bias",
-}
-"""Operator and input -> the parameter of the node's module that the input must be."""
-
 _CONVOLUTION_BIASES = (("Conv", 2), ("Add", 0), ("Add", 1))
 """Where a bias may be that folding a batch normalization has added. ONNX Runtime adds it with an
 Add when it quantizes a convolution."""
@@ -112,21 +99,19 @@ _FUSED_ATTENTION = {
 
 def compare_weights(
     artifact: Artifact,
-    source: ModelSource,
+    open_weights: Callable[[], WeightSource],
     *,
     unrounded: Path | None = None,
-    trust_remote_code: bool = False,
     progress: Progress = SILENT,
 ) -> WeightMetrics:
-    """Compare every weight of every graph with the PyTorch model's parameters.
+    """Compare every weight of every graph with the reference's.
 
     Args:
         artifact: the artifact that is validated.
-        source: the PyTorch model.
+        open_weights: opens the reference's weights.
         unrounded: directory to write each graph to without the rounding of its precision, under the
             graph's file name. It is left out if that precision is FP32, or if weights were not
             traced. Quantized layers that the calibration did not record stay as they are.
-        trust_remote_code: run Python code that comes with the model.
         progress: receives progress messages.
 
     Raises:
@@ -140,7 +125,7 @@ def compare_weights(
     comparisons = []
     with (
         tempfile.TemporaryDirectory(prefix="enginery-weights-") as scratch,
-        TorchReference(source, artifact.manifest, trust_remote_code=trust_remote_code) as reference,
+        open_weights() as reference,
         progress.task("weights", total=len(graphs)) as advance,
     ):
         parameters = Parameters(reference, Path(scratch))
@@ -222,10 +207,15 @@ class _GraphComparison:
 
     def run(self, model: ir.Model) -> None:
         """Compare all weights of the graph and its subgraphs."""
-        for layer in quantized_layers(model, self.calibration):
-            self._compare_layer(layer)
         tensors = {value.name or "": (value, tensor) for value, tensor in stored_tensors(model)}
         self.quantized = any(quantized_precision(tensor) for _, tensor in tensors.values())
+        for name, (value, tensor) in tensors.items():
+            if quantized_precision(tensor) and self.parameters.has_integers(name):
+                self._handled.add(name)  # the source file is quantized itself
+                self._compare(read_plain(value, tensor))
+        for layer in quantized_layers(model, self.calibration):
+            if layer.weight.name not in self._handled:
+                self._compare_layer(layer)
         for name, (_, tensor) in tensors.items():
             scaled = f"{name.removesuffix('_quantized')}_scale" in tensors
             if scaled and name not in self._handled and quantized_precision(tensor):
@@ -278,11 +268,12 @@ class _GraphComparison:
             if op in _FUSED_ATTENTION:
                 continue
             module = self._module(use)
-            role = _ROLES.get(op, "") if module else ""
+            role = use.role if module else ""
             names = self._of_size(self.parameters.of_module(module, role), stored)
             if role and names:
-                linear = self.parameters.is_linear(names[0])
-                yield _Expectation(names, use.inputs_first if linear else None, use)
+                yield _Expectation(
+                    names, self.parameters.is_transposed(names[0], use.inputs_first), use
+                )
             elif op in _CONVOLUTION_BIASES and self._norm(use) is not None:
                 yield _Expectation([], use=use)
 

@@ -1,4 +1,4 @@
-"""Describe how a weight differs from PyTorch's, and what that means."""
+"""Describe how a weight differs from the reference's, and what that means."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The PyTorch model's parameters and buffers, found by name, by a module's path, or by content.
+"""The reference's weights, found by name, by a module's path, or by content.
 
     parameters = Parameters(reference, scratch)
     parameters.named("embeddings.word_embeddings.weight")    # as exporters keep names
     parameters.of_module("encoder.layer.0.output.dense", "bias")
     parameters.read("encoder.layer.0.output.dense.bias")     # all elements
 
-All are described at once; their elements are read from the confined process one weight at a time.
+They are a PyTorch model's parameters and buffers, or an .onnx file's weights. All are described at
+once; their elements are read one weight at a time, from the confined process in which PyTorch runs.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.runtime.torch_reference import TorchReference, TorchWeight, sample_positions
+from enginery.runtime.torch_reference import TorchWeight, TorchWeights, sample_positions
 
 Array = NDArray[Any]
 
@@ -50,14 +52,35 @@ class BatchNorm:
         return (bias - self.mean) * self.scale + self.shift, terms
 
 
-class Parameters:
-    """All parameters and buffers of the PyTorch model."""
+class WeightSource(Protocol):
+    """The weights of a PyTorch model or of an .onnx file. A context manager."""
 
-    def __init__(self, reference: TorchReference, scratch: Path) -> None:
+    def weights(self, directory: Path) -> TorchWeights:
+        """Describe all weights; samples may pass through a file in `directory`."""
+
+    def weight(self, name: str, directory: Path) -> Array:
+        """Return all elements of a weight; they may pass through a file in `directory`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Parameters:
+    """All weights of the reference."""
+
+    def __init__(self, reference: WeightSource, scratch: Path) -> None:
         found = reference.weights(scratch)
         self._reference, self._scratch = reference, scratch
         self.weights: dict[str, TorchWeight] = found.weights
         self._linear = found.linear
+        self._inputs_first = found.inputs_first
+        self._by_path = found.by_path
         self._epsilons = found.batch_norms
         self._batch_norms: list[BatchNorm] | None = None
         self._by_tail: dict[str, list[str]] = defaultdict(list)
@@ -80,6 +103,21 @@ class Parameters:
         """Return True for the weight (outputs, inputs) of a linear layer."""
         module, _, last = name.rpartition(".")
         return last == "weight" and module in self._linear
+
+    def is_transposed(self, name: str, inputs_first: bool | None) -> bool | None:
+        """Return True if a product stores a weight transposed; None if that is unknown.
+
+        Args:
+            name: the weight of the reference.
+            inputs_first: True if the product needs (inputs, outputs), None if it is no product.
+        """
+        if name in self._inputs_first:
+            return None if inputs_first is None else not inputs_first
+        return inputs_first if self.is_linear(name) else None
+
+    def has_integers(self, name: str) -> bool:
+        """Return True if the reference has integers under this very name."""
+        return name in self.weights and self.weights[name].sample.dtype.kind in "iu"
 
     def is_computed(self, name: str) -> bool:
         """Return True for a parametrized weight, which PyTorch computes from other parameters."""
@@ -104,7 +142,8 @@ class Parameters:
         """Return the weights that a module's path in a graph and a role (`bias`) can mean."""
         once = ".".join(_CALL_NUMBER.sub("", word) for word in path.split("."))
         for module in dict.fromkeys((path, once)):
-            if found := self.named(f"{module}.{role}"):
+            name = f"{module}.{role}"
+            if found := list(self._by_path.get(name, ())) or self.named(name):
                 return found
         return []
 

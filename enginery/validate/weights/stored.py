@@ -49,6 +49,24 @@ _LARGEST_SIZE = 1 << 16
 _TABLE = 16
 """Smallest number of integers that are a table, such as position ids."""
 
+_ROLES = {
+    **{(op, 1): "weight" for op in ("MatMul", "MatMulInteger", "FusedMatMul", "Gemm", "PRelu")},
+    **{(op, 1): "weight" for op in ("Conv", "ConvInteger", "ConvTranspose")},
+    **{(op, 2): "bias" for op in ("Conv", "ConvTranspose", "Gemm", "LayerNormalization")},
+    **{(op, 1): "weight" for op in ("LayerNormalization", "SimplifiedLayerNormalization")},
+    ("BatchNormalization", 1): "weight",
+    ("BatchNormalization", 2): "bias",
+    ("BatchNormalization", 3): "running_mean",
+    ("BatchNormalization", 4): "running_var",
+    ("Gather", 0): "weight",
+    ("MatMul", 0): "weight",
+    ("Mul", 0): "weight",
+    ("Mul", 1): "weight",
+    ("Add", 0): "bias",
+    ("Add", 1): "bias",
+}
+"""Operator and input -> the parameter of the node's module that the input must be."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -75,6 +93,11 @@ class Use:
                 path = parent
             path = f"{path}.{word}" if path else word
         return path
+
+    @property
+    def role(self) -> str:
+        """The parameter of the module that the input must be: `weight`, `bias`; '' if unknown."""
+        return _ROLES.get((self.node.op_type, self.index), "")
 
     @property
     def inputs_first(self) -> bool | None:

@@ -1,13 +1,13 @@
-"""A graph without the rounding of its precision, to compare it with PyTorch more closely.
+"""A graph without the rounding of its precision, to compare it more closely.
 
 Rounding hides other faults: an error that is smaller cannot be told from it. So validate runs the
 graph once more without what the comparison of the weights has checked one by one:
 
-- Quantized: activations skip QuantizeLinear and DequantizeLinear, weights are PyTorch's own, and
+- Quantized: activations skip QuantizeLinear and DequantizeLinear, weights are the reference's, and
   biases lack the correction of the calibration. The rest stays as it is, in FP16 or FP32, smoothing
   of the activations included.
-- FP16 and BF16: the graph computes in FP32, with PyTorch's own weights. Other constants, such as a
-  scale of attention, stay rounded.
+- FP16 and BF16: the graph computes in FP32, with the reference's weights. Other constants, such as
+  a scale of attention, stay rounded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from enginery.validate.weights.stored import constant_tensor
 
 Array = NDArray[Any]
 Weights = Mapping[str, Callable[[], Array]]
-"""Name of a weight -> a function that reads PyTorch's."""
+"""Name of a weight -> a function that reads the reference's."""
 
 FLOAT = ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
 class ExactLayer:
-    """A quantized layer, and the weight that PyTorch has there."""
+    """A quantized layer, and the weight that the reference has there."""
 
     layer: QuantizedLayer
     read_weight: Callable[[], Array]
@@ -63,7 +63,7 @@ def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Pat
     Args:
         model: the graph. Its inputs keep their dtypes, and its outputs become FP32.
         low: FP16 or BF16.
-        weights: the weights that are PyTorch's.
+        weights: the weights that are the reference's.
         path: where to write the ONNX file.
 
     Raises:

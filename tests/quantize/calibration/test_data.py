@@ -6,11 +6,11 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
+from enginery.core.datasets.labels import index_labels
 from enginery.core.errors import InputError, OptionError
 from enginery.core.options import options_from
 from enginery.quantize.calibration.data import make_batches, read_data
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.labels import index_labels
 from enginery.runtime import sample_inputs as real_inputs
 from enginery.runtime.text.tokenizer import TextTokenizer
 from tests.tiny import TEXT
