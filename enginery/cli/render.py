@@ -180,16 +180,18 @@ _LISTED_WEIGHTS = 3
 def report_lines(report: ValidationReport) -> list[str]:
     """Return the lines below the tables of a validation: provider, totals, notes, verdict."""
     lines = [provider_line(report)] if report.providers else []
-    lines += [
-        f"{o.output} over {o.inputs} real inputs: cosine {o.cosine:.4f}, at least "
-        f"{o.cosine_limit:.4f} expected"
-        for o in report.overall
-    ]
-    if report.embeddings:
-        found = report.embeddings
+    if accuracy := report.accuracy:
+        found = accuracy.found
+        worst = accuracy.worst_cosine_limit
         lines.append(
-            f"embeddings of {found.sentences} sentences: cosine at least {found.min_cosine:.6f}, "
-            f"nearest neighbour the same for {found.neighbour_agreement:.0%}"
+            f"over {found.rows} real inputs: mean cosine {found.cosine:.4f}, at least "
+            f"{accuracy.cosine_limit:.4f} expected; smallest {found.worst_cosine:.4f}"
+            + (f", at least {worst:.4f} expected" if worst is not None else "")
+        )
+    if pooled := report.embeddings:
+        lines.append(
+            f"embeddings of {pooled.sentences} sentences: cosine at least {pooled.min_cosine:.6f}, "
+            f"nearest neighbour the same for {pooled.neighbour_agreement:.0%}"
         )
     if labels := report.labels:
         lines += [f"accuracy of {each.name}: {each.describe()}" for each in labels.accuracies]

@@ -120,7 +120,7 @@ def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> Acc
         return None
     names = [spec.name for spec in record.outputs]
     try:
-        batches = builtin_batches(source, record).values()
+        batches = builtin_batches(source, record)
     except (ArtifactError, InputError):  # no tokenizer that this package reads
         return None
     pooling = read_model_pooling(source.path)
@@ -130,8 +130,8 @@ def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> Acc
         GraphTracer(source.path / record.file, names, optimized=True) as reference,
         GraphTracer(graph, names, optimized=fused) as quantized,
     ):
-        for load in batches:
-            feeds = load()
+        for batch in batches:
+            feeds = batch.load()
             for rows, run in ((expected, reference), (found, quantized)):
                 for name, more in answer_rows(run(feeds), feeds, pooling).items():
                     rows.setdefault(name, []).extend(more)

@@ -29,7 +29,7 @@ from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_se
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 """Graph inputs that a tokenizer produces."""
 
-_ROWS = 16
+ROWS = 16
 """Texts in a batch: enough to differ in length, few enough for any machine."""
 _IMAGES = 4
 _TOKENIZED = 256
@@ -184,65 +184,78 @@ class ImageFeeder:
         return {"pixel_values": pixels.astype(self.dtype, copy=False)}
 
 
-def builtin_batches(artifact: Artifact, record: GraphRecord) -> dict[str, Callable[[], Feeds]]:
-    """Return batches of built-in texts or images for a graph, by what they hold.
+@dataclass(frozen=True)
+class SampleBatch:
+    """Consecutive samples that run together."""
+
+    name: str
+    """What they are, by their numbers: `sentences 1–16`."""
+    samples: slice
+    load: Callable[[], Feeds]
+
+
+def builtin_batches(artifact: Artifact, record: GraphRecord) -> list[SampleBatch]:
+    """Return batches of built-in texts or images for a graph.
 
     Raises:
         ArtifactError: the tokenizer or the image processor is missing or cannot be read.
-        InputError: the tokenizer cannot encode them.
+        InputError: the tokenizer cannot encode the texts.
     """
     if takes_images(record):
-        images = ImageFeeder.open(artifact, record)
-        return image_batches(images, synthetic_images(), record)
-    texts = TextFeeder.open(artifact, record)
+        return image_batches(ImageFeeder.open(artifact, record), synthetic_images(), record)
+    feeder = TextFeeder.open(artifact, record)
     if artifact.manifest.task == "question-answering":
-        return text_batches("questions", texts, QUESTIONS, record)
-    return text_batches("sentences", texts, SENTENCES, record)
+        return text_batches("questions", feeder, QUESTIONS, record)
+    return text_batches("sentences", feeder, SENTENCES, record)
 
 
 def text_batches(
     what: str, feeder: TextFeeder, texts: Sequence[Text], record: GraphRecord
-) -> dict[str, Callable[[], Feeds]]:
-    """Return batches of texts, by their numbers: `sentences 1–16`.
+) -> list[SampleBatch]:
+    """Return batches of texts.
 
     Raises:
         InputError: an item is not a text, or the tokenizer cannot encode it.
     """
     feeder.lengths(texts)  # so that errors show at once
     # Without a padding token, one text in each batch.
-    return _named_batches(what, texts, _ROWS if feeder.can_pad else 1, record, feeder)
+    return sample_batches(what, texts, feeder, record, rows=ROWS if feeder.can_pad else 1)
 
 
 def image_batches(
     feeder: ImageFeeder, images: Sequence[Any], record: GraphRecord
-) -> dict[str, Callable[[], Feeds]]:
-    """Return batches of images of the same size, by their numbers: `images 1–4`.
+) -> list[SampleBatch]:
+    """Return batches of images of the same size.
 
     Raises:
         InputError: an image cannot be read.
     """
     by_shape = feeder.by_shape(images)
-    found: dict[str, Callable[[], Feeds]] = {}
+    batches = []
     for shape, places in by_shape.items():
         what = "images" if len(by_shape) == 1 else f"images of {shape[1]} × {shape[2]},"
         alike = [images[place] for place in places]
-        found |= _named_batches(what, alike, _IMAGES, record, feeder)
-    return found
+        batches += sample_batches(what, alike, feeder, record, rows=_IMAGES)
+    return batches
 
 
-def _named_batches(
+def sample_batches(
     what: str,
     items: Sequence[Any],
-    rows: int,
-    record: GraphRecord,
     feed: Callable[[list[Any]], Feeds],
-) -> dict[str, Callable[[], Feeds]]:
+    record: GraphRecord,
+    *,
+    rows: int,
+) -> list[SampleBatch]:
+    """Return batches of up to `rows` items; if the graph's batch is fixed, of exactly that."""
     rows = fixed_batch(record) or rows
-    batches: dict[str, Callable[[], Feeds]] = {}
+    batches = []
     for start in range(0, len(items), rows):
-        part = list(items[start : start + rows])
-        name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        batches[name] = partial(feed, pad_batch(part, record))
+        part = items[start : start + rows]
+        end = start + len(part)
+        name = f"{what} {start + 1}–{end}" if len(part) > 1 else f"{what} {end}"
+        load = partial(feed, pad_batch(part, record))
+        batches.append(SampleBatch(name, slice(start, end), load))
     return batches
 
 

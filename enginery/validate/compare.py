@@ -26,10 +26,14 @@ from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.labels import LabelComparison
-from enginery.validate.metrics.budget import BUILTIN_SLACK, is_quantized, quantization_budget
+from enginery.validate.metrics.budget import (
+    AccuracyExpectation,
+    accuracy_expectation,
+    is_quantized,
+)
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
-from enginery.validate.overall import OverallComparison
+from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
 Outputs = dict[str, NDArray[Any]]
@@ -42,8 +46,8 @@ class ComparisonLimits:
     tolerance: Tolerance | QuantizedTolerance
     max_abs_error: float | None = None
     min_cosine: float | None = None
-    overall_cosine: float | None = None
-    """Minimum cosine over all real inputs together, for a quantized artifact; None for no limit."""
+    accuracy: AccuracyExpectation | None = None
+    """For a quantized artifact: what all real inputs together must reach."""
     rule: str = ""
     """Origin of the limit, in words."""
 
@@ -63,14 +67,8 @@ class ComparisonLimits:
         tolerance = QuantizedTolerance(precision)
         if cosine is not None:
             return cls(tolerance, error, cosine)
-        budget = quantization_budget(artifact)
-        own_data = bool(config.data)
-        return cls(
-            tolerance,
-            error,
-            overall_cosine=budget.min_cosine(own_data=own_data),
-            rule=budget.describe(own_data=own_data),
-        )
+        expected = accuracy_expectation(artifact, own_data=bool(config.data))
+        return cls(tolerance, error, accuracy=expected, rule=expected.describe())
 
     def where(self, providers: Sequence[Provider]) -> ComparisonLimits:
         """Return the limits for these providers: CUDA may multiply FP32 in TensorFloat-32."""
@@ -100,13 +98,14 @@ class ComparisonLimits:
             limits.append((found.rms_error, rms_limit))
         if math.isfinite(limits[0][1]):
             return max(error / most if most else error and math.inf for error, most in limits)
-        return (1 - found.cosine) / (1 - self.embedding_cosine) * BUILTIN_SLACK
+        shortfall = self.accuracy.shortfall if self.accuracy else 1 - (self.embedding_cosine or 0)
+        return (1 - found.cosine) / shortfall if shortfall else math.inf
 
     @property
-    def embedding_cosine(self) -> float:
-        """Minimum cosine of pooled embeddings."""
-        if self.overall_cosine is not None:
-            return self.overall_cosine
+    def embedding_cosine(self) -> float | None:
+        """Minimum cosine of every pooled embedding; None if only all together have a limit."""
+        if self.accuracy is not None:
+            return None
         return self.tolerance.min_cosine if self.min_cosine is None else self.min_cosine
 
 
@@ -118,7 +117,7 @@ def compare_graph(
     limits: ComparisonLimits,
     *,
     embeddings: EmbeddingComparison | None = None,
-    overall: OverallComparison | None = None,
+    answers: AnswerComparison | None = None,
     labels: LabelComparison | None = None,
     progress: Progress = SILENT,
 ) -> list[ValidationCaseResult]:
@@ -146,8 +145,8 @@ def compare_graph(
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
                         embeddings.add(feeds, found, expected)
-                    if case.kind == "real" and overall is not None:
-                        overall.add(record, feeds, found, expected)
+                    if case.kind == "real" and answers is not None:
+                        answers.add(feeds, found, expected)
                     if case.labels and labels is not None:
                         labels.add(case.labels, found, expected)
             results.append(result)

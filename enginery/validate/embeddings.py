@@ -50,26 +50,24 @@ class EmbeddingComparison:
             self._mine.append(self._pooling(outputs[_OUTPUT], mask).astype(np.float64))
             self._theirs.append(self._pooling(theirs, mask).astype(np.float64))
 
-    def metrics(self, *, min_cosine: float, of_mean: bool = False) -> EmbeddingMetrics | None:
+    def metrics(self, *, min_cosine: float | None) -> EmbeddingMetrics | None:
         """Return the metrics over all sentences; None if there were none.
 
         Args:
-            min_cosine: smallest cosine that passes, for every sentence.
-            of_mean: apply the limit to the mean cosine instead. Changed nearest neighbours are
-                then counted, but do not fail.
+            min_cosine: smallest cosine that passes, for every sentence; then nearest neighbours
+                must be the same, too. None to report the metrics without a limit.
         """
         if not self._mine:
             return None
         mine, theirs = (_normalize(np.concatenate(side)) for side in (self._mine, self._theirs))
         cosines = np.sum(mine * theirs, axis=1)
-        agreement = _neighbour_agreement(mine, theirs, 1 - _ROUNDING if of_mean else min_cosine)
-        # `not >=` is true for NaN.
+        least = 1 - _ROUNDING if min_cosine is None else min_cosine
+        agreement = _neighbour_agreement(mine, theirs, least)
         problem = ""
-        if of_mean and not cosines.mean() >= min_cosine:
-            problem = f"mean cosine {cosines.mean():.4f}, expected at least {min_cosine:.4f}"
-        elif not of_mean and not cosines.min() >= min_cosine:
+        # `not >=` is true for NaN.
+        if min_cosine is not None and not cosines.min() >= min_cosine:
             problem = f"cosine {cosines.min():.7f}, expected at least {min_cosine:.7f}"
-        elif agreement < 1.0 and not of_mean:
+        elif min_cosine is not None and agreement < 1.0:
             problem = f"the nearest neighbour changed for {1 - agreement:.2%} of sentences"
         return EmbeddingMetrics(
             sentences=len(mine),

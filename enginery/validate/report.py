@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from enginery.core.artifact.reports import (
     EmbeddingMetrics,
     OutputMetrics,
-    OverallMetrics,
+    QuantizedAccuracy,
     RoundingMetrics,
     ValidationCaseResult,
     WeightMetrics,
@@ -57,7 +57,7 @@ def find_unproven(
 def summarize(
     cases: list[ValidationCaseResult],
     embeddings: EmbeddingMetrics | None = None,
-    overall: Sequence[OverallMetrics] = (),
+    accuracy: QuantizedAccuracy | None = None,
     weights: WeightMetrics | None = None,
     rounding: Sequence[RoundingMetrics] = (),
     not_proven: Sequence[str] = (),
@@ -87,9 +87,11 @@ def summarize(
         return (
             f"{failed} of {len(pairs)} outputs differ from {name}; worst: {where}, {output.problem}"
         )
-    if far := [found for found in overall if found.problem]:
-        least = min(far, key=lambda found: found.cosine - found.cosine_limit)
-        return f"{least.output} differs from {name}'s: {least.problem}"
+    if accuracy and accuracy.problem:
+        return (
+            f"the answers to {accuracy.found.rows} real inputs differ from {name}'s: "
+            f"{accuracy.problem}"
+        )
     if embeddings and embeddings.problem:
         return f"pooled embeddings differ from {name}'s: {embeddings.problem}"
     if weights and weights.differences:
@@ -103,7 +105,7 @@ def summarize(
     outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
     rejected = len(cases) - len(compared) - outside
     return (
-        f"{len(pairs)} outputs agree with {name}; {_nearest_to_fail(output, where, overall)}"
+        f"{len(pairs)} outputs agree with {name}; {_nearest_to_fail(output, where, accuracy)}"
         + (f"; {rejected} inputs skipped that {name} rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
         + (f"; weights: {weights.describe()}" if weights else "")
@@ -119,12 +121,11 @@ def describe_weights(weights: WeightMetrics, reference: str = "PyTorch") -> str:
     return f"a weight differs from {reference}'s: {name} in {first.graph}: {first.problem}{others}"
 
 
-def _nearest_to_fail(output: OutputMetrics, where: str, overall: Sequence[OverallMetrics]) -> str:
-    if overall:
-        least = min(overall, key=lambda found: found.cosine - found.cosine_limit)
+def _nearest_to_fail(output: OutputMetrics, where: str, accuracy: QuantizedAccuracy | None) -> str:
+    if accuracy is not None:
         return (
-            f"cosine {least.cosine:.4f} over {least.inputs} real inputs, at least "
-            f"{least.cosine_limit:.4f} expected ({least.output})"
+            f"mean cosine {accuracy.found.cosine:.4f} over {accuracy.found.rows} real inputs, at "
+            f"least {accuracy.cosine_limit:.4f} expected"
         )
     if math.isfinite(output.limit):
         return f"largest error {output.max_abs:.2g} of {output.limit:.2g} allowed ({where})"

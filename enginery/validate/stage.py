@@ -33,8 +33,8 @@ from enginery.core.artifact.fingerprint import (
 from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.artifact.reports import (
     GraphCoverage,
-    OverallMetrics,
     ProviderRecord,
+    QuantizedAccuracy,
     RoundingMetrics,
     ValidationCaseResult,
     ValidationReport,
@@ -72,7 +72,7 @@ from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import is_quantized
-from enginery.validate.overall import OverallComparison
+from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, unrounded_record
@@ -184,12 +184,12 @@ def run(
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
-    overall = OverallComparison() if limits.overall_cosine is not None else None
+    answers = AnswerComparison.of(artifact) if limits.accuracy else None
     labels = LabelComparison()
     results: list[ValidationCaseResult] = []
     with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
         comparison = _Comparison(
-            reference, config, feed_limits, embeddings, overall, labels, Path(scratch), progress
+            reference, config, feed_limits, embeddings, answers, labels, Path(scratch), progress
         )
         weights = comparison.weights = comparison.compare_weights()
         for record in manifest.graphs:
@@ -215,11 +215,10 @@ def run(
             results += left_out
             notes += more_notes
         results += comparison.decode(limits, engines=any(reached.values()))
-    least = limits.embedding_cosine
-    pooled = embeddings.metrics(min_cosine=least, of_mean=bool(overall)) if embeddings else None
-    together = overall.metrics(min_cosine=least) if overall else []
-    notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, together)]
-    near = not (pooled and pooled.problem) and not any(found.problem for found in together)
+    pooled = embeddings.metrics(min_cosine=limits.embedding_cosine) if embeddings else None
+    accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
+    notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
+    near = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
     not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
     rounding = comparison.rounding
     near = near and not any(share.problem for share in rounding)
@@ -228,7 +227,7 @@ def run(
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, together, weights, rounding, not_proven, reference.name),
+        summary=summarize(results, pooled, accuracy, weights, rounding, not_proven, reference.name),
         precision=manifest.precision,
         providers=comparison.providers,
         reference={
@@ -242,12 +241,11 @@ def run(
             **asdict(limits.tolerance),
             "max_abs_error set": limits.max_abs_error,
             "min_cosine set": limits.min_cosine,
-            "overall cosine": limits.overall_cosine,
             "rule": limits.rule,
         },
         cases=results,
         embeddings=pooled,
-        overall=together,
+        accuracy=accuracy,
         weights=weights,
         rounding=rounding,
         labels=labels.metrics(config.label_column, reference.name),
@@ -270,7 +268,7 @@ class _Comparison:
     config: ValidateConfig
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
-    overall: OverallComparison | None
+    answers: AnswerComparison | None
     labels: LabelComparison
     scratch: Path
     """Directory for the reference's outputs and for graphs without rounding."""
@@ -334,7 +332,7 @@ class _Comparison:
                 pytorch,
                 limits,
                 embeddings=self.embeddings,
-                overall=self.overall,
+                answers=self.answers if record is artifact.manifest.graphs[0] else None,
                 labels=self.labels,
                 progress=progress,
             )
@@ -488,11 +486,11 @@ def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | N
         return None
 
 
-def _describe_rule(limits: ComparisonLimits, together: Sequence[OverallMetrics]) -> list[str]:
+def _describe_rule(limits: ComparisonLimits, accuracy: QuantizedAccuracy | None) -> list[str]:
     """Describe the limits, if they are not those of the artifact's precision."""
     if not limits.rule or not isinstance(limits.tolerance, QuantizedTolerance):
         return [limits.rule] if limits.rule else []
-    if not together:
+    if accuracy is None:
         return [
             f"no real inputs were compared, so this was not checked: {limits.rule}; generated "
             f"inputs need a cosine of {limits.tolerance.min_cosine:g}"

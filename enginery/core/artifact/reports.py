@@ -301,20 +301,6 @@ class RoundingMetrics:
 
 
 @dataclass(frozen=True)
-class OverallMetrics:
-    """Comparison of one output of a quantized graph over all real inputs together."""
-
-    graph: str
-    output: str
-    inputs: Count
-    """Number of rows: sentences or images."""
-    cosine: Number
-    cosine_limit: Number
-    problem: str = ""
-    """Reason of the failure; empty if it passes."""
-
-
-@dataclass(frozen=True)
 class WeightDifference:
     """A weight of a graph that is not what the reference's makes it."""
 
@@ -459,6 +445,39 @@ def _range_name(sizes: range) -> str:
 
 
 @dataclass(frozen=True)
+class AccuracyMetrics:
+    """Accuracy of one graph relative to a reference, on held-out rows."""
+
+    rows: Count
+    cosine: float
+    """Mean over rows; with several outputs, the lowest of their means."""
+    worst_cosine: float
+    """Lowest cosine of any row."""
+    neighbour_agreement: float | None
+    """Share of embeddings whose nearest neighbour is the same; None for other models."""
+    argmax_agreement: float | None
+    """Share of positions with the same argmax; None for embeddings."""
+    label_accuracy: float | None
+    """Share of rows whose argmax is the correct label; None without labels."""
+    deviation: float | None = field(default=None, kw_only=True)
+    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
+
+
+@dataclass(frozen=True)
+class QuantizedAccuracy:
+    """The answers of a quantized graph on all real inputs, beside those that are expected."""
+
+    found: AccuracyMetrics
+    expected: AccuracyMetrics | None
+    """On the same inputs, or on held-out rows of the calibration data; None if not recorded."""
+    cosine_limit: Number
+    worst_cosine_limit: Number | None
+    neighbours_limit: Number | None
+    problem: str = ""
+    """Reason of the failure; empty if it passes."""
+
+
+@dataclass(frozen=True)
 class ValidationReport(Report):
     """The content of `reports/validation.json`."""
 
@@ -476,8 +495,8 @@ class ValidationReport(Report):
     notes: list[str]
     tools: dict[str, str]
     seconds: float
-    overall: list[OverallMetrics] = field(default_factory=list)
-    """For a quantized artifact that is checked against its own budget."""
+    accuracy: QuantizedAccuracy | None = None
+    """For a quantized artifact, on all real inputs together."""
     not_proven: list[str] = field(default_factory=list)
     """Reasons why agreement with the reference proves nothing; such a report has not passed."""
     effort: str = ""
@@ -504,25 +523,6 @@ class ValidationReport(Report):
 
 
 # quantization.json
-
-
-@dataclass(frozen=True)
-class AccuracyMetrics:
-    """Accuracy of one graph relative to a reference, on held-out rows."""
-
-    rows: Count
-    cosine: float
-    """Mean over rows; with several outputs, the lowest of their means."""
-    worst_cosine: float
-    """Lowest cosine of any row."""
-    neighbour_agreement: float | None
-    """Share of embeddings whose nearest neighbour is the same; None for other models."""
-    argmax_agreement: float | None
-    """Share of positions with the same argmax; None for embeddings."""
-    label_accuracy: float | None
-    """Share of rows whose argmax is the correct label; None without labels."""
-    deviation: float | None = field(default=None, kw_only=True)
-    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def _validation_metrics(found: ValidationReport) -> Figures:
     yield "validation.max_abs_error", _largest(o.max_abs for o in outputs)
     yield "validation.min_cosine", _least(o.cosine for o in outputs)
     yield "validation.argmax_agreement", _least(o.argmax_agreement for o in outputs)
-    yield "validation.overall_cosine", _least(o.cosine for o in found.overall)
+    if found.accuracy:
+        yield "validation.mean_cosine", found.accuracy.found.cosine
     if found.embeddings:
         yield "validation.embeddings_min_cosine", found.embeddings.min_cosine
         yield "validation.embeddings_neighbour_agreement", found.embeddings.neighbour_agreement

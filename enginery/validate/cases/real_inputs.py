@@ -6,10 +6,8 @@ neither texts nor images (audio, decoders) have no such cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,32 +25,21 @@ from enginery.core.errors import ArtifactError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.sample_inputs import (
-    SENTENCES,
+    ROWS,
     ImageFeeder,
-    Text,
+    SampleBatch,
     TextFeeder,
-    fixed_batch,
-    pad_batch,
-    synthetic_images,
+    builtin_batches,
+    image_batches,
+    sample_batches,
     takes_images,
     takes_real_inputs,
+    text_batches,
 )
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 
 __all__ = ["check_data_usable", "real_cases", "takes_real_inputs"]
-
-_ROWS = 16
-"""Texts per case: enough to differ in length, few enough for any machine."""
-_IMAGES = 4
-
-QUESTION = "When is the museum closed?"
-CONTEXT = (
-    "The museum stands on the north bank of the river. It is closed on Mondays, but its garden "
-    "stays open every day until nine in the evening, and entry to both is free for children."
-)
-QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
-"""Pairs (question, context); only the first context has the answer."""
 
 
 def real_cases(
@@ -68,12 +55,12 @@ def real_cases(
         return _array_cases(record, config), []
     if not takes_real_inputs(artifact, record):
         return [], []
-    make = _image_cases if takes_images(record) else _text_cases
-    try:
+    if config.data:
+        make = _image_cases if takes_images(record) else _text_cases
         return make(artifact, record, config), []
+    try:
+        return _as_cases(builtin_batches(artifact, record)), []
     except (ArtifactError, InputError) as error:
-        if config.data:
-            raise
         return [], [f"no real inputs were compared: {error.message}"]
 
 
@@ -113,7 +100,8 @@ def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[Validation
         arrays = {name: np.concatenate([row[name] for row in part]) for name in names}
         return _fit_arrays(path, record, arrays)
 
-    cases = _cases("rows", read_arrays(path, names, rows=config.rows), _ROWS, record, feed)
+    rows = read_arrays(path, names, rows=config.rows)
+    cases = _as_cases(sample_batches("rows", rows, feed, record, rows=ROWS))
     cases[0].make()  # so that errors show before the reference starts
     return cases
 
@@ -154,56 +142,26 @@ def _text_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
     feeder = TextFeeder.open(artifact, record)
-    what, texts, labels = "sentences", list[Text](SENTENCES), list[int]()
-    if config.data:
-        path, column = Path(config.data).expanduser(), config.column
-        what = "rows"
-        if config.label_column:
-            read, labels = read_labelled_texts(
-                artifact, path, column, config.label_column, rows=config.rows
-            )
-        else:
-            read = read_texts(path, column, rows=config.rows)
-        texts = list[Text](read)
-    elif artifact.manifest.task == "question-answering":
-        what, texts = "questions", list[Text](QUESTIONS)
-    # Tokenize once here, so that errors show before PyTorch starts.
-    feeder.lengths(texts)
-    # Without a padding token, one text per case.
-    rows = _ROWS if feeder.can_pad else 1
-    return _cases(what, texts, rows, record, feeder, labels=labels)
+    path, column = Path(config.data).expanduser(), config.column
+    labels: Sequence[int] = ()
+    if config.label_column:
+        texts, labels = read_labelled_texts(
+            artifact, path, column, config.label_column, rows=config.rows
+        )
+    else:
+        texts = read_texts(path, column, rows=config.rows)
+    return _as_cases(text_batches("rows", feeder, texts, record), labels)
 
 
 def _image_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
-    feeder = ImageFeeder.open(artifact, record)
-    images: list[Any] = list(synthetic_images())
-    if config.data:
-        images = list(list_images(Path(config.data).expanduser(), rows=config.rows))
-    by_shape = feeder.by_shape(images)
-    cases = []
-    for shape, places in by_shape.items():
-        what = "images" if len(by_shape) == 1 else f"images of {shape[1]} × {shape[2]},"
-        cases += _cases(what, [images[place] for place in places], _IMAGES, record, feeder)
-    return cases
+    images = list_images(Path(config.data).expanduser(), rows=config.rows)
+    return _as_cases(image_batches(ImageFeeder.open(artifact, record), images, record))
 
 
-def _cases(
-    what: str,
-    items: Sequence[Any],
-    rows: int,
-    record: GraphRecord,
-    feed: Callable[[list[Any]], Feeds],
-    *,
-    labels: Sequence[int] = (),
-) -> list[ValidationCase]:
-    """Return cases of up to `rows` items each, named by item numbers."""
-    rows = fixed_batch(record) or rows
-    cases = []
-    for start in range(0, len(items), rows):
-        part = items[start : start + rows]
-        name = f"{what} {start + 1}–{start + len(part)}" if len(part) > 1 else f"{what} {start + 1}"
-        make = partial(feed, pad_batch(part, record))
-        cases.append(ValidationCase(name, "real", make, tuple(labels[start : start + rows])))
-    return cases
+def _as_cases(batches: Sequence[SampleBatch], labels: Sequence[int] = ()) -> list[ValidationCase]:
+    return [
+        ValidationCase(batch.name, "real", batch.load, tuple(labels[batch.samples]))
+        for batch in batches
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.validate.config import ValidateConfig
-from enginery.validate.metrics.budget import quantization_budget
-from enginery.validate.overall import OverallComparison
+from enginery.validate.metrics.budget import accuracy_expectation
 from enginery.validate.stage import read_current_report
 from tests.tiny import TEXT, save_tiny
 from tests.validate.faults import edits as faults
@@ -87,31 +87,40 @@ def with_options(made, tmp_path):
     return make
 
 
-def measured(cosine):
-    """Return a report of the stage with this mean cosine."""
+def measured(cosine, **members):
+    """Return a report of the stage with this mean cosine on held-out rows."""
     accuracy = AccuracyMetrics(64, cosine, cosine, None, None, None)
-    report = QuantizationReport("measured", "int8", notes=[], fields={}, accuracy=accuracy)
-    return report.to_json().decode()
+    members = {"accuracy": accuracy, **members}
+    return QuantizationReport("measured", "int8", notes=[], fields={}, **members).to_json().decode()
+
+
+def least(artifact, *, own_data=False, rows=16):
+    return accuracy_expectation(artifact, own_data=own_data).limits(rows).cosine
 
 
 @pytest.mark.parametrize("model", [GPT2, DISTILBERT])
-def test_correct_artifact_passes_with_half_the_tolerance(made, copied, model):
-    report = validate_model(copied(made(*model)))
+def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, model):
+    artifact = made(*model)
+    builtin = QuantizationReport.of(artifact).builtin
+    report = validate_model(artifact.copy_to(artifact.path.parent / f"copy-{model[0]}"))
     assert report.passed, report.summary
-    (overall,) = report.overall
-    assert overall.cosine_limit == pytest.approx(0.98)
-    assert 1 - overall.cosine < 0.5 * (1 - overall.cosine_limit)
-    assert f"cosine {overall.cosine:.4f} over 16 real inputs, at least 0.9800" in report.summary
+    found = report.accuracy
+    assert found.expected == builtin
+    assert found.found.cosine == pytest.approx(builtin.cosine, abs=1e-4)
+    assert found.found.worst_cosine == pytest.approx(builtin.worst_cosine, abs=1e-3)
+    shortfall = 1 - builtin.cosine
+    assert 1 - found.cosine_limit == pytest.approx(1.25 * shortfall, abs=1e-4)
+    assert f"mean cosine {found.found.cosine:.4f} over 16 real inputs" in report.summary
 
 
-def test_report_describes_the_rule_and_survives_json(made, copied):
-    artifact = copied(made(*DISTILBERT))
+def test_report_describes_the_rule_and_survives_json(made, tmp_path):
+    artifact = made(*DISTILBERT).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
     lines = report_lines(report)
-    assert any("int8: over all real inputs a cosine of at least 0.9800" in line for line in lines)
-    assert any("10 times that of its budget of 0.9980; 0.5 on any one" in line for line in lines)
+    assert any("on these inputs quantize measured a mean cosine of" in line for line in lines)
+    assert any("1.25 and 1.5 times as large; 0.5 on any one" in line for line in lines)
     again = ValidationReport.from_json((artifact.path / "reports/validation.json").read_bytes())
-    assert again.overall == report.overall
+    assert again.accuracy == report.accuracy
     assert again.worst()[0].name == report.worst()[0].name
     assert again.to_json() == report.to_json()
 
@@ -132,14 +141,13 @@ def test_faulty_artifact_fails_with_its_cosine(made, copied, model, fault):
     report = validate_model(artifact)
     assert not report.passed
     assert Artifact.open(artifact.path).failed_verdict()
-    (overall,) = report.overall
-    assert 1 - overall.cosine > 1.5 * (1 - overall.cosine_limit)
-    output = {"gpt2": "logits", "distilbert": "last_hidden_state"}[model[0]]
+    found = report.accuracy
+    assert 1 - found.found.cosine > 1.5 * (1 - found.cosine_limit)
     if all(o.passed for case in report.cases for o in case.outputs):
-        assert f"{output} differs from PyTorch's: cosine {overall.cosine:.4f}" in report.summary
-        assert "expected at least 0.9800" in report.summary
+        cosine = f"mean cosine {found.found.cosine:.4f}, expected at least {found.cosine_limit:.4f}"
+        assert cosine in report.summary
     else:
-        assert f"worst: {output} on " in report.summary
+        assert "worst: " in report.summary
 
 
 def test_value_that_is_not_finite_fails(made, copied):
@@ -158,7 +166,7 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied):
     (artifact.path / "tokenizer.json").unlink()
     report = validate_model(faults.break_graph(artifact, lambda model: None))
     assert report.passed
-    assert report.overall == []
+    assert report.accuracy is None
     assert any(
         "no real inputs were compared, so this was not checked" in note for note in report.notes
     )
@@ -168,63 +176,80 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied):
     assert "expected at least 0.5" in wrong.summary
 
 
-def test_user_data_have_a_smaller_tolerance(made, copied, tmp_path):
+def test_user_data_have_the_accuracy_of_held_out_rows(made, tmp_path):
     (tmp_path / "data.txt").write_text("\n".join(TEXT))
-    report = validate_model(copied(made(*GPT2)), data=str(tmp_path / "data.txt"))
+    artifact = made(*GPT2)
+    held_out = QuantizationReport.of(artifact).accuracy
+    copy = artifact.copy_to(tmp_path / "copy")
+    report = validate_model(copy, data=str(tmp_path / "data.txt"))
     assert report.passed, report.summary
-    assert [overall.cosine_limit for overall in report.overall] == [pytest.approx(0.992)]
-    assert any("a shortfall of 4 times that of" in note for note in report.notes)
+    error = held_out.deviation * math.sqrt(1 / held_out.rows + 1 / len(TEXT))
+    bound = held_out.cosine - NormalDist().inv_cdf(0.999) * error
+    assert report.accuracy.cosine_limit == pytest.approx(min(bound, 0.998))
+    assert any(f"on {held_out.rows} held-out rows" in note for note in report.notes)
 
 
-def test_mean_cosine_of_pooled_embeddings_has_the_same_limit(made, copied, monkeypatch):
-    artifact = copied(made(*DISTILBERT, pooled=True))
+def test_mean_and_smallest_cosine_of_pooled_embeddings(made, tmp_path):
+    artifact = made(*DISTILBERT, pooled=True).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
     assert report.passed, report.summary
-    assert report.embeddings.mean_cosine > 0.98
+    assert report.embeddings.mean_cosine == pytest.approx(report.accuracy.found.cosine, abs=1e-6)
+    assert report.accuracy.found.neighbour_agreement >= report.accuracy.neighbours_limit
     # The same small error in every token, across what LayerNorm leaves.
     faults.break_graph(artifact, faults.added("last_hidden_state", 0.3))
-    monkeypatch.setattr(OverallComparison, "metrics", lambda self, *, min_cosine: [])
     wrong = validate_model(artifact.path)
     assert not wrong.passed
-    assert "pooled embeddings differ from PyTorch's: mean cosine 0.9" in wrong.summary
-    assert "expected at least 0.9800" in wrong.summary
+    assert "mean cosine 0.9" in wrong.accuracy.problem
+
+
+def test_worst_row_and_neighbours_count_like_the_mean(with_options):
+    seen = AccuracyMetrics(16, 0.99, 0.98, 0.875, None, None)
+    limits = accuracy_expectation(
+        with_options(report=measured(0.995, builtin=seen)), own_data=False
+    ).limits(16)
+    floor = (16 * 2.0**-11) ** 2
+    assert limits.cosine == pytest.approx(1 - 1.25 * 0.01 - floor)
+    assert limits.worst_cosine == pytest.approx(1 - 1.5 * 0.02 - floor)
+    assert limits.neighbours == pytest.approx(0.75)
 
 
 def test_user_limits_take_precedence_over_the_budget(made, copied):
     artifact = copied(made(*DISTILBERT))
     strict = validate_model(artifact, min_cosine=0.9999)
     assert not strict.passed
-    assert strict.overall == []
+    assert strict.accuracy is None
     assert "expected at least 0.9999" in strict.summary
     assert validate_model(artifact.path, min_cosine=0.9).passed
     far = validate_model(artifact.path, max_abs_error=1e-3)
     assert not far.passed
     assert "largest error" in far.summary
-    assert far.overall, "the budget still holds for the cosine"
+    assert far.accuracy, "the budget still holds for the cosine"
     broken = validate_model(faults.break_graph(artifact, WRONG["scale doubled"]), min_cosine=-1)
     assert all(case.passed for case in broken.cases)
     assert "a weight differs from PyTorch's" in broken.summary, "its weights are still compared"
 
 
 def test_measured_cosine_replaces_a_budget_that_is_no_cosine(with_options):
-    report = measured(0.995)
+    report = measured(0.998)
     for options in ({"min_cosine": -1.0}, {"accuracy_budget": "1%"}, {"label_column": "label"}):
-        budget = quantization_budget(with_options(report=report, **options))
-        assert budget.min_cosine(own_data=False) == pytest.approx(0.95)
-        assert "the measured cosine of 0.9950" in budget.describe(own_data=False)
+        artifact = with_options(report=report, **options)
+        assert least(artifact) == pytest.approx(0.98)
+        assert least(artifact, own_data=True) == pytest.approx(0.992)
+        described = accuracy_expectation(artifact, own_data=False).describe()
+        assert "10 times that of the promised or measured cosine of 0.9980" in described
 
 
 def test_budget_that_was_not_met_is_ignored(with_options):
     """The measured cosine of a dynamic scheme may be below the budget."""
-    report = measured(0.99)
-    budget = quantization_budget(with_options(report=report, scheme="dynamic"))
-    assert budget.cosine == 0.99
-    assert budget.describe(own_data=True).startswith("dynamic: over all real inputs")
+    artifact = with_options(report=measured(0.99), scheme="dynamic")
+    expected = accuracy_expectation(artifact, own_data=True)
+    assert expected.cosine == 0.99
+    assert expected.describe().startswith("dynamic: over all real inputs")
 
 
 @pytest.mark.parametrize("report", ["", "[]", "{}", '{"accuracy": null}', '{"accuracy": 1}'])
 def test_missing_or_damaged_report_leaves_the_budget(with_options, report):
-    assert quantization_budget(with_options(report=report)).cosine == 0.998
+    assert accuracy_expectation(with_options(report=report), own_data=False).cosine == 0.998
 
 
 def test_without_budget_or_measurement_the_error_names_the_option(with_options):
@@ -236,15 +261,15 @@ def test_without_budget_or_measurement_the_error_names_the_option(with_options):
 
 
 def test_budget_of_one_permits_rounding(with_options):
-    budget = quantization_budget(with_options(min_cosine=1.0))
-    assert budget.min_cosine(own_data=False) == pytest.approx(1 - 10 * (16 * 2.0**-11) ** 2)
+    assert least(with_options(min_cosine=1.0)) == pytest.approx(1 - 10 * (16 * 2.0**-11) ** 2)
 
 
 @pytest.mark.parametrize("own_data", [True, False])
-def test_no_budget_permits_less_than_the_minimum(with_options, own_data):
-    budget = quantization_budget(with_options(min_cosine=0.6))
-    assert budget.min_cosine(own_data=own_data) == 0.95
-    assert "would permit less, but only --min-cosine can" in budget.describe(own_data=own_data)
+def test_no_measurement_permits_less_than_the_minimum(with_options, own_data):
+    assert least(with_options(min_cosine=0.6), own_data=own_data) == 0.95
+    seen = AccuracyMetrics(16, 0.5, 0.1, None, None, None, deviation=0.3)
+    report = measured(0.5, builtin=seen, accuracy=seen)
+    assert least(with_options(report=report), own_data=own_data) == 0.95
 
 
 def test_changed_budget_invalidates_the_verdict(with_options):
@@ -252,15 +277,15 @@ def test_changed_budget_invalidates_the_verdict(with_options):
     from enginery.validate.config import ValidateConfig
 
     keys = [
-        stage.fingerprint(with_options(min_cosine=least), ValidateConfig()).key
-        for least in (0.998, 0.99)
+        stage.fingerprint(with_options(min_cosine=cosine), ValidateConfig()).key
+        for cosine in (0.998, 0.99)
     ]
     assert keys[0] != keys[1]
 
 
 def test_artifact_that_is_not_quantized_has_no_budget(exported):
     with pytest.raises(ArtifactError, match="not quantized"):
-        quantization_budget(exported("bert", "text-classification"))
+        accuracy_expectation(exported("bert", "text-classification"), own_data=False)
 
 
 def test_changed_argmax_of_a_quantized_graph_does_not_fail(made, copied):
@@ -274,7 +299,7 @@ def test_changed_argmax_of_a_quantized_graph_does_not_fail(made, copied):
 @pytest.mark.parametrize("report", ["[" * 200_000, "[1]", '{"accuracy": 1}', '"\\ud800"'])
 def test_damaged_quantization_report_is_ignored(with_options, report):
     artifact = with_options(report=report)
-    assert quantization_budget(artifact).cosine == pytest.approx(0.998)
+    assert accuracy_expectation(artifact, own_data=False).cosine == pytest.approx(0.998)
 
 
 @pytest.mark.parametrize("report", [b"[" * 200_000, b"[" * 700 + b"]" * 700])

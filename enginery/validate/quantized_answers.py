@@ -1,0 +1,83 @@
+"""Compare the answers of a quantized graph with the reference's, over all real inputs.
+
+The metrics are those that the quantize stage measures: the cosine of each row, its mean and its
+minimum, and whether nearest neighbours stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import QuantizedAccuracy
+from enginery.core.errors import ArtifactError
+from enginery.core.model.feeds import Feeds
+from enginery.runtime.agreement import Rows, answer_rows, compare_answers, read_model_pooling
+from enginery.runtime.text.pooling import Pooling
+from enginery.validate.metrics.budget import AccuracyExpectation
+from enginery.validate.reference import ReferenceOutputs
+
+
+class AnswerComparison:
+    """Collect the answers of both sides, case by case."""
+
+    def __init__(self, pooling: Pooling | None) -> None:
+        self._pooling = pooling
+        self._mine: dict[str, Rows] = {}
+        self._theirs: dict[str, Rows] = {}
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> AnswerComparison:
+        """Return a comparison for an artifact; token vectors count if no pooling is supported."""
+        try:
+            return cls(read_model_pooling(artifact.path))
+        except ArtifactError:
+            return cls(None)
+
+    def add(
+        self, feeds: Feeds, outputs: Mapping[str, NDArray[Any]], expected: ReferenceOutputs
+    ) -> None:
+        """Add one case. Outputs of another shape or type fail elsewhere."""
+        theirs = {name: expected.load(name) for name in outputs.keys() & expected.files.keys()}
+        alike = {
+            name: array
+            for name, array in theirs.items()
+            if array.shape == outputs[name].shape and np.issubdtype(array.dtype, np.floating)
+        }
+        mine = {name: outputs[name].astype(np.float32) for name in alike}
+        for rows, arrays in ((self._mine, mine), (self._theirs, alike)):
+            for name, more in answer_rows(arrays, feeds, self._pooling).items():
+                rows.setdefault(name, []).extend(more)
+
+    def metrics(self, expectation: AccuracyExpectation) -> QuantizedAccuracy | None:
+        """Return the metrics and how they compare with the limits; None without real inputs."""
+        if not self._mine:
+            return None
+        found = compare_answers(self._mine, self._theirs)
+        limits = expectation.limits(found.rows)
+        problem = ""
+        # `not >=` is true for NaN.
+        if not found.cosine >= limits.cosine:
+            problem = f"mean cosine {found.cosine:.4f}, expected at least {limits.cosine:.4f}"
+        elif limits.worst_cosine is not None and not found.worst_cosine >= limits.worst_cosine:
+            problem = (
+                f"smallest cosine {found.worst_cosine:.4f}, expected at least "
+                f"{limits.worst_cosine:.4f}"
+            )
+        elif limits.neighbours is not None and (found.neighbour_agreement or 0) < limits.neighbours:
+            problem = (
+                f"{found.neighbour_agreement:.1%} of the nearest neighbours are the same, expected "
+                f"at least {limits.neighbours:.1%}"
+            )
+        return QuantizedAccuracy(
+            found=found,
+            expected=expectation.measured,
+            cosine_limit=limits.cosine,
+            worst_cosine_limit=limits.worst_cosine,
+            neighbours_limit=limits.neighbours,
+            problem=problem,
+        )
