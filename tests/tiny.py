@@ -123,6 +123,48 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_positions": MAX_POSITIONS,
         "initializer_range": 0.3,
     },
+    # Two heads of keys and values for four of queries.
+    "llama": {**_COMMON, "num_key_value_heads": 2},
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": MAX_POSITIONS,
+        "init_std": 0.3,
+    },
+    "bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": MAX_POSITIONS,
+        "decoder_start_token_id": 2,
+        "init_std": 0.3,
+    },
+    # The exporter's inputs are 30 seconds long: 3000 frames, half of which are positions.
+    "whisper": {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "num_mel_bins": 8,
+        "max_target_positions": 64,
+        "max_position_embeddings": 64,
+        "vocab_size": 100,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+        "init_std": 0.3,
+    },
     "t5": {
         "d_model": 32,
         "d_kv": 8,
@@ -173,6 +215,7 @@ _AUTO_MODELS = {
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
     "audio-classification": "AutoModelForAudioClassification",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
 }
 
 # kind -> algorithm, transformers class, special tokens in the order of their ids
@@ -186,6 +229,9 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "roberta": ("bpe", "RobertaTokenizerFast", _ROBERTA),
     "modernbert": ("bpe", "PreTrainedTokenizerFast", _BERT),
     "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "llama": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "opt": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "bart": ("bpe", "BartTokenizerFast", _ROBERTA),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
     "deberta-v2": (
         "unigram",
@@ -382,14 +428,14 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
     from tokenizers import processors
 
     ids = [(token, index) for index, token in enumerate(specials)]
-    if kind == "gpt2":
+    if kind in ("gpt2", "llama", "opt"):
         return processors.ByteLevel(trim_offsets=False)
     if kind == "t5":
         return processors.TemplateProcessing(
             single="$A </s>", pair="$A </s> $B </s>", special_tokens=ids
         )
     cls, sep = by_role["cls_token"], by_role["sep_token"]
-    if kind == "roberta":
+    if kind in ("roberta", "bart"):
         return processors.RobertaProcessing(
             sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
         )
@@ -405,6 +451,8 @@ def _preprocessor(kind: str) -> Any:
     square = {"height": 32, "width": 32}
     if kind == "wav2vec2":
         return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    if kind == "whisper":
+        return transformers.WhisperFeatureExtractor(feature_size=8)
     if kind == "deit":
         return transformers.DeiTImageProcessor(size={"height": 40, "width": 40}, crop_size=square)
     if kind == "convnext":

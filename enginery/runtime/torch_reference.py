@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,12 +123,16 @@ class TorchReference(Closeable):
             trust_remote_code=trust_remote_code,
         )["notes"]
 
-    def __call__(self, feeds: Feeds, directory: Path) -> dict[str, Path]:
+    def __call__(
+        self, feeds: Feeds, directory: Path, *, decode: Literal["", "start", "resume"] = ""
+    ) -> dict[str, Path]:
         """Run the model on the feeds of the graph.
 
         Args:
             feeds: arrays by the graph's names.
             directory: where to write the outputs; it must not exist.
+            decode: run the first or the next tokens with the model's own cache; the feeds are then
+                those of `TorchDecoder.decode`.
 
         Returns:
             An `.npy` file for each output that PyTorch has, by the graph's names, float32 or wider.
@@ -145,7 +149,7 @@ class TorchReference(Closeable):
                 np.savez(stream, allow_pickle=False, **feeds)
         except OSError as error:
             raise _write_error(directory, error) from error
-        found = self._request("run", feeds=str(file), directory=str(directory))
+        found = self._request("run", feeds=str(file), directory=str(directory), decode=decode)
         file.unlink()
         return {name: directory / file for name, file in found["files"].items()}
 
@@ -320,7 +324,10 @@ class _Child:
     def run(self, request: WorkerResult) -> WorkerResult:
         with np.load(request["feeds"], allow_pickle=False) as stored:
             feeds = {name: stored[name] for name in stored.files}
-        outputs = self._runner(feeds)
+        if request["decode"]:
+            outputs = self._runner.decode(feeds, resume=request["decode"] == "resume")
+        else:
+            outputs = self._runner(feeds)
         self._require_harmless()
         files = {}
         try:

@@ -4,15 +4,18 @@
         with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
             outputs = reference(feeds)    # both by the graph's names
 
-A model with one graph runs unchanged, with eager attention. A model that Optimum exports as several
-graphs, or with past key values, runs through Optimum's submodels; `TorchRunner.notes` states that.
-This is the only module of the runtime that imports torch, transformers and optimum.
+A model runs unchanged, with eager attention: as a whole, or as its encoder or decoder, see
+`torch_decoder`. Other models that Optimum exports as several graphs, and those whose cache has
+another layout than the graph's, run through Optimum's submodels; `TorchRunner.notes` states that.
+Only this module and `torch_decoder` import torch and transformers in the runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +32,19 @@ from enginery.core.errors import (
     MissingPackageError,
 )
 from enginery.core.model.confinement import Confinement, confined
+from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
+from enginery.core.shapes import dynamic_dims
+from enginery.runtime.decoder_graphs import is_decoder
 
 try:
     import torch
     from optimum.exporters.tasks import TasksManager
     from torch.overrides import TorchFunctionMode
     from transformers import CONFIG_MAPPING, AutoConfig
+
+    from enginery.runtime.torch_decoder import TorchDecoder
 except ImportError as error:
     raise MissingPackageError(
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
@@ -47,6 +55,8 @@ _UPCAST_ON_USE_BYTES = 1 << 30
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
+_RunModel = Callable[[dict[str, Any]], dict[str, Any]]
+"""Tensors in, tensors out, both by the graph's names."""
 
 _DTYPES = {
     "fp64": torch.float64,
@@ -236,11 +246,11 @@ class TorchRunner(Closeable):
             trust_remote_code=trust_remote_code,
             device=device,
         )
-        cut = len(graphs) > 1 or any("past" in spec.name for spec in self.record.inputs)
+        self._decoder: TorchDecoder | None = None
         self._submodels: dict[str, tuple[Any, Any]] = {}
-        if cut:
-            self._submodels = _optimum_submodels(self._model, manifest, precision)
-            self.notes.append("the reference is PyTorch through Optimum's submodels")
+        self._run: _RunModel = self._run_whole
+        if len(graphs) > 1 or is_decoder(self.record):
+            self._run = self._choose_part(manifest, precision)
 
     def __call__(self, feeds: Feeds) -> Outputs:
         """Run the model on the feeds of the graph.
@@ -251,11 +261,23 @@ class TorchRunner(Closeable):
         Raises:
             InputError: PyTorch itself rejects the feeds.
         """
+        return self._call(self._run, feeds)
+
+    def decode(self, feeds: Feeds, *, resume: bool) -> Outputs:
+        """Run the next tokens with the model's own cache; see `TorchDecoder.decode`.
+
+        Raises:
+            InputError: PyTorch rejects the feeds, or those before, or has no cache.
+        """
+        decoder = self._decoder = self._decoder or TorchDecoder(self._model, self.record)
+        return self._call(partial(decoder.decode, resume=resume), feeds)
+
+    def _call(self, run: _RunModel, feeds: Feeds) -> Outputs:
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
         try:
             with torch.inference_mode(), _quiet(), self._precision():
-                found = self._run_submodel(tensors) if self._submodels else self._run_whole(tensors)
-        except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+                found = run(tensors)
+        except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = _first_line(error)
             raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
@@ -289,8 +311,50 @@ class TorchRunner(Closeable):
 
     def close(self) -> None:
         """Free the model."""
-        self._model = None
+        self._model = self._decoder = None
+        self._run = self._run_whole
         self._submodels = {}
+
+    def _choose_part(self, manifest: Manifest, precision: str) -> _RunModel:
+        """Return the function that runs the part of the model that the graph was made from."""
+        if is_decoder(self.record):
+            decoder = TorchDecoder(self._model, self.record)
+            reason = self._cache_obstacle(decoder)
+            if not reason:
+                self._decoder = decoder
+                return decoder.run
+        elif self._is_encoder():
+            return self._run_encoder
+        else:
+            reason = "it is neither a decoder nor the encoder of an encoder-decoder"
+        self._submodels = _optimum_submodels(self._model, manifest, precision)
+        self.notes.append(
+            f"{self.record.file}: the reference is PyTorch through Optimum's submodels, because "
+            f"{reason}"
+        )
+        return self._run_submodel
+
+    def _cache_obstacle(self, decoder: TorchDecoder) -> str:
+        """Return the reason why the model cannot be fed the graph's past; empty if it can."""
+        names = dynamic_dims(self.record.inputs)
+        sizes = {name: 3 if name.startswith("past_") else 2 for name in names}
+        feeds = make_feeds(self.record.inputs, sizes, FeedLimits(vocab_size=1), seed=0)
+        tensors = {name: self._tensor(array) for name, array in feeds.items()}
+        try:
+            with torch.inference_mode(), _quiet(), self._precision():
+                decoder.check_cache(tensors)
+        except Exception as error:  # a model of any class may fail in any way
+            return _first_line(error)
+        return ""
+
+    def _is_encoder(self) -> bool:
+        """Return True if the graph has the inputs and outputs of the model's encoder."""
+        if not getattr(self._model.config, "is_encoder_decoder", False):
+            return False
+        taken = inspect.signature(self._model.get_encoder().forward).parameters
+        return all(spec.name in taken for spec in self.record.inputs) and any(
+            spec.name == "last_hidden_state" for spec in self.record.outputs
+        )
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return the context manager that upcasts weights on use, or one that does nothing."""
@@ -305,6 +369,9 @@ class TorchRunner(Closeable):
         if type(self._model).__module__.startswith("timm"):
             return {"logits": self._model(tensors["pixel_values"])}
         return dict(self._model(**tensors, return_dict=True).items())
+
+    def _run_encoder(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return dict(self._model.get_encoder()(**tensors, return_dict=True).items())
 
     def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem

@@ -273,7 +273,12 @@ class ConsistencyScan:
         if not cases:
             return []
         listed = list(cases.values())
-        confirmed = replace(run_reference(listed), noise_floors=pytorch.noise_floors)
+        confirmed = run_reference(listed)
+        floors = {
+            name: floor.wider(confirmed.noise_floors.get(name, floor))
+            for name, floor in pytorch.noise_floors.items()
+        }
+        confirmed = replace(confirmed, noise_floors=floors)
         results = compare_graph(
             self._run, self._record, listed, confirmed, limits, progress=progress
         )

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, InputError, ProviderError, SourceError
+from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
@@ -219,7 +220,7 @@ def run_reference(
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
             try:
-                files = model(feeds, scratch / f"{record.file}-{index}")
+                files = _run(model, case, feeds, scratch / f"{record.file}-{index}")
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
@@ -231,6 +232,15 @@ def run_reference(
         return ReferenceRun(reference.name, expected, floors, notes)
     floors, more_notes = _noise_floors(reference, record, cases, expected, scratch, progress)
     return ReferenceRun(reference.name, expected, floors, [*notes, *more_notes])
+
+
+def _run(
+    model: TorchReference | SourceFile, case: ValidationCase, feeds: Feeds, directory: Path
+) -> dict[str, Path]:
+    """Run the reference on a case; a step of decoding continues the one before."""
+    if case.decode and isinstance(model, TorchReference):
+        return model(feeds, directory, decode=case.decode)
+    return model(feeds, directory)
 
 
 def _noise_floors(
@@ -251,7 +261,8 @@ def _noise_floors(
                     place = scratch / f"{record.file}-{index}-noisy"
                     try:
                         feeds = case.make()
-                        other = ReferenceOutputs(model(feeds, place) if wide.files else {})
+                        files = _run(model, case, feeds, place) if wide.files else {}
+                        other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)
                         other = ReferenceOutputs()

@@ -6,7 +6,7 @@ reference also runs at the artifact's precision (PyTorch in FP64 for FP32): its 
 inputs is the noise floor, from which the tolerance is derived. A quantized artifact is checked
 against its budget instead (`metrics/budget.py`), and without its quantization like any other
 (`weights/unrounded.py`). Engines run at every corner of their profiles and on all other inputs
-that fit (`cases/engines.py`).
+that fit (`cases/engines.py`). Graphs with a cache decode several tokens (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.selection import choose_providers
@@ -67,6 +68,7 @@ from enginery.validate.compare import ComparisonLimits, compare_graph
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
+from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import is_quantized
@@ -76,7 +78,7 @@ from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, unrounded_record
 
 STAGE = "validate"
-STAGE_VERSION = "6"
+STAGE_VERSION = "8"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -212,6 +214,7 @@ def run(
             results += found
             results += left_out
             notes += more_notes
+        results += comparison.decode(limits, engines=any(reached.values()))
     pooled = embeddings.metrics(min_cosine=limits.embedding_cosine) if embeddings else None
     accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
@@ -412,11 +415,42 @@ class _Comparison:
         """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
         scanned = scan.run(shapes, limits, pytorch, self.progress)
-        run_again = partial(self._run_reference, record, "scan", noise=False)
+        noise = not isinstance(limits.tolerance, QuantizedTolerance)
+        run_again = partial(self._run_reference, record, "scan", noise=noise)
         found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
         self.coverage.append(scan.coverage([*compared, *found], scanned))
         self.notes += scan_notes(record, scanned, [*compared, *found], pytorch.name)
         return found
+
+    def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
+        """Compare the decoders with a cache over several tokens, if PyTorch is the reference."""
+        artifact, config = self.reference.artifact, self.config
+        decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+        obstacle = "no engine takes the empty past of a prompt" if engines else ""
+        if self.reference.is_onnx:
+            obstacle = f"{self.reference.name} keeps no cache"
+        if decoders and obstacle:
+            self.notes.append(f"no tokens were decoded: {obstacle}")
+            return []
+        results, notes = compare_decoding(
+            decoders,
+            limits,
+            self.feed_limits,
+            seed=config.seed,
+            run_reference=lambda record, cases: self._run_reference(
+                record, "decoding", cases, noise=not is_quantized(artifact)
+            ),
+            open_runner=lambda file: OrtRunner(
+                artifact,
+                graph=file,
+                providers=providers_of(config),
+                allow_fallback=config.allow_fallback,
+                io_binding=False,  # every step has other shapes
+            ),
+            progress=self.progress,
+        )
+        self.notes += notes
+        return results
 
     def _run_reference(
         self,

@@ -6,7 +6,9 @@ import pytest
 from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.torch_runner import TorchRunner, load_pytorch
+from tests.tiny import tiny_artifact
 from tests.tolerances import OUTPUTS
 
 
@@ -82,14 +84,26 @@ def test_model_that_cannot_be_loaded_is_an_error(tmp_path):
         )
 
 
-def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):
+@pytest.fixture
+def gpt2(tiny_model, home):
     from enginery import export_model
 
     source = tiny_model("gpt2", "text-generation")
-    artifact = export_model(str(source), task="text-generation-with-past")
-    feeds = feeds_for(artifact, past_sequence=5)
-    with runner(artifact) as reference:
-        assert reference.notes == ["the reference is PyTorch through Optimum's submodels"]
+    return export_model(str(source), task="text-generation-with-past")
+
+
+@pytest.fixture
+def t5(tiny_model, home):
+    from enginery import export_model
+
+    source = tiny_model("t5", "text2text-generation")
+    return export_model(str(source), task="text2text-generation-with-past")
+
+
+def test_past_of_a_decoder_changes_its_answer_and_comes_back(gpt2):
+    feeds = feeds_for(gpt2, past_sequence=5)
+    with runner(gpt2) as reference:
+        assert reference.notes == []
         found = reference(feeds)
         past = {n: np.zeros_like(a) if n.startswith("past_") else a for n, a in feeds.items()}
         other = reference(past)
@@ -99,17 +113,108 @@ def test_past_of_a_decoder_changes_its_answer_and_comes_back(tiny_model, home):
     assert np.abs(found["logits"] - other["logits"]).max() > 1e-3
 
 
-def test_both_branches_of_a_merged_decoder_answer(tiny_model, home):
-    from enginery import export_model
+def test_cache_is_the_models_own(gpt2):
+    """Tokens decoded one by one get the logits that they have together."""
+    ids = np.arange(12).reshape(2, 6)
+    mask = np.ones((2, 6), np.int64)
+    mask[1, :3] = 0  # padded on the left
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    parts = [slice(0, 4), slice(4, 5), slice(5, 6)]
+    with runner(gpt2) as reference:
+        steps = [
+            reference.decode(
+                {
+                    "input_ids": ids[:, part],
+                    "attention_mask": mask[:, : part.stop],
+                    "position_ids": positions[:, part],
+                },
+                resume=part.start > 0,
+            )
+            for part in parts
+        ]
+        whole = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        expected = reference.decode(whole, resume=False)["logits"]
+        found = np.concatenate([step["logits"] for step in steps], axis=1)
+        real = mask != 0
+        np.testing.assert_allclose(found[real], expected[real], atol=OUTPUTS)
+        assert np.abs(found[real] - np.roll(expected, 1, axis=1)[real]).max() > 1e-2
+        with pytest.raises(InputError, match="PyTorch rejects the inputs input_ids"):
+            reference.decode({**whole, "input_ids": ids + 10_000}, resume=False)
+        with pytest.raises(InputError, match="the tokens before were rejected"):
+            reference.decode(whole, resume=True)
 
-    source = tiny_model("t5", "text2text-generation")
-    artifact = export_model(str(source), task="text2text-generation-with-past")
-    files = [graph.file for graph in artifact.manifest.graphs]
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_exporter_takes_no_part_in_the_reference_of_decoders(kind, request, monkeypatch):
+    from optimum.exporters.onnx import model_patcher
+
+    def fail(self):
+        raise AssertionError("the exporter's patches are in use")
+
+    artifact = request.getfixturevalue(kind)
+    monkeypatch.setattr(model_patcher.ModelPatcher, "__enter__", fail)
+    sizes = {"encoder_sequence": 6, "decoder_sequence": 3, "past_decoder_sequence": 4}
+    for index, record in enumerate(artifact.manifest.graphs):
+        feeds = feeds_for(artifact, graph=index, past_sequence=5, **sizes)
+        with runner(artifact, graph=record.file) as reference:
+            assert reference.notes == []
+            missing = {spec.name for spec in record.outputs} - set(reference(feeds))
+        merged = any(spec.name == "use_cache_branch" for spec in record.inputs)
+        assert all(merged and ".encoder." in name for name in missing), missing
+
+
+def test_fault_of_the_exporters_patches_shows(tiny_model, tmp_path, monkeypatch):
+    """Optimum replaces how transformers' cache grows; here its way puts new keys first."""
+    import torch
+    from optimum.exporters.onnx import model_patcher
+
+    def put_first(self, keys, values, _=None):
+        self.keys, self.values = (
+            (keys, values)
+            if self.keys is None
+            else (torch.cat([keys, self.keys], -2), torch.cat([values, self.values], -2))
+        )
+        self.is_initialized = True
+        return self.keys, self.values
+
+    monkeypatch.setattr(model_patcher, "patched_dynamic_layer_update", put_first)
+    source = tiny_model("gpt2", "text-generation")
+    task = "text-generation-with-past"
+    artifact = tiny_artifact("gpt2", task, tmp_path / "artifact", source=source)
+    feeds = feeds_for(artifact, past_sequence=5)
+    with runner(artifact) as reference, OrtRunner(artifact) as graph:
+        found, expected = graph(feeds), reference(feeds)
+    key = feeds["past_key_values.0.key"]
+    np.testing.assert_array_equal(found["present.0.key"][:, :, -5:], key)
+    np.testing.assert_array_equal(expected["present.0.key"][:, :, :5], key)
+    assert np.abs(found["logits"] - expected["logits"]).max() > 1e-3
+
+
+def test_cache_of_another_layout_goes_through_optimum_and_is_noted(gpt2):
+    """The graph's keys are (batch, positions, heads, head_dim) here, not PyTorch's."""
+    graph = gpt2.manifest.graphs[0]
+    inputs = tuple(
+        type(spec)(spec.name, spec.dtype, ("batch", "past_sequence", *spec.dims[1::2]))
+        if spec.name.startswith("past_")
+        else spec
+        for spec in graph.inputs
+    )
+    other = graph.model_copy(update={"inputs": inputs})
+    manifest = gpt2.manifest.model_copy(update={"graphs": (other,)})
+    with TorchRunner(resolve_record(manifest.source), manifest) as reference:
+        (note,) = reference.notes
+    assert note.startswith(
+        "model.onnx: the reference is PyTorch through Optimum's submodels, because Sizes of tensors"
+    )
+
+
+def test_both_branches_of_a_merged_decoder_answer(t5):
+    files = [graph.file for graph in t5.manifest.graphs]
     index = files.index("decoder_model_merged.onnx")
     sizes = {"encoder_sequence": 6, "decoder_sequence": 3, "past_decoder_sequence": 4}
-    feeds = feeds_for(artifact, graph=index, **sizes)
+    feeds = feeds_for(t5, graph=index, **sizes)
     without = {**feeds, "use_cache_branch": np.zeros(1, bool)}
-    with runner(artifact, graph=files[index]) as reference:
+    with runner(t5, graph=files[index]) as reference:
         assert reference(feeds)["present.0.decoder.key"].shape == (2, 4, 7, 8)
         assert reference(without)["present.0.decoder.key"].shape == (2, 4, 3, 8)
 

@@ -75,7 +75,11 @@ def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
 
 def test_ignored_attention_mask_of_a_decoder(verdict):
     report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
-    assert {name for name in cases_that_fail(report) if "padded" not in name} == {"ragged"}
+    failed = [case for case in report.cases if not case.passed and "padded" not in case.name]
+    assert [case.name for case in failed if case.kind == "sweep"] == ["ragged"]
+    assert {case.name.split(", ")[0] for case in failed if case.kind == "decoding"} == {
+        "4 prompts of 1–24 tokens"
+    }
 
 
 def test_nan_weight(verdict):
@@ -149,13 +153,17 @@ def test_fault_in_a_convolution(verdict):
 
 
 @pytest.mark.parametrize(
-    ("branch", "fails"),
+    ("branch", "fails", "steps"),
     [
-        ("else_branch", {"without past"}),
-        ("then_branch", {"one", "small", "odd", "ragged", "longest"}),
+        ("else_branch", {"without past"}, {"the prompt"}),
+        (
+            "then_branch",
+            {"one", "small", "odd", "ragged", "longest"},
+            {f"token {step}" for step in range(1, 6)},
+        ),
     ],
 )
-def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails):
+def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails, steps):
     def edit(model):
         node = next(node for node in model.graph.node if node.op_type == "If")
         graph = next(a.g for a in node.attribute if a.name == branch)
@@ -164,9 +172,10 @@ def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails):
 
     model = ("t5", "text2text-generation-with-past")
     report = verdict(model, edit, graph="decoder_model_merged.onnx")
-    failed = {case.name for case in report.cases if not case.passed}
-    assert failed == fails
-    assert "decoder_model_merged.onnx, logits on sweep" in report.summary
+    failed = [case for case in report.cases if not case.passed]
+    assert {case.name for case in failed if case.kind == "sweep"} == fails
+    assert {case.name.split(", ")[1] for case in failed if case.kind == "decoding"} == steps
+    assert "decoder_model_merged.onnx, logits on " in report.summary
 
 
 def test_output_that_pytorch_lacks_fails(verdict, exported):

@@ -81,6 +81,20 @@ def test_most_inputs_rejected_by_pytorch(exported, tmp_path):
     assert "not proven: model.onnx: PyTorch rejects 5 of 6 inputs" in report.summary
 
 
+def test_classifier_that_needs_the_end_of_a_text_is_proven(exported, copied):
+    """BART rejects rows without an end-of-sequence id, and reads its state there."""
+    report = validate_model(copied(exported("bart", "text-classification")))
+    assert report.passed, report.summary
+    assert [case.name for case in report.cases if case.kind == "sweep"] == [
+        "one",
+        "small",
+        "odd",
+        "ragged",
+        "longest",
+    ]
+    assert not [case.name for case in report.cases if case.skipped]
+
+
 @pytest.mark.parametrize(
     ("reference", "error"),
     [

@@ -41,6 +41,9 @@ class FeedLimits:
     pad_token_id: int = 0
     special_ids: tuple[int, ...] = ()
     """Ids that heads search for (end of sequence); they are never drawn."""
+    end_id: int | None = None
+    """Id that ends every row: a classifier with an encoder and a decoder reads its state there, and
+    rejects rows without one. None for other models."""
     type_vocab_size: int = 1
     min_sequence: int = 1
     """Shortest sequence; for raw audio, the samples that the convolutions need."""
@@ -61,18 +64,27 @@ class FeedLimits:
         """Derive the limits from a model's config.json and its text and vision parts."""
         merged = config.merged()
         pad, eos = merged.pad_token_id, merged.eos_token_id
+        ends = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
         frames = merged.audio_samples
         limit = merged.position_limit()
         return cls(
             vocab_size=merged.vocab_size or 100,
             pad_token_id=max(pad or 0, 0),
-            special_ids=eos if isinstance(eos, tuple) else () if eos is None else (eos,),
+            special_ids=ends,
+            end_id=ends[0] if ends and _reads_the_end(merged) else None,
             type_vocab_size=merged.type_vocab_size or 1,
             min_sequence=frames,
             max_positions=16 * frames if frames > 1 else limit,
             position_limit=limit if _has_position_limit(merged) else None,
             sizes=_natural_sizes(merged),
         )
+
+
+def _reads_the_end(config: ModelConfig) -> bool:
+    """Return True for the text classifiers of BART and T5, which pool at the end of a text."""
+    return config.is_encoder_decoder and any(
+        name.endswith("ForSequenceClassification") for name in config.architectures
+    )
 
 
 _IMAGE_EDGE = 224
@@ -145,6 +157,8 @@ def make_feeds(
             feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
         if ragged:
             _pad_rows(feeds, specs, limits)
+        if limits.end_id is not None:
+            _end_rows(feeds, specs, limits.end_id)
     except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
         listed = ", ".join(str(spec) for spec in specs)
         raise ShapeError(f"cannot generate inputs for {listed}: {error}.") from error
@@ -217,6 +231,17 @@ def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -
             elif spec.name == "position_ids":
                 positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
                 values[...] = positions[:, length - width :]
+
+
+def _end_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], end_id: int) -> None:
+    """Set the last id of each row that is not padding."""
+    for spec in specs:
+        if spec.name == "input_ids" and feeds[spec.name].size:
+            ids = feeds[spec.name]
+            masks = [m for m in specs if is_padding_mask(m) and covers(m, spec)]
+            real = feeds[masks[0].name] != 0 if masks else np.ones(ids.shape, bool)
+            last = ids.shape[1] - 1 - real[:, ::-1].argmax(axis=1)
+            ids[np.arange(len(ids)), last] = end_id
 
 
 def is_padding_mask(spec: TensorSpec) -> bool:

@@ -288,6 +288,7 @@ class ModelConfig(ModelPart, _File):
     architecture: String = ""
     """Name of the model in timm; only in files from timm."""
     architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
+    is_encoder_decoder: Flag = False
     problem_type: String = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)

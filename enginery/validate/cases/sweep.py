@@ -32,11 +32,13 @@ class ValidationCase:
     """One set of inputs to compare on."""
 
     name: str
-    kind: Literal["sweep", "profile", "real"]
+    kind: Literal["sweep", "profile", "real", "decoding"]
     make: Callable[[], Feeds]
     """Generates the feeds."""
     labels: tuple[int, ...] = ()
     """Class indices of the first rows; empty without labels."""
+    decode: Literal["", "start", "resume"] = ""
+    """A step of decoding: PyTorch starts a cache of its own, or resumes with it."""
 
 
 def sweep_cases(

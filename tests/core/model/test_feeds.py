@@ -46,6 +46,27 @@ def test_same_seed_makes_the_same_and_another_makes_others():
     assert (first != other).any()
 
 
+def test_rows_of_a_classifier_with_a_decoder_end_with_its_end_id():
+    config = {
+        "is_encoder_decoder": True,
+        "architectures": ["BartForSequenceClassification"],
+        "eos_token_id": 2,
+        "vocab_size": 50,
+        "pad_token_id": 1,
+    }
+    limits = limits_of(config)
+    feeds = made(IDS, MASK, ragged=True, limits=limits)
+    ids, mask = feeds["input_ids"], feeds["attention_mask"]
+    last = mask.sum(axis=1) - 1
+    assert last.tolist() == [8, 5, 2]
+    assert np.argwhere(ids == 2).tolist() == [[0, 8], [1, 5], [2, 2]]
+    assert ((ids == 1) == (mask == 0)).all()
+    alone = made(IDS, sizes={"batch": 2, "sequence": 1}, limits=limits)
+    assert alone["input_ids"].tolist() == [[2], [2]]
+    for change in ({"is_encoder_decoder": False}, {"architectures": ["BartModel"]}):
+        assert limits_of({**config, **change}).end_id is None
+
+
 def test_types_name_two_segments_only_where_the_model_has_two():
     assert made(TYPES)["token_type_ids"][0].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
     one = FeedLimits(type_vocab_size=1)

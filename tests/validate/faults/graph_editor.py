@@ -176,7 +176,7 @@ class GraphEditor:
             node = producers.get(name)
             if node is not None and id(node) not in done:
                 done.add(id(node))
-                stack.append((node, iter(node.input)))
+                stack.append((node, iter(_reads(node))))
 
         for output in self.graph.output:
             push(output.name)
@@ -195,7 +195,7 @@ class GraphEditor:
             copy.CopyFrom(node)
         del self.graph.node[:]
         self.graph.node.extend(copies)
-        used = {name for node in copies for name in node.input}
+        used = {name for node in copies for name in _reads(node)}
         for tensor in [t for t in self.graph.initializer if t.name not in used]:
             self.graph.initializer.remove(tensor)
         del self.graph.value_info[:]
@@ -209,6 +209,13 @@ class GraphEditor:
     def _name(self, stem: str) -> str:
         self._count += 1
         return f"edited/{stem}_{self._count}"
+
+
+def _reads(node: onnx.NodeProto) -> list[str]:
+    """Return the inputs of a node and, if it has branches, what their nodes read."""
+    branches = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    inner = [name for branch in branches for other in branch.node for name in _reads(other)]
+    return [*node.input, *inner]
 
 
 def set_attribute(node: onnx.NodeProto, name: str, value) -> None:

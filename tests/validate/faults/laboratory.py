@@ -178,7 +178,7 @@ def memoized_reference(directory: Path):
                 _write(file, json.dumps(self._reference().notes).encode())
             return json.loads(file.read_bytes())
 
-        def __call__(self, feeds, target):
+        def __call__(self, feeds, target, **options):
             digest = hashlib.sha256()
             for name in sorted(feeds):
                 array = np.ascontiguousarray(feeds[name])
@@ -186,7 +186,7 @@ def memoized_reference(directory: Path):
             held = self._directory / digest.hexdigest()[:20]
             if not held.is_dir():
                 made = held.with_suffix(f".{id(self)}")
-                files = self._reference()(feeds, made)
+                files = self._reference()(feeds, made, **options)
                 names = {name: file.name for name, file in files.items()}
                 (made / "names.json").write_text(json.dumps(names))
                 if held.is_dir():  # another process was faster

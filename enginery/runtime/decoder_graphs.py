@@ -1,0 +1,84 @@
+"""Recognize decoders with a cache of keys and values among a model's graphs, by their names.
+
+A graph takes the cache as `past_key_values.0.key`, `past_key_values.0.value`, … and returns the
+longer one as `present.0.key`, …, each of shape (batch, heads, positions, head_dim). A decoder that
+attends to an encoder takes its states as `encoder_hidden_states`, and its names may have one more
+part: `past_key_values.0.decoder.key` for its own positions, `past_key_values.0.encoder.key` for the
+encoder's. `use_cache_branch` tells a decoder that was merged from two graphs which of them to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.shapes import TensorSpec
+
+ENCODER_STATES = "encoder_hidden_states"
+CACHE_BRANCH = "use_cache_branch"
+
+_PAST, _PRESENT = "past_key_values.", "present."
+
+
+def is_past(name: str) -> bool:
+    """Return True for an input that is a part of the cache."""
+    return name.startswith(_PAST)
+
+
+def is_present(name: str) -> bool:
+    """Return True for an output that is a part of the cache."""
+    return name.startswith(_PRESENT)
+
+
+def is_cross_attention(name: str) -> bool:
+    """Return True for a part of the cache that holds the encoder's positions."""
+    return ".encoder." in name
+
+
+def present_name(past: str) -> str:
+    """Return the name of the output that is fed back as this input.
+
+    >>> present_name("past_key_values.0.decoder.key")
+    'present.0.decoder.key'
+    """
+    return past.replace(_PAST, _PRESENT, 1)
+
+
+def is_decoder(record: GraphRecord) -> bool:
+    """Return True if a graph takes a cache or the states of an encoder."""
+    return any(is_past(spec.name) or spec.name == ENCODER_STATES for spec in record.inputs)
+
+
+@dataclass(frozen=True)
+class DecoderGraphs:
+    """The graphs that decode together."""
+
+    first: GraphRecord
+    """Runs the prompt."""
+    later: GraphRecord
+    """Runs the tokens after it with the cache; often the same graph."""
+    encoder: GraphRecord | None
+    """Computes `encoder_hidden_states`; None if the decoder takes none."""
+
+    @classmethod
+    def find_all(cls, graphs: Sequence[GraphRecord]) -> list[DecoderGraphs]:
+        """Return one for each graph with a cache among its inputs."""
+        cached = [record for record in graphs if any(map(is_past, _names(record.inputs)))]
+        without_past = [
+            record
+            for record in graphs
+            if record not in cached and any(map(is_present, _names(record.outputs)))
+        ]
+        encoder = next((record for record in graphs if not is_decoder(record)), None)
+        found = []
+        for later in cached:
+            both = CACHE_BRANCH in _names(later.inputs) or not without_past
+            first = later if both else without_past[0]
+            attends = ENCODER_STATES in _names((*first.inputs, *later.inputs))
+            found.append(cls(first, later, encoder if attends else None))
+        return found
+
+
+def _names(specs: Sequence[TensorSpec]) -> list[str]:
+    return [spec.name for spec in specs]

@@ -1,0 +1,176 @@
+"""Run a transformers model as its decoder graphs do, with transformers' own cache.
+
+    decoder = TorchDecoder(model, record)
+    outputs = decoder.run({"input_ids": ids, "attention_mask": mask, "past_key_values.0.key": …})
+
+The model is called as its users call it: `forward` of its class, with a `DynamicCache` or an
+`EncoderDecoderCache` that holds the graph's past. Nothing of the exporter takes part, so that what
+an exporter changes in a model shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.runtime.decoder_graphs import (
+    CACHE_BRANCH,
+    ENCODER_STATES,
+    is_cross_attention,
+    is_past,
+    is_present,
+    present_name,
+)
+
+Tensors = Mapping[str, Any]
+"""Tensors by the graph's names."""
+
+
+class TorchDecoder:
+    """A transformers model with the inputs and outputs of one of its decoder graphs."""
+
+    def __init__(self, model: Any, record: GraphRecord) -> None:
+        """Take the model as it is.
+
+        Args:
+            model: a model with a decoder, with or without an encoder.
+            record: the graph.
+        """
+        self._model = model
+        self._names = [spec.name for spec in record.outputs]
+        self._has_encoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+        self._cache: Any = None
+        self._encoder_outputs: Any = None
+
+    def run(self, tensors: Tensors) -> dict[str, Any]:
+        """Return what the graph returns for its inputs: the past is part of them."""
+        cached = bool(tensors[CACHE_BRANCH].item()) if CACHE_BRANCH in tensors else True
+        past = {name: t for name, t in tensors.items() if cached and is_past(name)}
+        arguments = {
+            self._argument(name): tensor
+            for name, tensor in tensors.items()
+            if not is_past(name) and name not in (CACHE_BRANCH, ENCODER_STATES)
+        }
+        if self._has_encoder:
+            states = tensors.get(ENCODER_STATES)
+            states = self._unread_states(tensors) if states is None else states
+            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
+        found = self._model(
+            **arguments,
+            past_key_values=_make_cache(past) if past else None,
+            use_cache=any(map(is_present, self._names)),
+            return_dict=True,
+        )
+        merged_with_past = CACHE_BRANCH in tensors and cached
+        outputs = dict(found.items())
+        for name in filter(is_present, self._names):
+            # A merged graph has these outputs for its other branch, and returns none here.
+            if not (merged_with_past and is_cross_attention(name)):
+                outputs[name] = _read_cache(found.past_key_values, name)
+        return outputs
+
+    def decode(self, tensors: Tensors, *, resume: bool) -> dict[str, Any]:
+        """Run the next tokens, while the model keeps a cache of its own choice.
+
+        Args:
+            tensors: the graph's inputs without the past. Those of the encoder graph follow with the
+                prefix `encoder_`: `encoder_input_ids`, `encoder_attention_mask`.
+            resume: continue after the tokens of the last call; otherwise start anew.
+
+        Returns:
+            The model's outputs. Those of the cache are not among them.
+
+        Raises:
+            ValueError: the model returns no cache, or there is nothing to continue.
+        """
+        if not resume:
+            self._cache = self._encoder_outputs = None
+        elif self._cache is None:
+            raise ValueError("the tokens before were rejected")
+        arguments = {self._argument(name): tensor for name, tensor in tensors.items()}
+        if self._encoder_outputs is not None:
+            arguments["encoder_outputs"] = self._encoder_outputs
+        past, self._cache = self._cache, None
+        found = self._model(**arguments, past_key_values=past, use_cache=True, return_dict=True)
+        if found.get("past_key_values") is None:
+            raise ValueError(f"{type(self._model).__name__} returns no past_key_values")
+        self._cache = found.past_key_values
+        if self._has_encoder and self._encoder_outputs is None:
+            self._encoder_outputs = BaseModelOutput(
+                last_hidden_state=found.encoder_last_hidden_state
+            )
+        return {name: value for name, value in found.items() if name != "past_key_values"}
+
+    def check_cache(self, tensors: Tensors) -> None:
+        """Check that the model takes the graph's past as it is, and returns it with new positions.
+
+        Args:
+            tensors: any inputs of the graph.
+
+        Raises:
+            ValueError: the model's cache has another layout.
+            Exception: PyTorch fails.
+        """
+        found = self.run(tensors)
+        for name, past in tensors.items():
+            if is_past(name) and not is_cross_attention(name):
+                expected = [*past.shape]
+                expected[-2] += tensors["input_ids"].shape[1]
+                actual = [*found[present_name(name)].shape]
+                if actual != expected:
+                    raise ValueError(
+                        f"the cache has the shape {actual} after {name}, not {expected}"
+                    )
+
+    def _argument(self, name: str) -> str:
+        """Return the name of an input in `forward`."""
+        if not self._has_encoder:
+            return name
+        of_encoder = name.startswith("encoder_")
+        return name.removeprefix("encoder_") if of_encoder else f"decoder_{name}"
+
+    def _unread_states(self, tensors: Tensors) -> Any:
+        """Return states of the encoder for a graph that takes its keys and values from the past.
+
+        They are not read, but `forward` would run the encoder without them.
+        """
+        past = next(t for name, t in tensors.items() if is_cross_attention(name))
+        mask = tensors.get("encoder_attention_mask")
+        length = past.shape[-2] if mask is None else mask.shape[1]
+        width = self._model.get_encoder().config.hidden_size
+        return torch.zeros(past.shape[0], length, width, dtype=past.dtype, device=past.device)
+
+
+def _make_cache(past: Tensors) -> Any:
+    """Return a cache with these keys and values."""
+    own, cross = DynamicCache(), DynamicCache()
+    for name, keys in past.items():
+        if name.endswith(".key"):
+            cache = cross if is_cross_attention(name) else own
+            values = past[f"{name.removesuffix('.key')}.value"]
+            cache.update(keys, values, int(name.split(".")[1]))
+    return EncoderDecoderCache(own, cross) if len(cross) else own
+
+
+def _read_cache(cache: Any, name: str) -> Any:
+    """Return the tensor of a cache that the graph calls `name`.
+
+    Raises:
+        ValueError: the cache has another class, or the name has other parts.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values is a {type(cache).__name__}, not a Cache")
+    if isinstance(cache, EncoderDecoderCache):
+        crossed = is_cross_attention(name)
+        cache = cache.cross_attention_cache if crossed else cache.self_attention_cache
+    _, layer, *_, part = name.split(".")
+    if part not in ("key", "value"):
+        raise ValueError(f"{name} is neither a key nor a value")
+    found = cache.layers[int(layer)]
+    return found.keys if part == "key" else found.values

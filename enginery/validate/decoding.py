@@ -1,0 +1,305 @@
+"""Decode several tokens with a cache, and compare the logits of each step with PyTorch's.
+
+The cases of the sweep give each graph a random past. Here the graph's own `present` outputs are fed
+back as its past, as in generation, while PyTorch keeps a cache of its own. The tokens are the same
+on both sides (teacher forcing). So a cache that is a position short, or grows at the wrong end,
+shows in the next step, and so do positions and masks that disagree with it.
+
+A decoder alone gets prompts of different lengths, padded on the left, whose positions count from
+the first real token. An encoder-decoder gets inputs of the encoder that are padded on the right;
+its graphs run one after the other, as in generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import ValidationCaseResult
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.progress import Progress
+from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
+from enginery.runtime.decoder_graphs import (
+    CACHE_BRANCH,
+    ENCODER_STATES,
+    DecoderGraphs,
+    is_cross_attention,
+    is_past,
+    is_present,
+    present_name,
+)
+from enginery.validate.cases.sweep import ValidationCase, sweep_sizes
+from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.reference import ReferenceOutputs, ReferenceRun
+
+Array = NDArray[Any]
+Run = Callable[[Feeds], dict[str, Array]]
+
+STEPS = 5
+"""Tokens after the prompt, one a step."""
+
+_PROMPT = 24
+"""Tokens of a long prompt, and length of the encoder's inputs."""
+
+_ROWS = 4
+"""Prompts in a batch."""
+
+_TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_ENCODER = "encoder_"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Tokens to decode: prompts, and the same number of tokens after each."""
+
+    name: str
+    ids: Array
+    """int64 (batch, longest prompt + STEPS)"""
+    mask: Array
+    """int64 of the same shape: 0 for padding, on the left."""
+    encoder: Feeds
+    """Inputs of the encoder graph; empty without one."""
+
+    def feeds(self, graphs: DecoderGraphs, step: int) -> Feeds:
+        """Return the inputs of a step without the past, as `TorchDecoder.decode` takes them."""
+        prompt = self.ids.shape[1] - STEPS
+        new = slice(0, prompt) if step == 0 else slice(prompt + step - 1, prompt + step)
+        positions = np.maximum(np.cumsum(self.mask, axis=1) - 1, 0)
+        text = (self.ids[:, new], self.mask[:, : new.stop], positions[:, new])
+        record = graphs.first if step == 0 else graphs.later
+        dtypes = {spec.name: spec.dtype for spec in record.inputs}
+        return {
+            **{
+                name: array.astype(dtypes[name])
+                for name, array in zip(_TEXT_INPUTS, text, strict=True)
+                if name in dtypes
+            },
+            **{f"{_ENCODER}{name}": array for name, array in self.encoder.items()},
+        }
+
+    def cases(self, graphs: DecoderGraphs) -> list[ValidationCase]:
+        """Return a case for each step."""
+        return [
+            ValidationCase(
+                f"{self.name}, {f'token {step}' if step else 'the prompt'}",
+                "decoding",
+                partial(self.feeds, graphs, step),
+                decode="resume" if step else "start",
+            )
+            for step in range(STEPS + 1)
+        ]
+
+
+def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> list[Sequences]:
+    """Return prompts of one token and of many, alone and in a batch.
+
+    Args:
+        graphs: the graphs.
+        limits: limits on their inputs.
+        seed: random seed for the tokens.
+    """
+    longest = max(1, min(_PROMPT, limits.max_positions - STEPS))
+    spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
+    batch_dim, length_dim = spec.dims
+    rows = [batch_dim] if isinstance(batch_dim, int) else [1, _ROWS]
+    pads = graphs.encoder is None and any(s.name == "attention_mask" for s in graphs.first.inputs)
+    found = []
+    for index, (batch, prompt) in enumerate(
+        [(rows[0], 1), *((batch, longest) for batch in rows if longest > 1)]
+    ):
+        sizes = {str(batch_dim): batch, str(length_dim): prompt + STEPS}
+        drawn = make_feeds([spec], sizes, limits, seed=seed + index)[spec.name]
+        kept = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
+        mask = np.arange(prompt + STEPS) >= prompt - np.asarray(kept)[:, None]
+        encoder: Feeds = {}
+        if graphs.encoder is not None:
+            names = dynamic_dims(graphs.encoder.inputs)
+            sizes = sweep_sizes(names, limits, batch=batch, sequence=_PROMPT)
+            encoder = make_feeds(
+                graphs.encoder.inputs, sizes, limits, seed=seed + index, ragged=batch > 1
+            )
+        found.append(
+            Sequences(
+                _describe(batch, prompt, padded=pads and batch > 1),
+                np.where(mask, drawn, limits.pad_token_id),
+                mask.astype(np.int64),
+                encoder,
+            )
+        )
+    return found
+
+
+def _describe(batch: int, prompt: int, *, padded: bool) -> str:
+    """Return `1 prompt of 24 tokens` or `4 prompts of 1–24 tokens`."""
+    lengths = f"1–{prompt}" if padded else str(prompt)
+    return f"{batch} prompt{'s' * (batch > 1)} of {lengths} token{'s' * (prompt > 1)}"
+
+
+def _obstacle(graphs: DecoderGraphs) -> str:
+    """Return the reason why the graphs cannot decode prompts; empty if they can."""
+    known = {*_TEXT_INPUTS, CACHE_BRANCH}
+    if graphs.encoder is not None:
+        known |= {ENCODER_STATES, *(_ENCODER + spec.name for spec in graphs.encoder.inputs)}
+    for record in (graphs.first, graphs.later):
+        if not any(spec.name == "input_ids" for spec in record.inputs):
+            return "it takes no input_ids"
+        for spec in record.inputs:
+            if is_past(spec.name):
+                if not is_cross_attention(spec.name) and not dim_terms(spec.dims[-2]):
+                    return f"its past has {spec.dims[-2]} positions, neither more nor fewer"
+            elif spec.name not in known:
+                return f"no graph computes its input {spec.name}"
+            elif spec.name == "input_ids" and isinstance(spec.dims[1], int):
+                if record is not graphs.first and spec.dims[1] == 1:
+                    continue
+                return f"it takes {spec.dims[1]} tokens at a time, neither more nor fewer"
+    returned = {spec.name for spec in (*graphs.first.outputs, *graphs.later.outputs)}
+    missing = [
+        spec.name
+        for spec in graphs.later.inputs
+        if is_past(spec.name) and present_name(spec.name) not in returned
+    ]
+    return f"no output is fed back as {missing[0]}" if missing else ""
+
+
+class _Decoder:
+    """The graphs in ONNX Runtime, and their cache."""
+
+    def __init__(self, graphs: DecoderGraphs, runners: Mapping[str, Run]) -> None:
+        """Take the graphs, and what runs each of them by its file."""
+        self._graphs = graphs
+        self._runners = runners
+        self._cache: Feeds = {}
+        self._states: Array | None = None
+
+    def start(self, feeds: Feeds) -> dict[str, Array]:
+        """Run the encoder and the prompt."""
+        self._cache, self._states = {}, self._encode(feeds)
+        return self._run(self._graphs.first, feeds, resume=False)
+
+    def resume(self, feeds: Feeds) -> dict[str, Array]:
+        """Run the next token."""
+        return self._run(self._graphs.later, feeds, resume=True)
+
+    def _run(self, record: GraphRecord, feeds: Feeds, *, resume: bool) -> dict[str, Array]:
+        given = {spec.name: self._input(spec, feeds, resume=resume) for spec in record.inputs}
+        outputs = self._runners[record.file](given)
+        for spec in self._graphs.later.inputs:
+            name = present_name(spec.name)
+            # The encoder's keys are computed with the prompt, and kept.
+            if is_past(spec.name) and name in outputs and not (resume and is_cross_attention(name)):
+                self._cache[spec.name] = outputs[name]
+        return outputs
+
+    def _encode(self, feeds: Feeds) -> Array | None:
+        encoder = self._graphs.encoder
+        if encoder is None:
+            return None
+        given = {spec.name: feeds[_ENCODER + spec.name] for spec in encoder.inputs}
+        return self._runners[encoder.file](given)[encoder.outputs[0].name]
+
+    def _input(self, spec: TensorSpec, feeds: Feeds, *, resume: bool) -> Array:
+        if spec.name == CACHE_BRANCH:
+            return np.array([resume])
+        if spec.name == ENCODER_STATES and self._states is not None:
+            return self._states
+        if is_past(spec.name):
+            return self._cache[spec.name] if resume else self._empty_past(spec, feeds)
+        return feeds[spec.name]
+
+    def _empty_past(self, spec: TensorSpec, feeds: Feeds) -> Array:
+        """Return a past of no positions; the encoder's has all of them: its dim is shared."""
+        sizes = {"batch": len(feeds["input_ids"])}
+        if self._states is not None:
+            sizes["encoder_sequence"] = self._states.shape[1]
+        shape = spec.shape({name: sizes.get(name, 0) for name in dynamic_dims([spec])})
+        return np.zeros(shape, spec.dtype)
+
+
+def compare_decoding(
+    decoders: Sequence[DecoderGraphs],
+    limits: ComparisonLimits,
+    feed_limits: FeedLimits,
+    *,
+    seed: int,
+    run_reference: Callable[[GraphRecord, Sequence[ValidationCase]], ReferenceRun],
+    open_runner: Callable[[str], AbstractContextManager[Run]],
+    progress: Progress,
+) -> tuple[list[ValidationCaseResult], list[str]]:
+    """Decode the same tokens with PyTorch and with each decoder, and compare every step.
+
+    Args:
+        decoders: decoders of one model.
+        limits: the tolerances.
+        feed_limits: limits on the inputs.
+        seed: random seed for the tokens.
+        run_reference: runs PyTorch on cases, as the reference for a graph.
+        open_runner: opens the graph of a file.
+        progress: receives progress messages.
+
+    Returns:
+        The results, failures included, and notes on graphs that could not decode.
+    """
+    notes = []
+    usable = []
+    for graphs in decoders:
+        if obstacle := _obstacle(graphs):
+            notes.append(f"{graphs.later.file}: no tokens were decoded: {obstacle}")
+        else:
+            usable.append(graphs)
+    if not usable:
+        return [], notes
+    sequences = make_sequences(usable[0], feed_limits, seed=seed)
+    cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
+    pytorch = run_reference(usable[0].later, cases)
+    if not any(expected.files for expected in pytorch.outputs):
+        notes.append(f"no tokens were decoded: {pytorch.outputs[0].problem}")
+        return [], notes
+    results = []
+    for graphs in usable:
+        records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
+        with (
+            ExitStack() as stack,
+            progress.task(f"decoding, {graphs.later.file}", total=len(sequences)) as advance,
+        ):
+            files = dict.fromkeys(record.file for record in records)
+            runners = {file: stack.enter_context(open_runner(file)) for file in files}
+            expected = iter(pytorch.outputs)
+            for tokens in sequences:
+                steps = [(case, next(expected)) for case in tokens.cases(graphs)]
+                results += _compare_steps(_Decoder(graphs, runners), steps, graphs, pytorch, limits)
+                advance()
+    return results, notes
+
+
+def _compare_steps(
+    decoder: _Decoder,
+    steps: Sequence[tuple[ValidationCase, ReferenceOutputs]],
+    graphs: DecoderGraphs,
+    pytorch: ReferenceRun,
+    limits: ComparisonLimits,
+) -> list[ValidationCaseResult]:
+    """Decode one sequence, up to the first step that does not run."""
+    results = []
+    for case, expected in steps:
+        starts = case.decode == "start"
+        record = graphs.first if starts else graphs.later
+        # The cache is compared by what the next steps make of it.
+        shown = tuple(spec for spec in record.outputs if not is_present(spec.name))
+        results += compare_graph(
+            decoder.start if starts else decoder.resume,
+            record.model_copy(update={"outputs": shown}),
+            [case],
+            replace(pytorch, outputs=[expected]),
+            limits,
+        )
+        if not results[-1].outputs:
+            break
+    return results

@@ -1,0 +1,273 @@
+"""Decoders are compared with PyTorch's own cache over several tokens."""
+
+import numpy as np
+import pytest
+
+from enginery import validate_model
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.progress import SILENT
+from enginery.core.shapes import TensorSpec
+from enginery.core.tolerance import Tolerance
+from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.validate.compare import ComparisonLimits
+from enginery.validate.decoding import STEPS, compare_decoding, make_sequences
+from tests.validate.faults import decoder as faults
+from tests.validate.faults.edits import break_graph
+from tests.validate.faults.graph_editor import GraphEditor
+
+PROMPTS = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 1–24 tokens")
+ENCODED = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 24 tokens")
+TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
+FIRST, LATER, MERGED = (
+    "decoder_model.onnx",
+    "decoder_with_past_model.onnx",
+    "decoder_model_merged.onnx",
+)
+
+
+@pytest.fixture
+def verdict(exported, copied):
+    """Return a function that validates an artifact, with one fault or without."""
+
+    def make(kind, task, edit=None, *, graph="model.onnx"):
+        artifact = copied(exported(kind, task))
+        if edit is not None:
+
+            def plant(model):
+                editor = GraphEditor(model)
+                edit(editor)
+                editor.finish()
+
+            artifact = break_graph(artifact, plant, graph=graph)
+        return validate_model(artifact, effort="quick")
+
+    return make
+
+
+def decoded(report, *, failed=False):
+    """Return (graph, case) of the steps that were decoded, or of those that failed."""
+    return [
+        (case.graph, case.name)
+        for case in report.cases
+        if case.kind == "decoding" and not (failed and case.passed)
+    ]
+
+
+def steps_of(prompts, first, later):
+    return [
+        (later, f"{prompt}, token {step}") if step else (first, f"{prompt}, the prompt")
+        for prompt in prompts
+        for step in range(STEPS + 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
+def test_decoder_passes_on_every_step(verdict, kind):
+    report = verdict(kind, TEXT)
+    assert report.passed, report.summary
+    assert decoded(report) == steps_of(PROMPTS, "model.onnx", "model.onnx")
+    shown = [case for case in report.cases if case.kind == "decoding"]
+    assert all([o.output for o in case.outputs] == ["logits"] for case in shown)
+    assert not [note for note in report.notes if "Optimum" in note or "decoded" in note]
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("t5", SEQ2SEQ),
+        ("bart", SEQ2SEQ),
+        pytest.param(
+            "whisper", "automatic-speech-recognition-with-past", marks=pytest.mark.slow
+        ),  # its audio has 3000 frames
+    ],
+)
+def test_encoder_decoder_passes_on_every_step_with_and_without_merged_graphs(verdict, kind, task):
+    report = verdict(kind, task)
+    assert report.passed, report.summary
+    assert decoded(report) == [
+        *steps_of(ENCODED, MERGED, MERGED),
+        *steps_of(ENCODED, FIRST, LATER),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("gpt2", faults.newest_position_missing),
+        ("gpt2", faults.oldest_position_missing),
+        ("gpt2", faults.positions_returned_in_another_order),
+        ("gpt2", faults.keys_returned_of_another_layer),
+        ("gpt2", faults.cache_grown_at_the_wrong_end),
+        ("llama", faults.newest_position_missing),
+        ("llama", faults.cache_grown_at_the_wrong_end),
+    ],
+)
+def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
+    report = verdict(kind, TEXT, fault)
+    assert not report.passed
+    failed = [name for _, name in decoded(report, failed=True)]
+    assert any(name.startswith(PROMPTS[2]) and "token " in name for name in failed)
+    assert not any("the prompt" in name for name in failed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "shown_by_sweep"),
+    [
+        ("gpt2", faults.mask_of_the_prompt_ignored, False),
+        ("llama", faults.mask_of_the_prompt_ignored, False),
+        ("opt", faults.mask_of_the_prompt_ignored, False),
+        ("opt", faults.mask_of_the_past_ignored, True),
+    ],
+)
+def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_sweep):
+    report = verdict(kind, TEXT, fault)
+    assert not report.passed
+    failed = [name for _, name in decoded(report, failed=True)]
+    assert failed
+    assert all(name.startswith(PROMPTS[2]) for name in failed)
+    others = [case for case in report.cases if case.kind == "sweep" and not case.passed]
+    assert bool(others) == shown_by_sweep
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("gpt2", True), ("opt", True), ("llama", False)])
+def test_positions_count_from_the_first_token(verdict, kind, shown):
+    """Rotary positions are relative, so that Llama's tokens do not change; its keys do."""
+    report = verdict(kind, TEXT, faults.positions_counted_from_the_padding)
+    assert not report.passed
+    failed = [name for _, name in decoded(report, failed=True)]
+    assert all(name.startswith(PROMPTS[2]) for name in failed)
+    assert bool(failed) == shown
+
+
+def test_prompt_runs_with_an_empty_past(verdict):
+    report = verdict("gpt2", TEXT, faults.prompt_without_past_differs)
+    assert not report.passed
+    assert {name for _, name in decoded(report, failed=True)} == {
+        f"{prompt}, the prompt" for prompt in PROMPTS
+    }
+    assert all(case.passed for case in report.cases if case.kind == "sweep")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "graph"),
+    [
+        ("t5", faults.encoder_keys_of_another_layer, LATER),
+        ("t5", faults.encoder_mask_ignored, FIRST),
+        ("t5", faults.cached_branch_always, MERGED),
+        ("bart", faults.encoder_keys_returned_of_another_layer, FIRST),
+        ("bart", faults.encoder_mask_ignored, LATER),
+    ],
+)
+def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, fault, graph):
+    report = verdict(kind, SEQ2SEQ, fault, graph=graph)
+    assert not report.passed
+    merged = {graph == MERGED for graph, _ in decoded(report, failed=True)}
+    assert merged == {graph == MERGED}
+
+
+# Sequences
+
+
+def record_of(inputs, outputs=()):
+    return GraphRecord(
+        file="model.onnx", opset=20, inputs=tuple(inputs), outputs=tuple(outputs), data_files=()
+    )
+
+
+def graphs_of(*inputs, encoder=()):
+    decoder = record_of(inputs)
+    return DecoderGraphs(decoder, decoder, record_of(encoder) if encoder else None)
+
+
+IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
+MASK = TensorSpec("attention_mask", "int64", ("batch", "past_sequence + sequence"))
+POSITIONS = TensorSpec("position_ids", "int64", ("batch", "sequence"))
+
+
+def test_prompts_are_padded_on_the_left_and_positions_count_from_the_first_token():
+    graphs = graphs_of(IDS, MASK, POSITIONS)
+    limits = FeedLimits(vocab_size=50, pad_token_id=7, max_positions=STEPS + 4)
+    tokens = make_sequences(graphs, limits, seed=0)[-1]
+    prompt = tokens.feeds(graphs, 0)
+    assert prompt["attention_mask"].tolist() == [
+        [1, 1, 1, 1],
+        [0, 1, 1, 1],
+        [0, 0, 1, 1],
+        [0, 0, 0, 1],
+    ]
+    assert ((prompt["input_ids"] == 7) == (prompt["attention_mask"] == 0)).all()
+    assert prompt["position_ids"][1].tolist() == [0, 0, 1, 2]
+    second = tokens.feeds(graphs, 2)
+    assert second["input_ids"].shape == (4, 1)
+    assert second["attention_mask"].sum(axis=1).tolist() == [6, 5, 4, 3]
+    assert second["position_ids"].ravel().tolist() == [5, 4, 3, 2]
+
+
+def test_tokens_of_all_steps_are_one_text():
+    graphs = graphs_of(IDS, MASK)
+    (tokens, *_) = make_sequences(graphs, FeedLimits(), seed=0)
+    steps = [tokens.feeds(graphs, step)["input_ids"] for step in range(STEPS + 1)]
+    np.testing.assert_array_equal(np.concatenate(steps, axis=1), tokens.ids)
+
+
+def test_fixed_batch_and_short_models_are_kept_to():
+    ids = TensorSpec("input_ids", "int64", (3, "sequence"))
+    shapes = [s.ids.shape for s in make_sequences(graphs_of(ids), FeedLimits(), seed=0)]
+    assert shapes == [(3, 1 + STEPS), (3, 24 + STEPS)]
+    tiny = FeedLimits(max_positions=4)
+    assert [s.ids.shape for s in make_sequences(graphs_of(IDS), tiny, seed=0)] == [(1, 1 + STEPS)]
+
+
+def test_inputs_of_the_encoder_are_padded_on_the_right():
+    encoder = (
+        TensorSpec("input_ids", "int64", ("batch", "encoder_sequence")),
+        TensorSpec("attention_mask", "int64", ("batch", "encoder_sequence")),
+    )
+    graphs = graphs_of(IDS, encoder=encoder)
+    feeds = make_sequences(graphs, FeedLimits(), seed=0)[-1].feeds(graphs, 1)
+    assert set(feeds) == {"input_ids", "encoder_input_ids", "encoder_attention_mask"}
+    mask = feeds["encoder_attention_mask"]
+    assert mask.shape == (4, 24)
+    assert mask[:, 0].all()
+    assert mask[1:, -1].sum() == 0
+
+
+def past(positions):
+    return TensorSpec("past_key_values.0.key", "float32", ("batch", 2, positions, 4))
+
+
+PRESENT = TensorSpec("present.0.key", "float32", ("batch", 2, "past_sequence + sequence", 4))
+EMBEDDINGS = TensorSpec("inputs_embeds", "float32", ("batch", "sequence", 8))
+STATES = TensorSpec("encoder_hidden_states", "float32", ("batch", "encoder_sequence", 8))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "reason"),
+    [
+        ((past("past_sequence"), EMBEDDINGS), (PRESENT,), "it takes no input_ids"),
+        ((IDS, past("past_sequence"), STATES), (PRESENT,), "computes its input encoder_hidden"),
+        ((IDS, past(16)), (PRESENT,), "its past has 16 positions"),
+        ((IDS, past("past_sequence")), (), "no output is fed back as past_key_values.0.key"),
+        (
+            (TensorSpec("input_ids", "int64", ("batch", 8)), past("past_sequence")),
+            (PRESENT,),
+            "it takes 8 tokens at a time",
+        ),
+    ],
+)
+def test_graph_that_cannot_decode_prompts_is_noted(inputs, outputs, reason):
+    decoders = DecoderGraphs.find_all([record_of(inputs, outputs)])
+    limits = ComparisonLimits(Tolerance.for_precision("fp32"))
+    results, notes = compare_decoding(
+        decoders,
+        limits,
+        FeedLimits(),
+        seed=0,
+        run_reference=pytest.fail,
+        open_runner=pytest.fail,
+        progress=SILENT,
+    )
+    assert results == []
+    assert reason in notes[0]
+    assert notes[0].startswith("model.onnx: no tokens were decoded: ")
