@@ -53,6 +53,7 @@ from enginery.validate.weights.quantized import Calibration, QuantizedLayer, qua
 from enginery.validate.weights.stored import (
     StoredWeight,
     Use,
+    as_rounded,
     constant_tensor,
     dequantize,
     find_uses,
@@ -130,13 +131,13 @@ def compare_weights(
     ):
         parameters = Parameters(reference, Path(scratch))
         for record in graphs:
-            comparison = _GraphComparison(record.file, parameters, calibration)
+            comparison = _GraphComparison(
+                record.file, artifact.manifest.precision, parameters, calibration
+            )
             model = read_graph(artifact.path / record.file)
             comparison.run(model)
             if unrounded is not None:
-                comparison.write_unrounded(
-                    model, artifact.manifest.precision, unrounded / record.file
-                )
+                comparison.write_unrounded(model, unrounded / record.file)
             comparisons.append(comparison)
             advance()
     return _metrics(comparisons, parameters)
@@ -185,8 +186,11 @@ class _Match:
 class _GraphComparison:
     """The comparison of one graph."""
 
-    def __init__(self, graph: str, parameters: Parameters, calibration: Calibration | None) -> None:
-        self.graph, self.parameters, self.calibration = graph, parameters, calibration
+    def __init__(
+        self, graph: str, precision: str, parameters: Parameters, calibration: Calibration | None
+    ) -> None:
+        self.graph, self.precision = graph, precision
+        self.parameters, self.calibration = parameters, calibration
         self.kinds: Counter[str] = Counter()
         """Elements that were compared, by how they are stored."""
         self.differences: list[WeightDifference] = []
@@ -226,22 +230,21 @@ class _GraphComparison:
             if quantized_precision(tensor):  # its scale is not known
                 self._leave(name, tuple(tensor.shape.numpy()), tensor.dtype.numpy().name)
             else:
-                self._compare(read_plain(value, tensor))
+                self._compare(as_rounded(read_plain(value, tensor), self.precision))
 
-    def write_unrounded(self, model: ir.Model, precision: str, path: Path) -> None:
+    def write_unrounded(self, model: ir.Model, path: Path) -> None:
         """Write the graph without the rounding of its precision, if its weights are known.
 
         Args:
             model: the graph that was compared; it is changed.
-            precision: that of the floats.
             path: where to write the ONNX file.
         """
         exact = self.kinds.total() - sum(self.kinds[kind] for kind in _NOT_EXACT)
         every = self.kinds.total() + sum(prod(weight.shape) for weight in self.untraced)
         if self.layers and not self.untraced_layers:
             write_unquantized(model, self.layers, path)
-        elif precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
-            write_in_fp32(model, LOW_TYPES[precision], self.exact, path)
+        elif self.precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
+            write_in_fp32(model, LOW_TYPES[self.precision], self.exact, path)
 
     def _compare(self, stored: StoredWeight) -> _Match:
         """Compare one weight, and count it."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.passes.cast.low_precision import read_values
+from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 
 Array = NDArray[Any]
 
@@ -184,6 +184,21 @@ def read_plain(value: ir.Value, tensor: ir.TensorProtocol) -> StoredWeight:
     precision = _PRECISIONS.get(tensor.dtype, "fp32")
     values = raw.astype(np.float32) if precision in ("fp16", "bf16") else raw
     return StoredWeight(value.name or "", precision, raw, values, uses=list(find_uses(value)))
+
+
+def as_rounded(stored: StoredWeight, precision: str) -> StoredWeight:
+    """Return an FP32 weight as one of a lower precision, if all its values are numbers of that.
+
+    Exporters of FP16 models store the weights of nodes that compute in FP32 so.
+    """
+    low = LOW_TYPES.get(precision)
+    if low is None or stored.precision != "fp32" or stored.values.dtype != np.float32:
+        return stored
+    with np.errstate(over="ignore"):
+        raw = stored.values.astype(low.numpy())
+    if not np.array_equal(raw.astype(np.float32), stored.values):
+        return stored
+    return replace(stored, precision=precision, raw=raw)
 
 
 def is_counted(tensor: ir.TensorProtocol) -> bool:

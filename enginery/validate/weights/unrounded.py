@@ -6,12 +6,13 @@ graph once more without what the comparison of the weights has checked one by on
 - Quantized: activations skip QuantizeLinear and DequantizeLinear, weights are the reference's, and
   biases lack the correction of the calibration. The rest stays as it is, in FP16 or FP32, smoothing
   of the activations included.
-- FP16 and BF16: the graph computes in FP32, with the reference's weights. Other constants, such as
-  a scale of attention, stay rounded.
+- FP16 and BF16: the graph computes in FP32, with the reference's weights. Constants that are powers
+  of a size, rounded, such as a scale of attention, are these powers; others stay rounded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from enginery.passes.cast.low_precision import LOW_TYPES, cast_array, read_values
 from enginery.passes.ir.graph_file import write_graph
 from enginery.validate.weights.quantized import QuantizedLayer
-from enginery.validate.weights.stored import constant_tensor
+from enginery.validate.weights.stored import constant_tensor, find_sizes
 
 Array = NDArray[Any]
 Weights = Mapping[str, Callable[[], Array]]
@@ -57,6 +58,12 @@ def write_unquantized(model: ir.Model, layers: Sequence[ExactLayer], path: Path)
     _write(model, path)
 
 
+_POWERS = (0.5, -0.5, 0.25, -0.25)
+"""Powers of a size that scale the scores of an attention."""
+_OF_ACTIVATIONS = (math.sqrt(2 / math.pi), 0.044715, 1.702)
+"""Constants of approximations of GELU."""
+
+
 def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Path) -> None:
     """Write an FP16 or BF16 graph in FP32; the model is changed.
 
@@ -69,14 +76,19 @@ def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Pat
     Raises:
         OSError: it cannot be written.
     """
+    sizes = sorted(find_sizes(model))
+    numbers = (*_OF_ACTIVATIONS, *(size**power for power in _POWERS for size in sizes))
+    exact = {float(low.numpy().type(number)): number for number in reversed(numbers)}
     for graph in model.graphs():
         for value in graph.initializers.values():
-            if value.dtype == low and value.const_value is not None:
-                value.const_value = _in_fp32(value.name or "", value.const_value, weights)
+            if value.const_value is None:
+                continue
+            if value.dtype == low or (value.dtype == FLOAT and value.name in weights):
+                value.const_value = _in_fp32(value.name or "", value.const_value, weights, exact)
                 value.type = ir.TensorType(FLOAT)
         for node in graph:
             for attribute in list(node.attributes.values()):
-                _convert_attribute(node, attribute, low, weights)
+                _convert_attribute(node, attribute, low, weights, exact)
             for output in node.outputs:
                 if output.dtype == low:
                     output.type = ir.TensorType(FLOAT)
@@ -84,23 +96,31 @@ def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Pat
     _write(model, path)
 
 
-def _in_fp32(name: str, tensor: ir.TensorProtocol, weights: Weights) -> ir.LazyTensor:
+def _in_fp32(
+    name: str, tensor: ir.TensorProtocol, weights: Weights, exact: Mapping[float, float]
+) -> ir.LazyTensor:
     def read() -> ir.TensorProtocol:
         values = weights[name]() if name in weights else read_values(tensor)
+        if values.size == 1:
+            number = float(values.reshape(()))
+            values = np.full(values.shape, exact.get(number, number))
         return ir.tensor(np.asarray(values, np.float32, order="C"), name=name)
 
     return ir.LazyTensor(read, FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
 
 
 def _convert_attribute(
-    node: ir.Node, attribute: ir.Attr, low: ir.DataType, weights: Weights
+    node: ir.Node,
+    attribute: ir.Attr,
+    low: ir.DataType,
+    weights: Weights,
+    exact: Mapping[float, float],
 ) -> None:
     if attribute.type == ir.AttributeType.TENSOR:
-        tensor = attribute.as_tensor()
-        if tensor.dtype == low:
-            name = node.outputs[0].name or ""
+        tensor, name = attribute.as_tensor(), node.outputs[0].name or ""
+        if tensor.dtype == low or (tensor.dtype == FLOAT and name in weights):
             node.attributes[attribute.name] = ir.AttrTensor(
-                attribute.name, _in_fp32(name, tensor, weights)
+                attribute.name, _in_fp32(name, tensor, weights, exact)
             )
     elif attribute.name in ("to", "dtype") and attribute.value == int(low):
         node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(FLOAT))
