@@ -19,7 +19,7 @@ from dataclasses import replace
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import OutputMetrics, RoundingMetrics, ValidationCaseResult
 
-_LARGEST_SHARE, _WITH_ROUNDED = 0.25, 0.6
+_LARGEST_SHARE, _WITH_ROUNDED = 0.1, 0.6
 """Of the squared error that may come from something else than rounding; the second, if weights were
 not traced, and so stay rounded."""
 _NEGLIGIBLE = 0.02
