@@ -39,6 +39,12 @@ def model(tiny_model):
     return str(tiny_model("bert", "text-classification"))
 
 
+@pytest.fixture
+def own_home(tmp_path, monkeypatch):
+    """Use a store of its own: a verdict that has failed is not for other tests."""
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+
+
 def export(model, out, **options):
     return export_model(model, out=out, task="text-classification", **options)
 
@@ -153,7 +159,7 @@ def test_changed_option_is_named_in_words(model):
     assert any("validating again: seed: 0 → 3" in line for line in listener.said), listener.said
 
 
-def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path):
+def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tmp_path, own_home):
     listener = Listener()
     plan = Recipe(model, (EXPORT, STRICT, LINT), out=str(tmp_path / "out"))
     result = run_recipe(plan, progress=listener)
@@ -172,7 +178,7 @@ def test_failed_check_marks_the_store_and_out_and_refuses_what_follows(model, tm
     assert (forgiven.passed, forgiven.refused, len(forgiven.stages)) == (False, (), 3)
 
 
-def test_looser_tolerance_lets_a_failed_artifact_pass(model):
+def test_looser_tolerance_lets_a_failed_artifact_pass(model, own_home):
     assert not run_recipe(Recipe(model, (EXPORT, STRICT))).passed
     assert run_recipe(Recipe(model, (EXPORT, VALIDATE))).passed
 

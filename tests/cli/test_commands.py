@@ -532,7 +532,10 @@ def test_run_a_second_time_does_nothing_and_says_why(cli, tiny):
     assert [stage["worked"] for stage in json.loads(out)["stages"]] == [False, False]
 
 
-def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(cli, tiny, tmp_path):
+def test_failed_check_in_a_run_marks_both_copies_and_answers_nothing(
+    cli, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # the verdict is not for others
     strict = {"validate": {"max_abs_error": 1e-12, "seed": 5}}
     made = recipe(
         tmp_path / "r.yaml",
