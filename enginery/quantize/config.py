@@ -52,7 +52,7 @@ class QuantizeConfig:
     """Layers not to quantize: node names, or patterns such as `*/layer.0/*`."""
     ranges: str = ""
     """Ranges to reuse: `reports/ranges.json` from an earlier run, or its artifact. Nothing is
-    calibrated or measured then."""
+    calibrated then, and the accuracy is measured only on built-in inputs."""
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.
     `dynamic` is INT8 with activation scales computed at run time, for the target cpu; it needs no
@@ -123,7 +123,7 @@ def check_options(config: QuantizeConfig) -> None:
     if config.ranges and (config.calibration or config.accuracy_budget):
         given = "calibration" if config.calibration else "accuracy_budget"
         raise OptionError(
-            f"options 'ranges' and '{given}' are both set, but with ranges nothing is measured.",
+            f"options 'ranges' and '{given}' are both set, but with ranges nothing is calibrated and no budget is checked.",
             do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
             option="ranges",
         )

@@ -281,7 +281,7 @@ def _obtain_calibration(
     )
     excluded = excluded_layers(layers, config.exclude, None, scheme)
     left_out = {**cache.left_out, **excluded}
-    progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is measured")
+    progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
     return replace(cache, left_out=left_out), None
 
 

@@ -349,6 +349,11 @@ class _Comparison:
                 found += self._scan(record, scan, profiles, limits, pytorch, found)
         if exists:
             found += self._compare_unrounded(record, unrounded, cases, profiles, pytorch, found)
+        elif quantized or artifact.manifest.precision != "fp32":
+            self.notes.append(
+                f"{record.file} was not compared without rounding: it is quantized dynamically, or "
+                "not enough of its weights were traced"
+            )
         self.notes += pytorch.notes
         for outputs in ("cases", "scan"):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""With labels, the accuracy of PyTorch and of the artifact stand beside the verdict."""
+"""With labels, the report has the accuracy of PyTorch and of the artifact."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Accuracy of each artifact on labelled texts, to stand beside its latency.
+"""Measure the accuracy of each artifact on labelled texts.
 
     labelled = LabelledTexts.read(targets, BenchConfig(data="reviews.csv", label_column="label"))
     labelled.measure(config).accuracies[0].describe()    # '91.4 % (88.7 to 93.5 %)'

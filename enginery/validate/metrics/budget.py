@@ -8,8 +8,9 @@ PyTorch has no arithmetic of this kind whose error could serve as a noise floor.
 - **On the user's data**, it has measured held-out rows of the calibration data. The mean of
   1 - cosine may be as large as that of the budget, or as the upper confidence bound (99.9 %, one
   side) for the mean of as many rows like those, whichever is larger.
-- **Without these measurements**, as with ranges from elsewhere, 10 times and 4 times the shortfall
-  of the budget or of the measured cosine.
+- **Without these measurements**, 10 times the shortfall of the budget or of the measured cosine on
+  built-in inputs, as for artifacts of earlier versions, and 4 times on the user's data, as with
+  ranges that were reused.
 
 No measurement permits a mean cosine below 0.95, because the artifact's author wrote it; only
 --min-cosine does. Each single case needs a cosine of 0.5, random token ids and noise images
