@@ -123,7 +123,8 @@ def check_options(config: QuantizeConfig) -> None:
     if config.ranges and (config.calibration or config.accuracy_budget):
         given = "calibration" if config.calibration else "accuracy_budget"
         raise OptionError(
-            f"options 'ranges' and '{given}' are both set, but with ranges nothing is calibrated and no budget is checked.",
+            f"options 'ranges' and '{given}' are both set, but with ranges nothing is calibrated "
+            "and no budget is checked.",
             do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
             option="ranges",
         )
