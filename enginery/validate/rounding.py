@@ -26,10 +26,15 @@ _NEGLIGIBLE = 0.02
 that of FP32, and if most nodes compute in FP32, so is that of the graph."""
 
 
-def unrounded_record(record: GraphRecord, *, quantized: bool) -> GraphRecord:
-    """Return the record of a graph without rounding; its file name is a description."""
-    what = "without quantization" if quantized else "in FP32"
-    low = () if quantized else ("float16", "bfloat16")
+def derived_record(record: GraphRecord, what: str, *, fp32_outputs: bool) -> GraphRecord:
+    """Return the record of a graph made from another; its file name says what it is.
+
+    Args:
+        record: the other graph's record.
+        what: how the graph differs, such as `in FP32`.
+        fp32_outputs: whether outputs in FP16 and BF16 have become FP32.
+    """
+    low = ("float16", "bfloat16") if fp32_outputs else ()
     outputs = tuple(
         replace(spec, dtype="float32") if spec.dtype in low else spec for spec in record.outputs
     )

@@ -45,7 +45,6 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx_ir.passes.common import InlinePass
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
@@ -53,6 +52,7 @@ from enginery.core.errors import EngineryError, InputError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.cast.simulation import simulate_cast
+from enginery.passes.cast.widening import widen
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import all_graphs
 from enginery.passes.ir.op_types import FLOAT
@@ -62,10 +62,6 @@ from enginery.runtime.providers.selection import choose_providers
 
 DRAWS = 3
 """Number of runs whose largest error is the noise floor of FP32."""
-
-_LOW_FLOATS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "output_dtype")
-"""Attributes that hold the type of a node's output."""
 
 Noise = Literal["fp32", "fp16", "bf16"]
 
@@ -156,7 +152,7 @@ class SourceFile(Closeable):
 def _with_noise(path: Path, file: Path, noise: Noise | None, seed: int) -> Path:
     """Return a file of the graph in FP32, with noise: `file`, or `path` if nothing changes."""
     model = read_graph(path)
-    widened = _widen(model)
+    widened = widen(model)
     if noise == "fp32":
         _move_weights(model, np.random.default_rng(seed))
     elif noise is not None:
@@ -165,34 +161,6 @@ def _with_noise(path: Path, file: Path, noise: Noise | None, seed: int) -> Path:
         return path
     write_graph(model, file)
     return file
-
-
-def _widen(model: ir.Model) -> bool:
-    """Make every FP16 and BF16 value FP32, in place; return False if there is none."""
-    if model.functions:
-        InlinePass()(model)
-    widened = False
-
-    def wide(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-        return ir.tensor(read_values(tensor).astype(np.float32), name=tensor.name)
-
-    for graph in all_graphs(model.graph):
-        made = [value for node in graph for value in node.outputs]
-        for value in (*graph.inputs, *graph.initializers.values(), *made):
-            if value.dtype in _LOW_FLOATS:
-                widened, value.dtype = True, FLOAT
-                if value.const_value is not None:
-                    value.const_value = wide(value.const_value)
-        for node in graph:
-            for name, attribute in node.attributes.items():
-                if attribute.type == ir.AttributeType.TENSOR:
-                    if attribute.as_tensor().dtype in _LOW_FLOATS:
-                        widened = True
-                        node.attributes[name] = ir.AttrTensor(name, wide(attribute.as_tensor()))
-                elif name in _TYPE_ATTRIBUTES and attribute.value in map(int, _LOW_FLOATS):
-                    widened = True
-                    node.attributes[name] = ir.AttrInt64(name, int(FLOAT))
-    return widened
 
 
 def _move_weights(model: ir.Model, generator: np.random.Generator) -> None:

@@ -53,7 +53,8 @@ from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.providers.selection import choose_providers
+from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
@@ -75,10 +76,10 @@ from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
-from enginery.validate.rounding import compare_rounding, unrounded_record
+from enginery.validate.rounding import compare_rounding, derived_record
 
 STAGE = "validate"
-STAGE_VERSION = "8"
+STAGE_VERSION = "9"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -336,8 +337,9 @@ class _Comparison:
                 labels=self.labels,
                 progress=progress,
             )
-            # Batches differ more clearly without quantization.
-            if not (quantized and exists):
+            simulated = artifact.manifest.precision == "fp16" and _on_cpu(runner.providers)
+            # Batches differ more clearly without quantization, and overflow only if simulated.
+            if not (quantized and exists) and not simulated:
                 scan = ConsistencyScan(
                     runner,
                     record,
@@ -347,8 +349,31 @@ class _Comparison:
                     seed=config.seed,
                 )
                 found += self._scan(record, scan, profiles, limits, pytorch, found)
+        if simulated:
+            path = self._write_simulated(record)
+            other = derived_record(record, "with every value in FP16", fp32_outputs=True)
+            scanned = None if quantized and exists else profiles
+            found += self._compare_derived(record, other, path, cases, scanned, pytorch, limits)
+            path.unlink()
         if exists:
-            found += self._compare_unrounded(record, unrounded, cases, profiles, pytorch, found)
+            what = "without quantization" if quantized else "in FP32"
+            other = derived_record(record, what, fp32_outputs=not quantized)
+            plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.precision))
+            scanned = profiles if quantized else None
+            try:
+                exact = self._compare_derived(
+                    record, other, unrounded, cases, scanned, pytorch, plain
+                )
+            except ProviderError as error:
+                self.notes.append(f"{other.file} was not compared: {error.message}")
+            else:
+                self.rounding += compare_rounding(
+                    record.file,
+                    found[: len(cases)],
+                    exact[: len(cases)],
+                    all_exact=self._all_exact(record),
+                )
+                found += exact
         elif quantized or artifact.manifest.precision != "fp32":
             self.notes.append(
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
@@ -359,47 +384,53 @@ class _Comparison:
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
 
-    def _compare_unrounded(
+    def _write_simulated(self, record: GraphRecord) -> Path:
+        """Write an FP16 graph that rounds every value on the CPU, too."""
+        from enginery.passes.cast.simulation import simulate_low_precision  # imports onnx, slowly
+        from enginery.passes.ir.graph_file import read_graph, write_graph
+
+        path = self.scratch / "simulated" / record.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model = read_graph(self.reference.artifact.path / record.file)
+        simulate_low_precision(model)
+        write_graph(model, path)
+        return path
+
+    def _compare_derived(
         self,
         record: GraphRecord,
+        derived: GraphRecord,
         path: Path,
         cases: Sequence[ValidationCase],
-        profiles: Sequence[Profile],
+        scanned: Sequence[Profile] | None,
         pytorch: ReferenceRun,
-        rounded: Sequence[ValidationCaseResult],
+        limits: ComparisonLimits,
     ) -> list[ValidationCaseResult]:
-        """Compare a graph without rounding, on the CPU, and its errors with those of the graph.
+        """Compare a graph that was made from the artifact's, on the CPU.
 
         Args:
-            record: the graph.
-            path: the graph without rounding.
+            record: the artifact's graph.
+            derived: the other.
+            path: the other's file.
             cases: the inputs.
-            profiles: shape profiles, whose bounds are run in any case.
+            scanned: shape profiles, whose bounds are scanned in any case; None for no scan.
             pytorch: PyTorch's outputs for these inputs.
-            rounded: the results of the graph, those for these inputs first.
+            limits: the tolerances.
 
         Returns:
-            The results, under the name of another graph.
+            The results, those for these inputs first.
+
+        Raises:
+            ProviderError: ONNX Runtime cannot load the graph.
         """
-        artifact = self.reference.artifact
-        quantized = is_quantized(artifact)
-        limits = ComparisonLimits(Tolerance.for_precision(artifact.manifest.precision))
-        other = unrounded_record(record, quantized=quantized)
-        try:
-            run = GraphTracer(path, [spec.name for spec in record.outputs], optimized=True)
-        except ProviderError as error:
-            self.notes.append(f"{other.file} was not compared: {error.message}")
-            return []
-        with run:
-            found = compare_graph(run, other, cases, pytorch, limits, progress=self.progress)
-            self.rounding += compare_rounding(
-                record.file, rounded[: len(cases)], found, all_exact=self._all_exact(record)
-            )
-            if quantized:
+        outputs = [spec.name for spec in derived.outputs]
+        with GraphTracer(path, outputs, optimized=True) as run:
+            found = compare_graph(run, derived, cases, pytorch, limits, progress=self.progress)
+            if scanned is not None:
                 scan = ConsistencyScan(
-                    run, other, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
+                    run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
                 )
-                found += self._scan(record, scan, profiles, limits, pytorch, found)
+                found += self._scan(record, scan, scanned, limits, pytorch, found)
             return found
 
     def _all_exact(self, record: GraphRecord) -> bool:
@@ -473,6 +504,11 @@ class _Comparison:
             progress=self.progress,
             noise=noise,
         )
+
+
+def _on_cpu(providers: Sequence[Provider]) -> bool:
+    """Return True if only the CPU runs a graph."""
+    return {provider.name for provider in providers} == {CPU}
 
 
 def _sizes(graph: Path) -> set[int]:

@@ -3,15 +3,17 @@
 import numpy as np
 import onnx
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from enginery import optimize_model, quantize_model, validate_model
 from enginery.core.artifact.artifact import REPORTS
 from tests.tiny import TEXT
 from tests.validate.faults import edits as faults
 from tests.validate.faults.graph_editor import GraphEditor
-from tests.validate.faults.transformer import TRANSFORMER_FAULTS
+from tests.validate.faults.transformer import FP16_FAULTS, TRANSFORMER_FAULTS
 
 WITHOUT = "model.onnx without quantization"
+SIMULATED = "model.onnx with every value in FP16"
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def test_without_a_record_of_the_calibration_only_the_quantized_graph_runs(int8,
     artifact = copied(int8())
     (artifact.path / REPORTS / "ranges.json").unlink()
     report = validate_model(artifact, effort="quick")
-    assert {case.graph for case in report.cases} == {"model.onnx"}
+    assert {case.graph for case in report.cases} == {"model.onnx", SIMULATED}
 
 
 IN_FP32 = "model.onnx in FP32"
@@ -182,7 +184,7 @@ def test_sound_fp16_graph_has_little_error_beside_rounding(low, copied, kind):
     task = "feature-extraction" if kind == "bert" else "image-classification"
     report = validate_model(copied(low(kind, task)), effort="quick")
     assert report.passed, report.summary
-    assert {case.graph for case in report.cases} == {"model.onnx", IN_FP32}
+    assert {case.graph for case in report.cases} == {"model.onnx", SIMULATED, IN_FP32}
     (rounding,) = report.rounding
     assert 0 < rounding.other_share < 0.01
 
@@ -230,8 +232,40 @@ def test_fault_that_fp16_would_hide(low, copied, edit):
     broken = faults.break_graph(copied(low("bert", "feature-extraction")), change)
     report = validate_model(broken, effort="quick")
     assert not report.passed
-    assert all(case.passed for case in report.cases)
-    assert "of the squared error does not come from rounding" in report.summary
+    assert all(case.passed for case in report.cases if case.graph == "model.onnx")
+    assert "of the squared error does not come from rounding" in report.rounding[0].problem
+
+
+@pytest.mark.parametrize(
+    "fault", [f for f in FP16_FAULTS if f.harmful_on_gpu], ids=lambda fault: fault.name
+)
+def test_fault_that_the_cpu_hides(low, copied, exported, fault):
+    original = onnx.load(str(exported("bert", "feature-extraction").path / "model.onnx"))
+    artifact = low("bert", "feature-extraction")
+    sound = onnx.load(str(artifact.path / "model.onnx"))
+    broken = faults.break_graph(copied(artifact), lambda model: fault.plant(model, original))
+    report = validate_model(broken, effort="quick")
+    assert not report.passed
+    failed = {case.graph for case in report.cases if not case.passed}
+    assert failed == {SIMULATED}
+    # onnx's own evaluator computes FP16 in FP16.
+    feeds = {
+        name: np.array([[2, 9, 30, 3]] if name == "input_ids" else np.ones((1, 4)), np.int64)
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    }
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected, found = (
+            ReferenceEvaluator(model).run(None, feeds)[0]
+            for model in (sound, onnx.load(str(broken.path / "model.onnx")))
+        )
+    assert not np.allclose(found, expected, atol=0.05)
+
+
+def test_scan_of_an_fp16_graph_rounds_every_value(low, copied):
+    report = validate_model(copied(low("bert", "feature-extraction")), effort="quick")
+    (coverage,) = report.coverage
+    assert coverage.graph == SIMULATED
+    assert coverage.compared
 
 
 def test_fp32_artifact_is_compared_once(exported, copied):

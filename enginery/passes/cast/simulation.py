@@ -2,9 +2,11 @@
 
 ONNX Runtime has FP16 kernels for few ops on the CPU. It runs the others in FP32 and removes the
 Casts between two of them, so an overflow that yields infinity on a GPU does not show. It does not
-run BF16 at all. So `simulate_cast` inserts two Casts, to the low precision and back, after every
-value that `cast_graph` would cast. ONNX Runtime keeps such pairs. The values keep the names that
-they have in the cast graph. Sums inside an op are FP32, as on tensor cores.
+run BF16 at all. So two Casts, to the low precision and back, follow every value. ONNX Runtime keeps
+such pairs. Sums inside an op are FP32, as on tensor cores.
+
+`simulate_cast` takes the FP32 graph before `cast_graph`, `simulate_low_precision` the graph after
+it, or any other in FP16 or BF16.
 """
 
 from __future__ import annotations
@@ -18,8 +20,32 @@ from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
 
 from enginery.passes.cast.low_precision import cast_array, low_precision_type, read_values
 from enginery.passes.cast.plan import CastPlan, plan_cast
-from enginery.passes.ir.nodes import NameAllocator, all_graphs, infer_types, raise_opset_for_bf16
+from enginery.passes.cast.widening import widen
+from enginery.passes.ir.nodes import (
+    NameAllocator,
+    all_graphs,
+    infer_types,
+    raise_opset_for_bf16,
+)
 from enginery.passes.ir.op_types import FLOAT
+
+_MOVES = frozenset(
+    {
+        "Concat",
+        "Constant",
+        "Expand",
+        "Gather",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+    }
+)
+"""Operators whose results are some of their inputs, which are rounded already."""
 
 
 def simulate_cast(
@@ -29,9 +55,10 @@ def simulate_cast(
     keep_fp32: Collection[str] = (),
     io_dtype: Literal["fp32", "same"] = "fp32",
 ) -> None:
-    """Insert the rounding in place; the arguments are those of `cast_graph`.
+    """Make an FP32 graph round as `cast_graph` would, in place; the arguments are the same.
 
-    The types of inputs and outputs stay FP32; with `io_dtype="same"` their values are rounded.
+    Values keep the names that they have in the cast graph. The types of inputs and outputs stay
+    FP32; with `io_dtype="same"` their values are rounded.
 
     Raises:
         OptionError: the precision is neither `fp16` nor `bf16`.
@@ -67,6 +94,28 @@ def simulate_cast(
                 else:
                     # The cast graph casts an FP32 result for the low-precision nodes that read it.
                     _round_input(value, plan, graph, low, new_name)
+
+
+def simulate_low_precision(model: ir.Model) -> None:
+    """Make an FP16 or BF16 graph compute in FP32 and round what it computes, in place.
+
+    Inputs keep their types; FP16 and BF16 outputs become FP32.
+    """
+    new_name = NameAllocator(model)
+    for value, low in widen(model, keep_inputs=True).items():
+        producer = value.producer()
+        if producer is None or producer.graph is None or producer.op_type in _MOVES:
+            continue
+        if not value.uses() and not value.is_graph_output():  # an optional output
+            continue
+        down, up = _cast_pair(value, low, new_name)
+        rounded = up.outputs[0]
+        producer.graph.insert_after(producer, [down, up])
+        value.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        down.replace_input_with(0, value)
+        if rounded.is_graph_output():
+            name, value.name = value.name, new_name(f"{value.name}_exact")
+            rounded.name = name
 
 
 def round_tensor(tensor: ir.TensorProtocol, low: ir.DataType) -> ir.LazyTensor:

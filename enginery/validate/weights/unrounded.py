@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.passes.cast.low_precision import LOW_TYPES, cast_array, read_values
+from enginery.passes.cast.widening import widen
 from enginery.passes.ir.graph_file import write_graph
 from enginery.validate.weights.quantized import QuantizedLayer
 from enginery.validate.weights.stored import constant_tensor, find_sizes
@@ -79,20 +80,13 @@ def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Pat
     sizes = sorted(find_sizes(model))
     numbers = (*_OF_ACTIVATIONS, *(size**power for power in _POWERS for size in sizes))
     exact = {float(low.numpy().type(number)): number for number in reversed(numbers)}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is None:
-                continue
-            if value.dtype == low or (value.dtype == FLOAT and value.name in weights):
-                value.const_value = _in_fp32(value.name or "", value.const_value, weights, exact)
-                value.type = ir.TensorType(FLOAT)
-        for node in graph:
-            for attribute in list(node.attributes.values()):
-                _convert_attribute(node, attribute, low, weights, exact)
-            for output in node.outputs:
-                if output.dtype == low:
-                    output.type = ir.TensorType(FLOAT)
-    _cast_inputs(model.graph, low)
+
+    def convert(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
+        if tensor.dtype == low or (tensor.dtype == FLOAT and name in weights):
+            return _in_fp32(name, tensor, weights, exact)
+        return None
+
+    widen(model, convert, low={low}, keep_inputs=True)
     _write(model, path)
 
 
@@ -107,34 +101,6 @@ def _in_fp32(
         return ir.tensor(np.asarray(values, np.float32, order="C"), name=name)
 
     return ir.LazyTensor(read, FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
-
-
-def _convert_attribute(
-    node: ir.Node,
-    attribute: ir.Attr,
-    low: ir.DataType,
-    weights: Weights,
-    exact: Mapping[float, float],
-) -> None:
-    if attribute.type == ir.AttributeType.TENSOR:
-        tensor, name = attribute.as_tensor(), node.outputs[0].name or ""
-        if tensor.dtype == low or (tensor.dtype == FLOAT and name in weights):
-            node.attributes[attribute.name] = ir.AttrTensor(
-                attribute.name, _in_fp32(name, tensor, weights, exact)
-            )
-    elif attribute.name in ("to", "dtype") and attribute.value == int(low):
-        node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(FLOAT))
-
-
-def _cast_inputs(graph: ir.Graph, low: ir.DataType) -> None:
-    for value in graph.inputs:
-        if value.dtype == low:
-            cast = ir.node("Cast", [value], {"to": int(FLOAT)})
-            cast.outputs[0].name = f"{value.name}/in_fp32"
-            for use in list(value.uses()):
-                if use.node is not cast:
-                    use.node.replace_input_with(use.idx, cast.outputs[0])
-            graph.insert_before(graph[0], cast)
 
 
 def _write(model: ir.Model, path: Path) -> None:

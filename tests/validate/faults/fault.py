@@ -28,6 +28,8 @@ class Fault:
     models: tuple[str, ...] = TEXT
     shown_by: tuple[str, ...] = ()
     """Held-out inputs beside the usual ones that show it, by their names in `effect.py`."""
+    harmful_on_gpu: bool = False
+    """Harmful where FP16 is computed in FP16. On the CPU, ONNX Runtime computes it in FP32."""
 
     def plant(self, model: onnx.ModelProto, original: onnx.ModelProto) -> None:
         """Edit a model in place.

@@ -49,14 +49,19 @@ class Outcome:
     passed: bool
     summary: str
     """Summary of the validation, or the error of the stage."""
+    harmful_on_gpu: bool = False
+
+    @property
+    def harmful(self) -> bool:
+        return self.effect.harmful or self.harmful_on_gpu
 
     @property
     def missed(self) -> bool:
-        return self.effect.harmful and self.passed
+        return self.harmful and self.passed
 
     def __str__(self) -> str:
         verdict = "passed" if self.passed else "failed"
-        judged = "MISSED" if self.missed else "harmful" if self.effect.harmful else "harmless"
+        judged = "MISSED" if self.missed else "harmful" if self.harmful else "harmless"
         return f"{self.fault:44} {self.effect} {judged:8} {verdict} {self.summary[:110]}"
 
 
@@ -90,7 +95,7 @@ class Laboratory:
         effect = self._effect(broken, [FIRST, *fault.shown_by])
         if passed or not effect.harmful:
             effect = self._effect(broken, self.held_out.names(fault.shown_by))
-        return Outcome(fault.name, fault.kind, effect, passed, summary)
+        return Outcome(fault.name, fault.kind, effect, passed, summary, fault.harmful_on_gpu)
 
     def _effect(self, broken: Artifact, names: Sequence[str]) -> Effect:
         answers = self.held_out.run(broken, names)

@@ -377,7 +377,7 @@ TRANSFORMER_FAULTS: list[Fault] = [
 ]
 
 
-def _overflow(factor: float):
+def _there_and_back(factor: float):
     return lambda g, x: g.op("Div", g.op("Mul", x, factor), factor)
 
 
@@ -401,10 +401,23 @@ def _in_parts(count: int) -> Callable[[GraphEditor, str], None]:
 
 FP16_FAULTS: list[Fault] = [
     *faults(
+        "half precision on a GPU",
+        {
+            "activation overflows": on_output(_bias(UP), _there_and_back(30000.0)),
+            "scores overflow": on_output(attention("MatMul"), _there_and_back(60000.0)),
+            "activation underflows": on_output(_bias(UP), _there_and_back(1e-7)),
+            "all norms overflow": every_layer(
+                lambda g, node: on_output(node, _there_and_back(60000.0))(g),
+                ".*LayerNormalization",
+            ),
+        },
+        models=TRANSFORMERS,
+        precisions=("fp16",),
+        harmful_on_gpu=True,
+    ),
+    *faults(
         "half precision",
         {
-            "activation overflows": on_output(_bias(UP), _overflow(30000.0)),
-            "scores overflow": on_output(attention("MatMul"), _overflow(3000.0)),
             "norm in fp16": norm(),
             "all norms in fp16 with epsilon 0": every_layer(
                 lambda g, node: layer_norm(g, node, epsilon=0), ".*LayerNormalization"
