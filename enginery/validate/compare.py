@@ -113,7 +113,7 @@ def compare_graph(
     run: Callable[[Feeds], Outputs],
     record: GraphRecord,
     cases: Sequence[ValidationCase],
-    pytorch: ReferenceRun,
+    reference: ReferenceRun,
     limits: ComparisonLimits,
     *,
     embeddings: EmbeddingComparison | None = None,
@@ -126,21 +126,21 @@ def compare_graph(
     An output that the reference lacks in some cases is skipped in those (a merged decoder passes on
     what its other branch computes). An output that it lacks in all cases fails.
     """
-    known = set(pytorch.noise_floors)
+    known = set(reference.noise_floors)
     results = []
     with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
-        for case, expected in zip(cases, pytorch.outputs, strict=True):
+        for case, expected in zip(cases, reference.outputs, strict=True):
             feeds = case.make()
             result = _without_metrics(record, case, feeds, expected)
             if not expected.problem:
                 try:
                     found = run(feeds)
                 except EngineryError as error:
-                    problem = f"the graph fails but {pytorch.name} does not: {error.message}"
+                    problem = f"the graph fails but {reference.name} does not: {error.message}"
                     result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
-                        record, feeds, found, expected, pytorch, limits, known
+                        record, feeds, found, expected, reference, limits, known
                     )
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
@@ -175,14 +175,14 @@ def _compare_outputs(
     feeds: Feeds,
     found: Outputs,
     expected: ReferenceOutputs,
-    pytorch: ReferenceRun,
+    reference: ReferenceRun,
     limits: ComparisonLimits,
     known: set[str],
 ) -> list[OutputMetrics]:
     outputs = []
     for spec in record.outputs:
         if spec.name not in known:
-            outputs.append(unmatched_output(spec.name, found[spec.name], pytorch.name))
+            outputs.append(unmatched_output(spec.name, found[spec.name], reference.name))
         elif spec.name in expected.files:
             outputs.append(
                 compare_output(
@@ -190,12 +190,12 @@ def _compare_outputs(
                     found[spec.name],
                     expected.load(spec.name),
                     dtype=spec.dtype,
-                    noise=pytorch.noise_floors[spec.name],
+                    noise=reference.noise_floors[spec.name],
                     tolerance=limits.tolerance,
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
                     padding=find_padding_mask(spec, record.inputs, feeds),
-                    name=pytorch.name,
+                    name=reference.name,
                 )
             )
     return outputs

@@ -212,7 +212,7 @@ class ConsistencyScan:
         self,
         shapes: Sequence[ScanShape],
         limits: ComparisonLimits,
-        pytorch: ReferenceRun,
+        reference: ReferenceRun,
         progress: Progress,
     ) -> ScanResult:
         """Run padded batches and compare their rows with the rows alone.
@@ -220,22 +220,22 @@ class ConsistencyScan:
         Args:
             shapes: the shapes; those that no engine takes are left out.
             limits: the tolerances of the comparison with PyTorch.
-            pytorch: PyTorch's outputs for the other cases; outputs that it lacks in some of them
+            reference: its outputs for the other cases; outputs that it lacks in some of them
                 are left out.
             progress: receives progress messages.
         """
         result = ScanResult(reason=_obstacle(self._record))
         if result.reason:
             return result
-        ran = [set(expected.files) for expected in pytorch.outputs if expected.files]
+        ran = [set(expected.files) for expected in reference.outputs if expected.files]
         if not ran:
-            return ScanResult(reason=f"{pytorch.name} ran on no input")
+            return ScanResult(reason=f"{reference.name} ran on no input")
         self._names_compared = set.intersection(*ran)
         with progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
                 try:
                     ratios = [
-                        limits.ratio(mine, alone, pytorch.noise_floors[name])
+                        limits.ratio(mine, alone, reference.noise_floors[name])
                         for name, mine, alone in self._compare(shape)
                     ]
                 except ShapeError:  # no engine takes it
@@ -256,7 +256,7 @@ class ConsistencyScan:
         self,
         scanned: ScanResult,
         limits: ComparisonLimits,
-        pytorch: ReferenceRun,
+        reference: ReferenceRun,
         run_reference: Callable[[Sequence[ValidationCase]], ReferenceRun],
         progress: Progress,
     ) -> list[ValidationCaseResult]:
@@ -265,7 +265,7 @@ class ConsistencyScan:
         Args:
             scanned: the result of the scan.
             limits: the tolerances of the comparison with PyTorch.
-            pytorch: PyTorch's outputs for the other cases.
+            reference: its outputs for the other cases.
             run_reference: runs PyTorch on these cases.
             progress: receives progress messages.
         """
@@ -276,7 +276,7 @@ class ConsistencyScan:
         confirmed = run_reference(listed)
         floors = {
             name: floor.wider(confirmed.noise_floors.get(name, floor))
-            for name, floor in pytorch.noise_floors.items()
+            for name, floor in reference.noise_floors.items()
         }
         confirmed = replace(confirmed, noise_floors=floors)
         results = compare_graph(

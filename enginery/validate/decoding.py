@@ -258,9 +258,9 @@ def compare_decoding(
         return [], notes
     sequences = make_sequences(usable[0], feed_limits, seed=seed)
     cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
-    pytorch = run_reference(usable[0].later, cases)
-    if not any(expected.files for expected in pytorch.outputs):
-        notes.append(f"no tokens were decoded: {pytorch.outputs[0].problem}")
+    reference = run_reference(usable[0].later, cases)
+    if not any(expected.files for expected in reference.outputs):
+        notes.append(f"no tokens were decoded: {reference.outputs[0].problem}")
         return [], notes
     results = []
     for graphs in usable:
@@ -271,10 +271,12 @@ def compare_decoding(
         ):
             files = dict.fromkeys(record.file for record in records)
             runners = {file: stack.enter_context(open_runner(file)) for file in files}
-            expected = iter(pytorch.outputs)
+            expected = iter(reference.outputs)
             for tokens in sequences:
                 steps = [(case, next(expected)) for case in tokens.cases(graphs)]
-                results += _compare_steps(_Decoder(graphs, runners), steps, graphs, pytorch, limits)
+                results += _compare_steps(
+                    _Decoder(graphs, runners), steps, graphs, reference, limits
+                )
                 advance()
     return results, notes
 
@@ -283,7 +285,7 @@ def _compare_steps(
     decoder: _Decoder,
     steps: Sequence[tuple[ValidationCase, ReferenceOutputs]],
     graphs: DecoderGraphs,
-    pytorch: ReferenceRun,
+    reference: ReferenceRun,
     limits: ComparisonLimits,
 ) -> list[ValidationCaseResult]:
     """Decode one sequence, up to the first step that does not run."""
@@ -297,7 +299,7 @@ def _compare_steps(
             decoder.start if starts else decoder.resume,
             record.model_copy(update={"outputs": shown}),
             [case],
-            replace(pytorch, outputs=[expected]),
+            replace(reference, outputs=[expected]),
             limits,
         )
         if not results[-1].outputs:

@@ -315,7 +315,7 @@ class _Comparison:
         artifact, config, progress = self.reference.artifact, self.config, self.progress
         quantized, unrounded = is_quantized(artifact), self.scratch / record.file
         exists = unrounded.exists()
-        pytorch = self._run_reference(record, "cases", cases, noise=exists or not quantized)
+        reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
         with OrtRunner(
             artifact,
             graph=record.file,
@@ -330,7 +330,7 @@ class _Comparison:
                 runner,
                 record,
                 cases,
-                pytorch,
+                reference,
                 limits,
                 embeddings=self.embeddings,
                 answers=self.answers if record is artifact.manifest.graphs[0] else None,
@@ -348,12 +348,12 @@ class _Comparison:
                     sizes=_sizes(artifact.path / record.file),
                     seed=config.seed,
                 )
-                found += self._scan(record, scan, profiles, limits, pytorch, found)
+                found += self._scan(record, scan, profiles, limits, reference, found)
         if simulated:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
             scanned = None if quantized and exists else profiles
-            found += self._compare_derived(record, other, path, cases, scanned, pytorch, limits)
+            found += self._compare_derived(record, other, path, cases, scanned, reference, limits)
             path.unlink()
         if exists:
             what = "without quantization" if quantized else "in FP32"
@@ -362,7 +362,7 @@ class _Comparison:
             scanned = profiles if quantized else None
             try:
                 exact = self._compare_derived(
-                    record, other, unrounded, cases, scanned, pytorch, plain
+                    record, other, unrounded, cases, scanned, reference, plain
                 )
             except ProviderError as error:
                 self.notes.append(f"{other.file} was not compared: {error.message}")
@@ -379,7 +379,7 @@ class _Comparison:
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
                 "not enough of its weights were traced"
             )
-        self.notes += pytorch.notes
+        self.notes += reference.notes
         for outputs in ("cases", "scan"):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
@@ -403,7 +403,7 @@ class _Comparison:
         path: Path,
         cases: Sequence[ValidationCase],
         scanned: Sequence[Profile] | None,
-        pytorch: ReferenceRun,
+        reference: ReferenceRun,
         limits: ComparisonLimits,
     ) -> list[ValidationCaseResult]:
         """Compare a graph that was made from the artifact's, on the CPU.
@@ -414,7 +414,7 @@ class _Comparison:
             path: the other's file.
             cases: the inputs.
             scanned: shape profiles, whose bounds are scanned in any case; None for no scan.
-            pytorch: PyTorch's outputs for these inputs.
+            reference: its outputs for these inputs.
             limits: the tolerances.
 
         Returns:
@@ -425,12 +425,12 @@ class _Comparison:
         """
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
-            found = compare_graph(run, derived, cases, pytorch, limits, progress=self.progress)
+            found = compare_graph(run, derived, cases, reference, limits, progress=self.progress)
             if scanned is not None:
                 scan = ConsistencyScan(
                     run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
                 )
-                found += self._scan(record, scan, scanned, limits, pytorch, found)
+                found += self._scan(record, scan, scanned, limits, reference, found)
             return found
 
     def _all_exact(self, record: GraphRecord) -> bool:
@@ -445,17 +445,17 @@ class _Comparison:
         scan: ConsistencyScan,
         profiles: Sequence[Profile],
         limits: ComparisonLimits,
-        pytorch: ReferenceRun,
+        reference: ReferenceRun,
         compared: Sequence[ValidationCaseResult],
     ) -> list[ValidationCaseResult]:
         """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
-        scanned = scan.run(shapes, limits, pytorch, self.progress)
+        scanned = scan.run(shapes, limits, reference, self.progress)
         noise = not isinstance(limits.tolerance, QuantizedTolerance)
         run_again = partial(self._run_reference, record, "scan", noise=noise)
-        found = scan.confirm(scanned, limits, pytorch, run_again, self.progress)
+        found = scan.confirm(scanned, limits, reference, run_again, self.progress)
         self.coverage.append(scan.coverage([*compared, *found], scanned))
-        self.notes += scan_notes(record, scanned, [*compared, *found], pytorch.name)
+        self.notes += scan_notes(record, scanned, [*compared, *found], reference.name)
         return found
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
