@@ -79,11 +79,8 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """The quantization scheme, such as `int8`, or else the type of the float tensors."""
-        manifest = self.artifact.manifest
-        quantized = [stage for stage in manifest.stages if stage.stage == "quantize"]
-        scheme = str(quantized[-1].options.get("scheme", "int8")) if quantized else ""
-        return scheme or manifest.precision
+        """The type in which the weights are multiplied, such as `int8`."""
+        return self.artifact.manifest.precision
 
     def count_convolutions(self) -> int | None:
         """Return the number of convolutions, or None if the package onnx is not installed."""

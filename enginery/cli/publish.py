@@ -64,5 +64,6 @@ def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT
     manifest = artifact.manifest
     console.json({"path": str(artifact.path), **manifest.model_dump(mode="json")})
     console.line(
-        f"wrote {artifact.path}: {manifest.task}, {manifest.precision}, every file checked"
+        f"wrote {artifact.path}: {manifest.task}, {manifest.describe_precision()}, "
+        "every file checked"
     )

@@ -17,6 +17,7 @@ from enginery.cli.console import human_bytes
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import EngineRecord, engine_directories
+from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import BadRowsError
 from enginery.core.options import options_dict
 from enginery.core.store.store import StoreEntry
@@ -45,7 +46,7 @@ def artifact_rows(artifact: Artifact) -> list[Row]:
         "source": f"{source.id}{revision} (sha256 {source.sha256[:12]}…)",
         "task": manifest.task,
         "model type": manifest.model_type,
-        "precision": manifest.precision,
+        "precision": manifest.describe_precision(),
         "target": manifest.target,
         "graphs": ", ".join(f"{g.file} (opset {g.opset})" for g in manifest.graphs),
         "size": human_bytes(size),
@@ -138,11 +139,12 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
                 "max abs error": f"{output.max_abs:.1e}",
                 "allowed": _limit(output),
                 "cosine": f"{output.cosine:.6f}",
+                "at least": _least(output.cosine_limit),
                 "verdict": _verdict(output),
             }
             for case, output in pairs
         ]
-        blank = dict.fromkeys(("max abs error", "allowed", "cosine"), _NOTHING)
+        blank = dict.fromkeys(("max abs error", "allowed", "cosine", "at least"), _NOTHING)
         rows += [
             {
                 "output": _NOTHING,
@@ -171,6 +173,11 @@ def _verdict(output: OutputMetrics) -> str:
 def _limit(output: OutputMetrics) -> str:
     """Return the allowed error; for a quantized graph, which has only a cosine limit, a dash."""
     return f"{output.limit:.1e}" if math.isfinite(output.limit) else _NOTHING
+
+
+def _least(cosine: float) -> str:
+    """Return the smallest cosine that is allowed, rounded down; a dash if there is no limit."""
+    return f"{math.floor(cosine * 1e6) / 1e6:.6f}" if cosine > -1 else _NOTHING
 
 
 _LISTED_WEIGHTS = 3
@@ -233,7 +240,7 @@ def made_rows(result: RunResult) -> list[Row]:
     return _facts(
         {
             "model": f"{manifest.source.id}{revision}",
-            "made": f"ONNX for {manifest.task}, {manifest.precision}, {opsets}, "
+            "made": f"ONNX for {manifest.task}, {manifest.describe_precision()}, {opsets}, "
             f"{human_bytes(size)}",
             "where": str(result.artifact.path),
         }
@@ -241,9 +248,13 @@ def made_rows(result: RunResult) -> list[Row]:
 
 
 def run_rows(result: RunResult) -> list[Row]:
-    """Return one row per stage: result, time, and the largest difference from the reference."""
+    """Return one row per stage: result, time, and the largest difference from the reference.
+
+    The cosines of quantize, and of the validation of a quantized graph, are means over real inputs.
+    """
     rows = [_stage_row(stage) for stage in result.stages]
-    blank = dict.fromkeys(("time", "max abs error", "allowed", "cosine", "provider"), _NOTHING)
+    columns = ("time", "max abs error", "allowed", "cosine", "at least", "provider")
+    blank = dict.fromkeys(columns, _NOTHING)
     return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
 
 
@@ -257,7 +268,7 @@ def _stage_row(stage: StageResult) -> Row:
     if report is not None or stage.stage == "lint":
         done = "passed" if stage.passed else "failed"
     worst = report.worst() if report else None
-    cosines = [o.cosine for case in report.cases for o in case.outputs] if report else []
+    cosine = _stage_cosine(stage)
     names = [short_name(provider["name"]) for provider in report.providers] if report else []
     return {
         "stage": stage.stage,
@@ -265,9 +276,24 @@ def _stage_row(stage: StageResult) -> Row:
         "time": f"{stage.seconds:.1f} s",
         "max abs error": f"{worst[1].max_abs:.1e}" if worst else _NOTHING,
         "allowed": _limit(worst[1]) if worst else _NOTHING,
-        "cosine": f"{min(cosines):.6f}" if cosines else _NOTHING,
+        "cosine": f"{cosine[0]:.6f}" if cosine else _NOTHING,
+        "at least": _least(cosine[1]) if cosine else _NOTHING,
         "provider": ", ".join(names) or _NOTHING,
     }
+
+
+def _stage_cosine(stage: StageResult) -> tuple[float, float] | None:
+    """Return the cosine that a stage has measured, and the smallest that is allowed."""
+    if stage.stage == "quantize" and (made := QuantizationReport.of(stage.artifact)):
+        search, accuracy = made.search, made.accuracy
+        least = search.reference - search.allowed if search and search.about == "cosine" else -1.0
+        return (accuracy.cosine, least) if accuracy else None
+    if stage.report is None:
+        return None
+    if compared := stage.report.accuracy:
+        return compared.found.cosine, compared.cosine_limit
+    found = [(o.cosine, o.cosine_limit) for case in stage.report.cases for o in case.outputs]
+    return min(found, default=None)
 
 
 def run_json(

@@ -140,11 +140,10 @@ def _check_typing(manifest: Manifest, flavor: Flavor, *, fp16: bool, save_contex
                 if name == "fp16"
                 else "Build the engine with its wrapper: enginery build --flavor tensorrt-rtx",
             )
-    quantized = any(stage.stage == "quantize" for stage in manifest.stages)
-    if fp16 and (quantized or manifest.precision != "fp32"):
-        found = "quantized" if quantized else manifest.precision
+    if fp16 and manifest.precision != "fp32":
         raise OptionError(
-            f"option 'fp16' is set, but the graph is already {found}, and its own dtypes hold.",
+            f"option 'fp16' is set, but the graph is already {manifest.precision}, and its own "
+            "dtypes hold.",
             do="Remove the option.",
         )
 

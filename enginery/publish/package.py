@@ -234,7 +234,7 @@ def _content(
     made = {
         "source": manifest.source.sha256,
         "task": manifest.task,
-        "precision": manifest.precision,
+        "precision": manifest.describe_precision(),
         "target": manifest.target,
     }
     said = sorted((v.stage, v.passed, v.summary) for v in manifest.verdicts)

@@ -54,7 +54,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -172,7 +172,8 @@ def run(
             notes=(report.summary, *notes),
         )
         changes = {
-            "precision": "fp32" if config.scheme == "dynamic" else config.residual,
+            "precision": "int8" if config.scheme == "dynamic" else config.scheme,
+            "residual": "fp32" if config.scheme == "dynamic" else config.residual,
             "target": config.target,
             "graphs": graphs,
             "stages": (*source.manifest.stages, stage),
@@ -230,7 +231,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             static schemes also: it has several graphs, or an opset below 19.
     """
     manifest = source.manifest
-    if any(stage.stage == STAGE for stage in manifest.stages):
+    if manifest.is_quantized:
         raise ArtifactError(
             f"{source.path} is already quantized.", do="Start from the exported artifact."
         )

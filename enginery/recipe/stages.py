@@ -150,7 +150,7 @@ def _result_of(stage: str, options: Any) -> tuple[str, str]:
         return options.dtype, "onnx"
     if stage == "optimize":
         return options.precision, options.target
-    return "fp32" if options.scheme == "dynamic" else options.residual, options.target
+    return "int8" if options.scheme == "dynamic" else options.scheme, options.target
 
 
 def _find_repetition(

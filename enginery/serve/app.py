@@ -222,7 +222,7 @@ async def load(registry: ModelRegistry) -> None:
             "ready: %s, %s, %s on %s%s, %s",
             model.name,
             manifest.task,
-            manifest.precision,
+            manifest.describe_precision(),
             first.name,
             why,
             _validation_words(model),

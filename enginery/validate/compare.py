@@ -29,7 +29,6 @@ from enginery.validate.labels import LabelComparison
 from enginery.validate.metrics.budget import (
     AccuracyExpectation,
     accuracy_expectation,
-    is_quantized,
 )
 from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
@@ -59,10 +58,10 @@ class ComparisonLimits:
             OptionError: the artifact is quantized, its accuracy is not recorded, and `min_cosine`
                 is not set.
         """
-        precision = artifact.manifest.precision
+        precision = artifact.manifest.float_precision
         error = None if isinstance(config.max_abs_error, str) else config.max_abs_error
         cosine = None if isinstance(config.min_cosine, str) else config.min_cosine
-        if not is_quantized(artifact):
+        if not artifact.manifest.is_quantized:
             return cls(Tolerance.for_precision(precision), error, cosine)
         tolerance = QuantizedTolerance(precision)
         if cosine is not None:

@@ -26,8 +26,9 @@ def check_declared_precision(artifact: Artifact) -> None:
     """Check that the graphs have the precision that the manifest declares.
 
     Raises:
-        ArtifactError: the manifest declares fp16 or bf16, but less than a tenth of the float
-            weights have it; or it has a quantize stage, but no graph has a quantized operator.
+        ArtifactError: the manifest declares fp16 or bf16, if quantized for the rest of the graph,
+            but less than a tenth of the float weights have it; or it has a quantize stage, but no
+            graph has a quantized operator.
     """
     manifest = artifact.manifest
     graphs = [
@@ -37,13 +38,11 @@ def check_declared_precision(artifact: Artifact) -> None:
         for top in (model.graph, *model.functions)
         for graph in _with_subgraphs(top)
     ]
-    quantized = any(stage.stage == "quantize" for stage in manifest.stages)
-    declared = manifest.precision
+    quantized = manifest.is_quantized
+    declared = manifest.float_precision
     counts = _count_weights(graphs)
     share = counts.get(declared, 0) / max(1, sum(counts.values()))
-    # The tolerance of a quantized artifact follows from its budget, and few of its weights are
-    # floats.
-    if declared != "fp32" and not quantized and counts and share < _MIN_SHARE:
+    if declared != "fp32" and counts and share < _MIN_SHARE:
         raise ArtifactError(
             f"{artifact.path / MANIFEST} declares the precision {declared}, but only {share:.1%} "
             "of the float weights have it, so the tolerance would be too large.",

@@ -133,7 +133,7 @@ class Reference:
 
     def open_noisy(self, graph: str) -> dict[str, Callable[[], TorchReference | SourceFile]]:
         """Return loaders of the runs whose errors are noise floors, by name for messages."""
-        precision = self.artifact.manifest.precision
+        precision = self.artifact.manifest.float_precision
         if not self.is_onnx:
             noisy = _NOISE_PRECISION[precision]
             return {f"PyTorch in {noisy.upper()}": partial(self._open_torch, graph, noisy)}
@@ -279,7 +279,7 @@ def _noise_floors(
             refusals.setdefault(name, error.message)
     # Some operators have no kernel at this precision.
     missing = {output for wide in expected for output in wide.files} - noise_floors.keys()
-    unit = roundoff(reference.artifact.manifest.precision)
+    unit = roundoff(reference.artifact.manifest.float_precision)
     for output in missing:
         loaded = (wide.load(output) for wide in expected if output in wide.files)
         largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in loaded)

@@ -72,7 +72,6 @@ from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.labels import LabelComparison
-from enginery.validate.metrics.budget import is_quantized
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
@@ -100,7 +99,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "artifact": artifact.content_sha256(),
         "source": manifest.source.sha256,
         "task": manifest.task,
-        "precision": manifest.precision,
+        "precision": manifest.describe_precision(),
         **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
         "provider": format_providers(providers_of(config)),
         **runtime_version(),
@@ -203,7 +202,7 @@ def run(
                         record,
                         feed_limits,
                         seed=config.seed,
-                        longest_rows=2 if is_quantized(artifact) else 1,
+                        longest_rows=2 if artifact.manifest.is_quantized else 1,
                     ),
                     *profile_cases(record, promised, feed_limits, seed=config.seed),
                     *real,
@@ -224,12 +223,12 @@ def run(
     rounding = comparison.rounding
     near = near and not any(share.problem for share in rounding)
     agrees = _all_passed(results) and near and not not_proven
-    if agrees and not is_quantized(artifact):
+    if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
         summary=summarize(results, pooled, accuracy, weights, rounding, not_proven, reference.name),
-        precision=manifest.precision,
+        precision=manifest.describe_precision(),
         providers=comparison.providers,
         reference={
             "id": reference.source.record.id,
@@ -313,7 +312,7 @@ class _Comparison:
             The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.reference.artifact, self.config, self.progress
-        quantized, unrounded = is_quantized(artifact), self.scratch / record.file
+        quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
         with OrtRunner(
@@ -337,7 +336,7 @@ class _Comparison:
                 labels=self.labels,
                 progress=progress,
             )
-            simulated = artifact.manifest.precision == "fp16" and _on_cpu(runner.providers)
+            simulated = artifact.manifest.float_precision == "fp16" and _on_cpu(runner.providers)
             # Batches differ more clearly without quantization, and overflow only if simulated.
             if not (quantized and exists) and not simulated:
                 scan = ConsistencyScan(
@@ -358,7 +357,7 @@ class _Comparison:
         if exists:
             what = "without quantization" if quantized else "in FP32"
             other = derived_record(record, what, fp32_outputs=not quantized)
-            plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.precision))
+            plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.float_precision))
             scanned = profiles if quantized else None
             try:
                 exact = self._compare_derived(
@@ -374,7 +373,7 @@ class _Comparison:
                     all_exact=self._all_exact(record),
                 )
                 found += exact
-        elif quantized or artifact.manifest.precision != "fp32":
+        elif artifact.manifest.precision != "fp32":
             self.notes.append(
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
                 "not enough of its weights were traced"
@@ -474,7 +473,7 @@ class _Comparison:
             self.feed_limits,
             seed=config.seed,
             run_reference=lambda record, cases: self._run_reference(
-                record, "decoding", cases, noise=not is_quantized(artifact)
+                record, "decoding", cases, noise=not artifact.manifest.is_quantized
             ),
             open_runner=lambda file: OrtRunner(
                 artifact,

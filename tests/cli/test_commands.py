@@ -509,7 +509,7 @@ def test_run_in_a_pipe_is_aligned_lines_without_escapes(tiny, home):
     facts = dict(line.split("  ", 1) for line in sections[0][1:])
     assert Artifact.open(facts["where"].strip()).path.parent == home / "artifacts"
     header, export, validate = sections[1][1:]
-    for column in ("result", "max abs error", "allowed", "cosine", "provider"):
+    for column in ("result", "max abs error", "allowed", "cosine", "at least", "provider"):
         start_of = header.index(column)
         assert export[start_of - 2 : start_of] == validate[start_of - 2 : start_of] == "  "
     assert "passed" in validate

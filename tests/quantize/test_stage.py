@@ -40,7 +40,7 @@ def test_quantized_artifact_is_complete(tiny, quantized):
     source = tiny(*BERT)
     made = quantized(source)
     manifest = Artifact.open(made.path, verify=True).manifest
-    assert (manifest.target, manifest.precision) == ("tensorrt", "fp16")
+    assert (manifest.target, manifest.precision, manifest.residual) == ("tensorrt", "int8", "fp16")
     assert [record.stage for record in manifest.stages] == ["export", "quantize"]
     assert manifest.graphs[0].inputs == source.manifest.graphs[0].inputs
     assert manifest.graphs[0].outputs == source.manifest.graphs[0].outputs
@@ -58,7 +58,7 @@ def test_fp32_residual_has_no_fp16(tiny, quantized):
     made = quantized(tiny(*BERT), residual="fp32")
     types = {tensor.data_type for tensor in onnx.load(made.model).graph.initializer}
     assert onnx.TensorProto.FLOAT16 not in types
-    assert made.manifest.precision == "fp32"
+    assert made.manifest.describe_precision() == "int8, fp32 elsewhere"
 
 
 def test_the_engine_is_built_and_read_back(tiny, quantized):
@@ -400,7 +400,8 @@ class TestDynamic:
     def test_it_needs_no_inputs_and_runs_on_the_cpu(self, tiny, quantized):
         source = tiny(*BERT)
         made = quantized(source, None, scheme="dynamic", target="cpu")
-        assert (made.manifest.target, made.manifest.precision) == ("cpu", "fp32")
+        assert made.manifest.target == "cpu"
+        assert made.manifest.describe_precision() == "dynamic int8, fp32 elsewhere"
         report = report_of(made)
         assert report["products"]["model.onnx"]["MatMulInteger"] >= 12
         assert report["accuracy"] is None

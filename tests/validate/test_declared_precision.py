@@ -5,6 +5,7 @@ import pytest
 from enginery import Artifact, validate_model
 from enginery.core.errors import ArtifactError
 from tests.core.artifacts import edit_manifest
+from tests.tiny import TEXT
 
 BERT = ("bert", "text-classification")
 
@@ -23,11 +24,23 @@ def test_fp32_graph_declared_as_quantized_is_rejected(exported, copied):
     artifact = copied(exported(*BERT))
     (export,) = artifact.manifest.stages
     quantize = export.model_copy(update={"stage": "quantize", "options": {"min_cosine": 0.9}})
-    edit_manifest(
-        artifact.path, stages=[stage.model_dump(mode="json") for stage in (export, quantize)]
-    )
+    stages = [stage.model_dump(mode="json") for stage in (export, quantize)]
+    edit_manifest(artifact.path, stages=stages, precision="int8", residual="fp32")
     with pytest.raises(ArtifactError, match="no graph has a quantized operator"):
         validate_model(artifact.path)
+
+
+def test_rest_of_a_quantized_graph_that_is_declared_too_coarse(exported, copied):
+    """The tolerance of the graph without quantization follows from it."""
+    from enginery import quantize_model
+
+    made = quantize_model(
+        exported(*BERT), TEXT, capabilities=(), curve=False, residual="fp32", min_cosine=-1
+    )
+    artifact = copied(made)
+    edit_manifest(artifact.path, residual="bf16")
+    with pytest.raises(ArtifactError, match="declares the precision bf16, but only"):
+        validate_model(artifact.path, min_cosine=0)
 
 
 def test_correct_declarations_are_accepted(exported, copied):

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
@@ -138,7 +138,9 @@ class Manifest(_Record):
     model_type: str
     library: str
     precision: str
-    """fp32, fp16 or bf16: the type of the graph's float tensors."""
+    """fp32, fp16, bf16, int8 or fp8: the type in which the weights are multiplied."""
+    residual: str = ""
+    """fp32 or fp16: the type of a quantized graph's float tensors; empty if it is not quantized."""
     target: str
     """`onnx` for a plain export; `optimize` and `quantize` set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
@@ -150,6 +152,35 @@ class Manifest(_Record):
     reports: dict[ReportName, FileRecord] = {}
     """Files under reports/. They change when checks run again; the model does not."""
     verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the quantize stage made the artifact, with any scheme."""
+        return bool(self.residual)
+
+    @property
+    def float_precision(self) -> str:
+        """The type of the graph's float tensors: fp32, fp16 or bf16."""
+        return self.residual or self.precision
+
+    def describe_precision(self) -> str:
+        """Return the precision in words, such as `int8, fp16 elsewhere`."""
+        if not self.residual:
+            return self.precision
+        schemes = [s.options.get("scheme") for s in self.stages if s.stage == "quantize"]
+        dynamic = "dynamic" in schemes
+        return f"{'dynamic ' if dynamic else ''}{self.precision}, {self.residual} elsewhere"
+
+    @model_validator(mode="after")
+    def _require_residual(self) -> Self:
+        quantized = any(stage.stage == "quantize" for stage in self.stages)
+        if quantized != self.is_quantized:
+            raise ValueError(
+                "has a quantize stage, but no residual precision"
+                if quantized
+                else f"has the residual precision {self.residual}, but no quantize stage"
+            )
+        return self
 
     def verdict(self, stage: str) -> Verdict | None:
         """Return the newest verdict of a stage; None if there is none."""

@@ -286,7 +286,10 @@ def _git_blob_id(path: Path) -> str:
 
 def _description(package: Package) -> str:
     manifest = package.artifact.manifest
-    lines = [f"content sha256 {package.content_sha256}", f"{manifest.task}, {manifest.precision}"]
+    lines = [
+        f"content sha256 {package.content_sha256}",
+        f"{manifest.task}, {manifest.describe_precision()}",
+    ]
     return "\n".join(
         [*lines, *(f"{r.directory_name}: {r.hardware_target}" for r in package.engines)]
     )

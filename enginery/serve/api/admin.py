@@ -238,7 +238,7 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
     return {
         "model_id": _source_name(manifest.source, model.name),
         "model_sha": manifest.source.revision or None,
-        "model_dtype": _DTYPES.get(manifest.precision, manifest.precision),
+        "model_dtype": _DTYPES[manifest.float_precision],
         "served_model_name": model.name,
         "model_type": kind,
         "max_concurrent_requests": config.queue_inputs,

@@ -47,7 +47,7 @@ def reachable_profiles(
         chosen, engines = choose_with_engines(
             artifact, record, specs, allow_fallback=allow_fallback
         )
-        if artifact.manifest.precision == "bf16" and chosen[0].name == CPU:
+        if artifact.manifest.float_precision == "bf16" and chosen[0].name == CPU:
             raise ProviderError(
                 f"{artifact.path} is bf16, but ONNX Runtime has no BF16 kernels on the CPU.",
                 do="Validate it on a GPU: --provider cuda",

@@ -122,11 +122,6 @@ class AccuracyExpectation:
         )
 
 
-def is_quantized(artifact: Artifact) -> bool:
-    """Return True if the quantize stage made the artifact, with any scheme."""
-    return _quantize_record(artifact) is not None
-
-
 def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpectation:
     """Return what the quantize stage recorded for this artifact.
 
@@ -156,7 +151,7 @@ def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpec
         measured=measured,
         # A budget that was not met does not count.
         cosine=min(cosines) if cosines else measured.cosine if measured else 1.0,
-        min_shortfall=1.0 - Tolerance.for_precision(artifact.manifest.precision).min_cosine,
+        min_shortfall=1.0 - Tolerance.for_precision(artifact.manifest.float_precision).min_cosine,
     )
 
 

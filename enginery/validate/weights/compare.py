@@ -132,7 +132,7 @@ def compare_weights(
         parameters = Parameters(reference, Path(scratch))
         for record in graphs:
             comparison = _GraphComparison(
-                record.file, artifact.manifest.precision, parameters, calibration
+                record.file, artifact.manifest.float_precision, parameters, calibration
             )
             model = read_graph(artifact.path / record.file)
             comparison.run(model)

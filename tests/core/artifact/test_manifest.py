@@ -32,6 +32,36 @@ def test_manifest_rejects_unknown_members(change):
         Manifest.model_validate({**raw, **change})
 
 
+def quantized(scheme, **change):
+    raw = json.loads(manifest().model_dump_json())
+    stage = {**raw["stages"][0], "stage": "quantize", "options": {"scheme": scheme}}
+    return {
+        **raw,
+        "stages": [*raw["stages"], stage],
+        "precision": "int8",
+        "residual": "fp16",
+    } | change
+
+
+def test_precision_of_a_quantized_artifact():
+    static = Manifest.model_validate(quantized("int8"))
+    assert (static.is_quantized, static.precision, static.float_precision) == (True, "int8", "fp16")
+    assert static.describe_precision() == "int8, fp16 elsewhere"
+    dynamic = Manifest.model_validate(quantized("dynamic", residual="fp32"))
+    assert dynamic.describe_precision() == "dynamic int8, fp32 elsewhere"
+    plain = manifest()
+    assert (plain.is_quantized, plain.float_precision) == (False, plain.precision)
+    assert plain.describe_precision() == plain.precision
+
+
+def test_residual_precision_and_quantize_stage_belong_together():
+    with pytest.raises(ValidationError, match="a quantize stage, but no residual precision"):
+        Manifest.model_validate(quantized("int8", residual=""))
+    raw = json.loads(manifest().model_dump_json())
+    with pytest.raises(ValidationError, match="the residual precision fp16, but no quantize stage"):
+        Manifest.model_validate({**raw, "residual": "fp16"})
+
+
 def test_verdict_is_the_newest_of_its_stage():
     both = (verdict(passed=False), verdict(stage="bench"), verdict(summary="newest"))
     one = manifest().model_copy(update={"verdicts": both})

@@ -216,8 +216,8 @@ def _description(package: Package) -> str:
     manifest = package.artifact.manifest
     checked = f"Not validated: {package.problem}." if package.problem else "Validated."
     lines = [
-        f"{manifest.source.id}: {manifest.task}, {manifest.precision}, for {manifest.target}. "
-        f"{checked} The card is {ARTIFACT}/README.md.",
+        f"{manifest.source.id}: {manifest.task}, {manifest.describe_precision()}, "
+        f"for {manifest.target}. {checked} The card is {ARTIFACT}/README.md.",
         *(f"- `engines/{r.directory_name}` is {r.hardware_target}" for r in package.engines),
     ]
     return "\n".join(lines)[:4000]

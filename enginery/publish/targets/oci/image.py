@@ -236,7 +236,7 @@ def _annotations(package: Package) -> dict[str, str]:
     return {
         TITLE: package.name,
         "org.opencontainers.image.description": f"{manifest.source.id}: {manifest.task}, "
-        f"{manifest.precision}, for {manifest.target}; an artifact of enginery",
+        f"{manifest.describe_precision()}, for {manifest.target}; an artifact of enginery",
         **({VERSION: package.version} if package.version else {}),
         CONTENT: package.content_sha256,
         WITHOUT_RIGHTS: package.without_rights_sha256,
