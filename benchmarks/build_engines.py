@@ -73,7 +73,7 @@ def made_in(precision: str, exported: Path, out: Path) -> Path:
             for _ in range(8)
         ]
         quantize_model(
-            exported, rows, min_cosine=-1, capabilities=(), curve=False, smoothing="none", out=out
+            exported, rows, min_cosine=-1, capability=(), curve=False, smoothing="none", out=out
         )
     else:
         return exported

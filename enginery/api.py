@@ -110,7 +110,7 @@ def optimize_model(
 
 def quantize_model(
     artifact: Artifact | str | Path,
-    calibration: str | Path | Iterable[Any] = "",
+    data: str | Path | Iterable[Any] = "",
     *,
     out: str | Path = "",
     force: bool = False,
@@ -122,8 +122,9 @@ def quantize_model(
 
     Args:
         artifact: an FP32 artifact that no other stage has changed, or its path.
-        calibration: real inputs: a file or folder, or any iterable of texts, images, rows that have
-            `column` (a Hugging Face Dataset, dicts), or dicts of the graph's own inputs.
+        data: real inputs for the calibration: a file or folder, or any iterable of texts, images,
+            rows that have `column` (a Hugging Face Dataset, dicts), or dicts of the graph's own
+            inputs.
         out: where the new artifact goes; empty for the store.
         force: quantize even if there is a finished artifact.
         progress: receives progress messages.
@@ -134,10 +135,11 @@ def quantize_model(
         EngineryError: the artifact or the inputs cannot be used, no combination of quantized layers
             meets the accuracy budget, or TensorRT rejects the graph. Nothing is left then.
     """
+    data = options.pop("calibration", data)  # its earlier name
     config = _config(QuantizeConfig, "quantize", config, options)
-    inputs = None if isinstance(calibration, str | Path) else calibration
-    if inputs is None and calibration:
-        config = replace(config, calibration=str(calibration))
+    inputs = None if isinstance(data, str | Path) else data
+    if inputs is None and data:
+        config = replace(config, data=str(data))
     return run_cached(
         _open(artifact), config, out=out, force=force, calibration=inputs, progress=progress
     ).artifact
@@ -486,7 +488,7 @@ def _run_consumer(
                 f"bench: nothing to do, {artifact.name} was measured with the same options"
             )
     elif stage == "predict":
-        files = values.pop("input"), values.pop("output")
+        files = values.pop("input"), values.pop("out")
         made = predict_file(artifact, *files, force=force, progress=progress, **values)
         worked = made.worked
     elif stage == "publish":
@@ -494,7 +496,7 @@ def _run_consumer(
         worked = made.is_new
     else:
         export = export_triton if stage == "export-triton" else export_kserve
-        made = export(artifact, values.pop("directory"), progress=progress, **values)
+        made = export(artifact, values.pop("out"), progress=progress, **values)
     seconds = time.monotonic() - started
     return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,7 @@ from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
 from enginery.engine.config import BuildConfig
-from enginery.export.config import ExportConfig
+from enginery.export.config import ExportConfig, check_options, task_name
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
@@ -134,6 +134,9 @@ def run_cached(
 def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
     from enginery.export import stage as export
 
+    check_options(config)
+    if not model.lower().endswith(".onnx"):  # which is imported, whatever it is for
+        config = replace(config, task=task_name(config.task))
     source = resolve_source(
         model,
         revision=config.revision,

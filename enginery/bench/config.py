@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from enginery.core.errors import OptionError, nearest
 
@@ -28,7 +29,9 @@ AUTO = "auto"
 class BenchConfig:
     """Options of `bench`: the backends, the shapes and the length of the measurement."""
 
-    provider: str = ""
+    OLD_NAMES: ClassVar = {"provider": "providers"}
+
+    providers: str = ""
     """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: those of the variable
     `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()

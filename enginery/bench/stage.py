@@ -179,7 +179,7 @@ def _without_load(machine: Machine) -> dict[str, Any]:
 
 def _with_resolved_providers(config: BenchConfig) -> BenchConfig:
     """Write the providers into the options, so that the result has those of ENGINERY_PROVIDERS."""
-    return replace(config, provider=format_providers(providers_of(config)), provider_option=())
+    return replace(config, providers=format_providers(providers_of(config)), provider_option=())
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -11,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from enginery.cli.console import Console
+from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
 from enginery.core.errors import EngineryError, OptionError
 from enginery.core.version import __version__
 
@@ -42,6 +45,17 @@ COMMANDS = {
 }
 """The module of each command. It imports its stage when the command runs, so that `enginery --help`
 stays fast."""
+_OLD_OPTIONS = {
+    "quantize": {"--calibration": "--data", "--capabilities": "--capability"},
+    "build": {"--profiles-from": "--data"},
+    "publish": {"--allow-unvalidated": "--allow-failed"},
+    "predict": {"--output": "--out", "--provider": "--providers"},
+    "validate": {"--provider": "--providers"},
+    "bench": {"--provider": "--providers"},
+    "serve": {"--provider": "--providers"},
+    "inspect": {"--provider": "--providers"},
+}
+"""Options that were called otherwise once; the help has only their names of today."""
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -54,10 +68,12 @@ application = App(
     name="enginery",
     help="A Hugging Face model to a validated ONNX artifact that runs on an NVIDIA GPU.",
     version=__version__,
-    default_parameter=Parameter(show_default=_format_default),
+    default_parameter=Parameter(show_default=_format_default, negative_iterable=()),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
+    help_formatter=HelpBySubject(),
 )
+application.register_install_completion_command()
 
 Flag = Annotated[bool, Parameter(negative=())]
 Out = Annotated[str, Parameter(name=("--out", "-o"))]
@@ -92,6 +108,13 @@ def commands(arguments: Sequence[str] = ()) -> App:
     names = [COMMANDS[first]] if first in COMMANDS else dict.fromkeys(COMMANDS.values())
     for name in names:
         import_module(f"enginery.cli.{name}")
+    groups = {name: Group(name, sort_key=place) for place, name in enumerate(COMMAND_GROUPS)}
+    for group, members in COMMAND_GROUPS.items():
+        for place, name in enumerate(members):
+            if name in application:
+                application[name].sort_key = place
+                application[name].group = groups[group]
+                application[name].help_epilogue = "\n\n".join(("Examples:", *EXAMPLES[name]))
     return application
 
 
@@ -134,7 +157,8 @@ def _unwinding_on_sigterm(arguments: Sequence[str]) -> Iterator[None]:
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
-        commands(arguments)(arguments, exit_on_error=False, print_error=False)
+        given = _like_optimum_cli(_with_new_names(arguments))
+        commands(given)(given, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
     except CycloptsError as error:
@@ -155,6 +179,39 @@ def _run(arguments: Sequence[str]) -> int:
     with suppress(OSError):  # standard error may be closed
         Output(json="--json" in arguments).console().error(failure)
     return failure.exit_code
+
+
+def _with_new_names(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the names that options have now."""
+    command = arguments[0] if arguments else ""
+    renamed, found = _OLD_OPTIONS.get(command, {}), list(arguments)
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        found[index] = f"{renamed.get(name, name)}{equals}{value}"
+    return found
+
+
+def _like_optimum_cli(arguments: list[str]) -> list[str]:
+    """Return `export --model M OUT` as `export M OUT`.
+
+    Raises:
+        OptionError: the model of `export` is `onnx`, as after `optimum-cli export`.
+    """
+    if arguments[:1] != ["export"]:
+        return arguments
+    found = list(arguments)
+    for index, argument in enumerate(arguments[:-1]):
+        if argument in ("--model", "-m"):
+            found = ["export", arguments[index + 1], *found[1:index], *found[index + 2 :]]
+    if "onnx" in found[1:3] and not Path("onnx").exists():
+        found.remove("onnx")
+        raise OptionError(
+            "enginery export takes no format: it always writes ONNX.",
+            do=f"Leave it out: {shlex.join(['enginery', *found])}",
+        )
+    return found
 
 
 def _help_of(error: CycloptsError) -> str:

@@ -17,8 +17,8 @@ _DEFAULT = BuildConfig()
 @app.command
 def build(
     artifact: Path,
-    *,
     out: Out = "",
+    *,
     force: Flag = False,
     config: Annotated[BuildConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,

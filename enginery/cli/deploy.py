@@ -18,7 +18,7 @@ _TRITON = TritonConfig()
 @app.command(name="export-triton")
 def export_triton(
     artifact: Path,
-    directory: Path,
+    out: Path,
     *,
     config: Annotated[TritonConfig, Parameter(name="*")] = _TRITON,
     output: Output = OUTPUT,
@@ -29,14 +29,14 @@ def export_triton(
     ----------
     artifact
         The artifact's directory.
-    directory
+    out
         The model repository; other models in it stay as they are.
     """
     from enginery.api import export_triton as export
     from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, directory, progress=console, config=config)
+    made = export(artifact, out, progress=console, config=config)
     console.json(result_json("export-triton", made))
     show_result(console, "export-triton", made)
 
@@ -44,7 +44,7 @@ def export_triton(
 @app.command(name="export-kserve")
 def export_kserve(
     artifact: Path,
-    directory: Path,
+    out: Path,
     *,
     config: Annotated[KserveConfig, Parameter(name="*")],
     output: Output = OUTPUT,
@@ -55,13 +55,13 @@ def export_kserve(
     ----------
     artifact
         The artifact's directory.
-    directory
+    out
         Where inferenceservice.yaml goes.
     """
     from enginery.api import export_kserve as export
     from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, directory, progress=console, config=config)
+    made = export(artifact, out, progress=console, config=config)
     console.json(result_json("export-kserve", made))
     show_result(console, "export-kserve", made)

@@ -16,8 +16,8 @@ _DEFAULT = ExportConfig()
 @app.command
 def export(
     model: str,
-    *,
     out: Out = "",
+    *,
     force: Flag = False,
     config: Annotated[ExportConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,

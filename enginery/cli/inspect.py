@@ -16,7 +16,7 @@ def inspect(
     verify: Flag = False,
     placement: Flag = False,
     graph: str = "",
-    provider: str = "",
+    providers: str = "",
     provider_option: tuple[str, ...] = (),
     allow_fallback: bool = False,
     output: Output = OUTPUT,
@@ -33,7 +33,7 @@ def inspect(
         Load the graph and show which provider runs which nodes, and which fell back to the CPU.
     graph
         With --placement, one of several graphs; empty for the first.
-    provider
+    providers
         Execution providers in order of preference, for --placement: tensorrt,cuda,cpu. Empty: the
         value of the variable ENGINERY_PROVIDERS, or cpu.
     provider_option
@@ -43,7 +43,7 @@ def inspect(
     """
     from enginery.core.artifact.engine_record import ENGINE_FILE
 
-    if not placement and (provider or provider_option or allow_fallback or graph):
+    if not placement and (providers or provider_option or allow_fallback or graph):
         named = "--graph" if graph else "a provider"
         raise OptionError(f"{named} was given without --placement.", do="Add --placement.")
     if (path / ENGINE_FILE).is_file():
@@ -66,7 +66,7 @@ def inspect(
         from enginery.runtime.onnxruntime.runner import OrtRunner
         from enginery.runtime.providers.specification import parse_providers
 
-        specs = parse_providers(provider, provider_option, default="cpu")
+        specs = parse_providers(providers, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(

@@ -18,8 +18,8 @@ _DEFAULT = OptimizeConfig()
 @app.command
 def optimize(
     artifact: Path,
-    *,
     out: Out = "",
+    *,
     force: Flag = False,
     allow_failed: Flag = False,
     config: Annotated[OptimizeConfig, Parameter(name="*")] = _DEFAULT,

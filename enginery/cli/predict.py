@@ -21,7 +21,7 @@ def predict(
     input: Annotated[  # noqa: A002  it is the option's name
         str, Parameter(name=("--input", "-i"), allow_leading_hyphen=True)  # - is standard input
     ],
-    output_file: Annotated[Path, Parameter(name=("--output", "-o"))],
+    out: Annotated[Path, Parameter(name=("--out", "-o"))],
     force: Flag = False,
     config: Annotated[PredictConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
@@ -34,7 +34,7 @@ def predict(
         The artifact's directory.
     input
         The file, a folder of images, or - for standard input.
-    output_file
+    out
         Where the results go: a .parquet, .csv or .jsonl file.
     force
         Start again even if there is a finished or a half-finished output.
@@ -43,9 +43,7 @@ def predict(
     from enginery.cli.render import require_answers, result_json, show_result
 
     console = output.console()
-    report = predict_file(
-        artifact, input, output_file, force=force, progress=console, config=config
-    )
+    report = predict_file(artifact, input, out, force=force, progress=console, config=config)
     console.json(result_json("predict", report))
     show_result(console, "predict", report)
     require_answers(report)

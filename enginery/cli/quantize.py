@@ -17,8 +17,8 @@ _DEFAULT = QuantizeConfig()
 @app.command
 def quantize(
     artifact: Path,
-    *,
     out: Out = "",
+    *,
     force: Flag = False,
     config: Annotated[QuantizeConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,

@@ -17,7 +17,7 @@ store_app = App(
 application.command(store_app)
 
 
-@store_app.command(name="list")
+@store_app.command(name="list", help_epilogue="")
 def list_store(*, output: Output = OUTPUT) -> None:
     """List the finished artifacts and engines, most recently used first."""
     from enginery.cli import render
@@ -31,7 +31,7 @@ def list_store(*, output: Output = OUTPUT) -> None:
         console.line("The store is empty.")
 
 
-@store_app.command
+@store_app.command(help_epilogue="")
 def prune(
     *,
     max_size: str = "",
@@ -72,7 +72,7 @@ def prune(
     console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")
 
 
-@store_app.command
+@store_app.command(help_epilogue="")
 def path(*, output: Output = OUTPUT) -> None:
     """Print where the store is."""
     from enginery.core.store.store import Store

@@ -23,17 +23,46 @@ def option_names(options: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(options)]
 
 
+def old_names(options: type[Any]) -> dict[str, str]:
+    """Return the earlier names of options -> their names, from `OLD_NAMES` of the dataclass."""
+    found: dict[str, str] = {}
+    for kind in options.__mro__:
+        found |= vars(kind).get("OLD_NAMES", {})
+    return found
+
+
+def with_new_names(options: type[Any], stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with the names that the options have now.
+
+    Raises:
+        OptionError: an option is given under both names.
+    """
+    renamed, found = old_names(options), dict[str, Any]()
+    for written, value in values.items():
+        name = renamed.get(written, written)
+        if name in found:
+            old = next(old for old, new in renamed.items() if new == name)
+            raise OptionError(
+                f"{stage} has both '{old}' and '{name}', which are the same option.",
+                do=f"Keep '{name}'.",
+                option=written,
+            )
+        found[name] = value
+    return found
+
+
 def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) -> Options:
     """Build `options` from plain values, which are converted to the types of the fields.
 
     Raises:
-        OptionError: a name is unknown, a required option is missing, or a value has the wrong
-            type.
+        OptionError: a name is unknown or given twice, a required option is missing, or a value has
+            the wrong type.
     """
     # Importing pydantic takes as long as all of `enginery --help`.
     from pydantic import TypeAdapter, ValidationError
 
     known = option_names(options)
+    values = with_new_names(options, stage, values)
     for name in values:
         if name not in known:
             raise OptionError(

@@ -81,7 +81,7 @@ def _check_gpu(
             "note",
             "there is a GPU, but models run on the CPU unless a command names it",
             f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
-            f"Set {ENVIRONMENT}={running[0]}, or pass --provider {running[0]}.",
+            f"Set {ENVIRONMENT}={running[0]}, or pass --providers {running[0]}.",
         )
 
 

@@ -28,7 +28,7 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
                 f"{RTX.title} does not run on {gpu.name}",
                 unsupported_gpu(RTX, there),
                 f"Build for it with --flavor {CLASSIC.name} ({CLASSIC.install}), or run models "
-                "with --provider cuda.",
+                "with --providers cuda.",
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal  # noqa: F401  cyclopts reads the types of inherited options here
+from typing import ClassVar, Literal  # noqa: F401  cyclopts reads the types of inherited options here
 
 from enginery.core.errors import OptionError
 from enginery.runtime.tensorrt.options import (
@@ -16,6 +16,8 @@ from enginery.runtime.tensorrt.options import (
 @dataclass(frozen=True)
 class BuildConfig(BuildOptions):
     """GPUs and shapes that engines are built for, in addition to `BuildOptions`."""
+
+    OLD_NAMES: ClassVar = {"profiles_from": "data"}
 
     flavor: FlavorName = "tensorrt-rtx"
     """TensorRT library. `tensorrt-rtx` builds ahead of time, without a GPU. `tensorrt`, version 10,
@@ -34,15 +36,15 @@ class BuildConfig(BuildOptions):
     """Optimum shapes, which the engine is tuned for, in TensorRT's notation."""
     max_shapes: str = ""
     """Maximum shapes in TensorRT's notation."""
-    profiles_from: str = ""
+    data: str = ""
     """CSV, TSV, JSONL, Parquet or text file whose token lengths give the profiles with the least
     padding; replaces `profile`."""
     column: str = "text"
-    """Column of `profiles_from` with the texts."""
+    """Column of `data` with the texts."""
     count: int = 3
-    """Maximum number of profiles from `profiles_from`."""
+    """Maximum number of profiles from `data`."""
     batch: str = "1:8:32"
-    """Batch sizes min:opt:max of the profiles from `profiles_from`."""
+    """Batch sizes min:opt:max of the profiles from `data`."""
     engine_per_profile: bool = True
     """Build one engine for each profile, each with its own weights, because ONNX Runtime uses only
     the first profile of an engine. Otherwise one engine holds all profiles, for other runtimes."""
@@ -68,7 +70,7 @@ def check_config(config: BuildConfig) -> None:
     ways = {
         "profile": bool(config.profile),
         "min_shapes": any(shapes.values()),
-        "profiles_from": bool(config.profiles_from),
+        "data": bool(config.data),
     }
     if sum(ways.values()) > 1:
         found = ", ".join(f"'{name}'" for name, given in ways.items() if given)

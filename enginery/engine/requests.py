@@ -60,9 +60,9 @@ class RequestedEngines:
 
     requests: tuple[EngineRequest, ...]
     buckets: LengthBuckets | None
-    """Buckets of the lengths in `profiles_from`, or None."""
+    """Buckets of the lengths in `data`, or None."""
     data_sha256: str
-    """Digest of `profiles_from`; empty without it."""
+    """Digest of `data`; empty without it."""
 
 
 def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngines:
@@ -71,7 +71,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
     Raises:
         OptionError: an option is invalid.
         ShapeError: a profile does not fit, or a graph with dynamic dims has none.
-        InputError: `profiles_from` cannot be read.
+        InputError: `data` cannot be read.
         ProviderError: `capability` is current, but the machine has no supported GPU.
         MissingPackageError: the flavor is not installed.
     """
@@ -98,7 +98,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
             requests.append(
                 EngineRequest(graph, tuple(together), checked, capabilities, digest, key)
             )
-    data = data_sha256(Path(config.profiles_from).expanduser()) if config.profiles_from else ""
+    data = data_sha256(Path(config.data).expanduser()) if config.data else ""
     return RequestedEngines(tuple(requests), buckets, data)
 
 
@@ -112,18 +112,18 @@ def _profiles(
 ) -> tuple[dict[str, list[Profile]], LengthBuckets | None]:
     """Return the profiles by graph file, and the buckets they come from."""
     graphs = artifact.manifest.graphs
-    if config.profiles_from:
+    if config.data:
         if len(graphs) > 1:
             files = ", ".join(graph.file for graph in graphs)
             raise OptionError(
-                f"option 'profiles_from' expects an artifact with one graph, found {files}: only "
+                f"option 'data' expects an artifact with one graph, found {files}: only "
                 "one of these graphs has the length of a text as a dim.",
                 do="Set the profiles of each graph with --profile.",
             )
         found, buckets = profiles_from_data(
             artifact,
             graphs[0],
-            Path(config.profiles_from).expanduser(),
+            Path(config.data).expanduser(),
             column=config.column,
             count=config.count,
             batch=config.batch,

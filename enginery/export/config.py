@@ -10,58 +10,66 @@ from enginery.core.errors import OptionError, nearest
 
 TASKS = (
     "audio-classification",
-    "audio-ctc",
     "audio-frame-classification",
     "audio-xvector",
     "automatic-speech-recognition",
-    "causal-lm",
-    "default",
     "depth-estimation",
     "document-question-answering",
     "feature-extraction",
     "fill-mask",
     "image-classification",
-    "image-feature-extraction",
     "image-segmentation",
     "image-text-to-text",
     "image-to-image",
     "image-to-text",
     "inpainting",
     "keypoint-detection",
-    "latent-consistency",
-    "mask-generation",
     "masked-im",
-    "masked-lm",
     "multiple-choice",
     "object-detection",
-    "pretraining",
     "question-answering",
     "reinforcement-learning",
     "semantic-segmentation",
-    "sentence-similarity",
-    "seq2seq-lm",
-    "sequence-classification",
-    "speech2seq-lm",
-    "stable-diffusion",
-    "stable-diffusion-xl",
-    "summarization",
     "text-classification",
     "text-generation",
     "text-to-audio",
     "text-to-image",
-    "text-to-speech",
     "text2text-generation",
     "time-series-forecasting",
     "token-classification",
-    "translation",
-    "vision2seq-lm",
     "visual-question-answering",
-    "zero-shot-classification",
     "zero-shot-image-classification",
     "zero-shot-object-detection",
 )
-"""Tasks and their synonyms in Optimum 2.1, each also with `-with-past`. Importing its TasksManager
-to ask takes seconds; `tests/export/test_config.py` holds the two together."""
+"""Tasks of Optimum 2.1, each also with `-with-past`. Importing its TasksManager to ask takes
+seconds; `tests/export/test_config.py` holds the two together."""
+SYNONYMS = {
+    # of transformers' pipelines
+    "ner": "token-classification",
+    "sentiment-analysis": "text-classification",
+    "text-to-speech": "text-to-audio",
+    "vqa": "visual-question-answering",
+    # of Optimum
+    "audio-ctc": "automatic-speech-recognition",
+    "causal-lm": "text-generation",
+    "default": "feature-extraction",
+    "image-feature-extraction": "feature-extraction",
+    "latent-consistency": "text-to-image",
+    "mask-generation": "feature-extraction",
+    "masked-lm": "fill-mask",
+    "pretraining": "feature-extraction",
+    "sentence-similarity": "feature-extraction",
+    "seq2seq-lm": "text2text-generation",
+    "sequence-classification": "text-classification",
+    "speech2seq-lm": "automatic-speech-recognition",
+    "stable-diffusion": "text-to-image",
+    "stable-diffusion-xl": "text-to-image",
+    "summarization": "text2text-generation",
+    "translation": "text2text-generation",
+    "vision2seq-lm": "image-to-text",
+    "zero-shot-classification": "text-classification",
+}
+"""Other names of tasks -> Optimum's names."""
 _OPSETS = range(7, 24)
 """ONNX_MIN_OPSET to ONNX_MAX_OPSET of torch.onnx, 2.13."""
 
@@ -71,8 +79,8 @@ class ExportConfig:
     """The task, precision, exporter and trust of an export."""
 
     task: str = "auto"
-    """The task, by Optimum's name: text-classification, feature-extraction, … `auto` infers it as
-    Optimum does."""
+    """The task, as Optimum or transformers' pipelines name it: text-classification, ner, … `auto`
+    infers it as Optimum does."""
     revision: str = "main"
     """The Hub revision: a branch, a tag or a commit."""
     opset: int = 20
@@ -117,11 +125,20 @@ def check_options(config: ExportConfig) -> None:
         )
 
 
-def check_task(task: str) -> None:
-    """Raise OptionError for a task that Optimum does not know; `auto` and none are fine."""
-    if task not in ("", "auto") and task.removesuffix("-with-past") not in TASKS:
+def task_name(task: str) -> str:
+    """Return Optimum's name of a task; `auto` and none stay.
+
+    >>> task_name("sentiment-analysis"), task_name("causal-lm-with-past")
+    ('text-classification', 'text-generation-with-past')
+
+    Raises:
+        OptionError: Optimum does not know the task.
+    """
+    base, past, _ = task.partition("-with-past")
+    if task not in ("", "auto") and base not in (*TASKS, *SYNONYMS):
         raise OptionError(
-            f"option 'task': unknown task '{task}'{nearest(task, TASKS)}",
+            f"option 'task': unknown task '{task}'{nearest(task, (*TASKS, *SYNONYMS))}",
             do=f"Known: {', '.join(TASKS)}; or auto.",
             option="task",
         )
+    return SYNONYMS.get(base, base) + past

@@ -13,7 +13,7 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.subprocess import report_phase
-from enginery.export.config import ExportConfig, check_options
+from enginery.export.config import ExportConfig, check_options, task_name
 from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
 
@@ -145,12 +145,7 @@ def choose_task(asked: str, settings: ModelConfig) -> str:
     """
     tasks = sorted(TasksManager.get_all_tasks())
     if asked != "auto":
-        base = TasksManager.map_from_synonym(asked)
-        if base.removesuffix("-with-past") not in tasks:
-            raise ExportError(
-                f"unknown task '{asked}'{nearest(asked, tasks)}", do=f"Known: {', '.join(tasks)}."
-            )
-        return str(base)
+        return task_name(asked)
     if settings.architecture:  # timm's config.json
         return "image-classification"
     names = settings.architectures

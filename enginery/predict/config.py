@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from enginery.core.datasets.batches import Format
 from enginery.core.errors import OptionError
@@ -16,6 +16,8 @@ Engine = Literal["local", "ray"]
 @dataclass(frozen=True)
 class PredictConfig:
     """Options of the predict stage."""
+
+    OLD_NAMES: ClassVar = {"provider": "providers"}
 
     column: str = "text"
     """Column with the text, or with the path of the image for an image model."""
@@ -47,7 +49,7 @@ class PredictConfig:
     """Maximum number of tokens of an answer in question answering, 1 to 512."""
     allow_no_answer: bool = False
     """Allow "no answer" as a result of question answering, as an empty text."""
-    provider: str = ""
+    providers: str = ""
     """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for the variable
     `ENGINERY_PROVIDERS`, or cpu if it is not set."""
     provider_option: tuple[str, ...] = ()
@@ -140,7 +142,7 @@ NOT_IN_FINGERPRINT = (
     "part_seconds",
     "fail_fast",
     "allow_failed",
-    "provider",
+    "providers",
     "provider_option",
     "io_binding",
     "cuda_graph",
@@ -152,7 +154,7 @@ NOT_IN_FINGERPRINT = (
     "ray_gpus",
 )
 """Options that change predictions by rounding at most. The fingerprint has the parsed providers in
-place of `provider` and `provider_option`."""
+place of `providers` and `provider_option`."""
 
 
 def _require_encoding(name: str) -> None:

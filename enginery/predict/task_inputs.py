@@ -104,7 +104,7 @@ def provider_specs(config: PredictConfig) -> tuple[ProviderSpec, ...]:
     Raises:
         OptionError: a provider or an option of it is unknown.
     """
-    return parse_providers(config.provider, config.provider_option, default="cpu")
+    return parse_providers(config.providers, config.provider_option, default="cpu")
 
 
 def find_input_problem(values: Values, names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from enginery.core.errors import OptionError
 from enginery.core.paths import is_portable_name
@@ -15,6 +16,8 @@ LATEST = "latest"
 class PublishConfig:
     """Options of the publish stage."""
 
+    OLD_NAMES: ClassVar = {"allow_unvalidated": "allow_failed"}
+
     name: str = ""
     """Name of the model in a folder; empty for its source's name. Other addresses contain the
     name."""
@@ -23,7 +26,7 @@ class PublishConfig:
     alias: str = ""
     """Alias to move to the version, `production`: `NAME@production` pulls it. It cannot be the
     name of a version."""
-    allow_unvalidated: bool = False
+    allow_failed: bool = False
     """Publish an artifact whose validation is missing or failed; the card says so."""
     license: str = ""
     """Licence of the model, `apache-2.0`; empty for the one on the source's card."""

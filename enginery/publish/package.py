@@ -1,6 +1,6 @@
 """An artifact prepared for a registry: its files, a model card, and a digest of its content.
 
->>> config = PublishConfig(name="minilm", allow_unvalidated=True)
+>>> config = PublishConfig(name="minilm", allow_failed=True)
 >>> package = Package.of(artifact, config, tmp_path)
 >>> package.name, [file.name for file in package.files][:2]
 ('minilm', ['README.md', 'config.json'])
@@ -73,7 +73,7 @@ class Package:
     plots: tuple[PackageFile, ...]
     """SVG and PNG files of the reports."""
     problem: str = ""
-    """Reason why publishing needs --allow-unvalidated; empty if it does not."""
+    """Reason why publishing needs --allow-failed; empty if it does not."""
     notes: tuple[str, ...] = ()
     """Messages for the publisher, such as the files that are left out."""
     rights_known: bool = True
@@ -103,11 +103,11 @@ class Package:
                 do=f"Remove {CARD} from the source, and export the model again.",
             )
         problem = _validation_problem(opened)
-        if problem and not config.allow_unvalidated:
+        if problem and not config.allow_failed:
             raise RejectedArtifactError(
                 f"{opened.path} was not published: {problem}.",
                 do=f"Validate it with: enginery validate {opened.path}. Or pass "
-                "--allow-unvalidated; the card will say so.",
+                "--allow-failed; the card will say so.",
             )
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)

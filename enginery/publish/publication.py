@@ -82,7 +82,7 @@ class Publication(_Record):
     content: dict[str, str]
     """Part of the content -> digest."""
     validated: bool
-    """False if publishing needed --allow-unvalidated."""
+    """False if publishing needed --allow-failed."""
     rights: Rights | None = None
     """None if the source's card could not be read."""
     engines: tuple[PublishedEngine, ...]

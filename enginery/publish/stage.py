@@ -2,7 +2,7 @@
 
 The same content is published as one version only.
 
->>> config = PublishConfig(name="minilm", allow_unvalidated=True)
+>>> config = PublishConfig(name="minilm", allow_failed=True)
 >>> published = run(artifact, str(tmp_path / "registry"), config)
 >>> published.version, published.is_new
 ('1', True)
@@ -49,7 +49,7 @@ def run(
             package = Package.of(artifact, config, Path(scratch))
         if package.problem:
             progress.say(
-                f"publish: {package.problem}; published with --allow-unvalidated, as the card says"
+                f"publish: {package.problem}; published with --allow-failed, as the card says"
             )
         for note in package.notes:
             progress.say(f"publish: {note}")
@@ -94,7 +94,7 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
                 do=error.do,
             ) from error
     if not publication.validated:
-        progress.say(f"pull: {url} was published with --allow-unvalidated; see its README.md")
+        progress.say(f"pull: {url} was published with --allow-failed; see its README.md")
     return Artifact.open(out)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from enginery.core.errors import OptionError
+from enginery.runtime.tensorrt.options import capability_name
 
 Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 
@@ -15,11 +16,13 @@ Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 class QuantizeConfig:
     """Options of quantization: calibration data, scheme, target and accuracy budget."""
 
-    calibration: str = ""
+    OLD_NAMES: ClassVar = {"calibration": "data", "capabilities": "capability"}
+
+    data: str = ""
     """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
     or arrays of the graph's own inputs, `.npz` or `.npy`."""
     column: str = "text"
-    """Column of `calibration` with the texts."""
+    """Column of `data` with the texts."""
     label_column: str = ""
     """Column with the correct labels, for `accuracy_budget`."""
     rows: int = 512
@@ -64,9 +67,9 @@ class QuantizeConfig:
     """One scale for each output channel of a weight instead of one for the whole weight."""
     symmetric: bool = True
     """Zero points are 0. TensorRT supports nothing else, so turning this off is an error."""
-    capabilities: tuple[str, ...] = ("8.9",)
-    """Compute capabilities that a trial engine is built for before anything is saved. If empty, no
-    engine is built, and the report says so."""
+    capability: tuple[str, ...] = ("8.9",)
+    """Compute capabilities that a trial engine is built for before anything is saved, such as
+    `8.0,8.9`. With `none`, no engine is built, and the report says so."""
     profile: tuple[str, ...] = ()
     """Shape profiles of the trial engine, such as `batch=1:8:32,sequence=8:128:512`. If empty,
     batches of 1 to 32 and sequences up to the model's limit."""
@@ -96,7 +99,7 @@ def check_options(config: QuantizeConfig) -> None:
         raise OptionError(
             "option 'scheme' is dynamic, but TensorRT does not support dynamic INT8: it expects "
             "scales that are constants of the graph.",
-            do="Use --scheme int8 with --calibration FILE, or --scheme dynamic --target cpu.",
+            do="Use --scheme int8 with --data FILE, or --scheme dynamic --target cpu.",
             option="scheme",
         )
     if config.scheme != "dynamic" and config.target == "cpu":
@@ -120,8 +123,8 @@ def check_options(config: QuantizeConfig) -> None:
             do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
             option="method",
         )
-    if config.ranges and (config.calibration or config.accuracy_budget):
-        given = "calibration" if config.calibration else "accuracy_budget"
+    if config.ranges and (config.data or config.accuracy_budget):
+        given = "data" if config.data else "accuracy_budget"
         raise OptionError(
             f"options 'ranges' and '{given}' are both set, but with ranges nothing is calibrated "
             "and no budget is checked.",
@@ -165,19 +168,19 @@ def require_calibration(config: QuantizeConfig) -> None:
     Raises:
         OptionError: a static scheme has neither, and random inputs are not allowed.
     """
-    given = config.calibration or config.ranges or config.allow_random
+    given = config.data or config.ranges or config.allow_random
     if not given and config.scheme != "dynamic":
         raise OptionError(
             "there are no calibration inputs. Ranges from random token ids are of no use: they "
             "are not those of texts.",
-            do="Name real ones: --calibration reviews.csv --column text",
+            do="Name real ones: --data reviews.csv --column text",
         )
 
 
 def list_capabilities(config: QuantizeConfig) -> list[str]:
-    """Return the compute capabilities; each option may list several, separated by commas."""
-    words = (word.strip() for text in config.capabilities for word in text.split(","))
-    return [word for word in words if word]
+    """Return the compute capabilities, such as `8.9`; each option may list several, with commas."""
+    words = (word.strip() for text in config.capability for word in text.split(","))
+    return [capability_name(word) for word in words if word and word != "none"]
 
 
 def _has_fp8(capability: str) -> bool:

@@ -114,7 +114,7 @@ def read_calibration(
         )
     if config.scheme != "dynamic":
         check_trial_options(source, config)
-    if config.scheme == "dynamic" and given is None and not config.calibration:
+    if config.scheme == "dynamic" and given is None and not config.data:
         return None  # dynamic INT8 is not calibrated; inputs would only measure its accuracy
     return read_data(source, config, given)
 
@@ -211,7 +211,7 @@ def _quantize_static(
         trials = build_trials(graph, source, config, quantized)
     if not trials:
         notes.append(
-            "no trial engine was built, because 'capabilities' is empty: TensorRT has not checked "
+            "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
     if measured:

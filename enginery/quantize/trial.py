@@ -35,7 +35,7 @@ def check_trial_options(artifact: Artifact, config: QuantizeConfig) -> None:
     """
     if not list_capabilities(config):
         return
-    require_tensorrt("Building a trial engine (--empty-capabilities builds none)")
+    require_tensorrt("Building a trial engine (--capability none builds none)")
     resolve_capabilities(RTX, list_capabilities(config))
     limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     for profile in config.profile:

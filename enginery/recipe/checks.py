@@ -142,7 +142,7 @@ def _check_export(options: export.ExportConfig, known: _Known) -> None:
         if options.device != "cpu":
             visible_gpus()
     if not known.is_onnx:  # which is imported, whatever it is for
-        export.check_task(options.task)
+        export.task_name(options.task)
 
 
 def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
@@ -156,11 +156,11 @@ def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
     with _about("ranges"):
         if options.ranges:
             find_ranges_file(options.ranges)
-    with _about("capabilities"):
+    with _about("capability"):
         if capabilities := quantize.list_capabilities(options):
             resolve_capabilities(RTX, capabilities)
             if options.scheme != "dynamic":
-                require_tensorrt("Building a trial engine (without capabilities: [] none is built)")
+                require_tensorrt("Building a trial engine (with capability: none, none is built)")
 
 
 def _check_build(options: engine.BuildConfig, known: _Known) -> None:
@@ -173,7 +173,7 @@ def _check_build(options: engine.BuildConfig, known: _Known) -> None:
     check_options(flavor, options.options)
     with _about("batch"):
         DimRange.parse(options.batch)
-    if not (options.profile or options.min_shapes or options.profiles_from or known.is_onnx):
+    if not (options.profile or options.min_shapes or options.data or known.is_onnx):
         raise ShapeError(
             "build has no profile, and an exported graph has dynamic dims.",
             do="Add one: profile: batch=1:8:32,sequence=8:128:512",
@@ -216,12 +216,12 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
     from enginery.predict.stage import STDIN, check_stdin_format, input_options
     from enginery.predict.writer import output_format
 
-    with _about("output"):
-        output_format(Path(options.output))
-        _require_writable(Path(options.output))
-        if Path(options.input).resolve() == Path(options.output).resolve():
+    with _about("out"):
+        output_format(Path(options.out))
+        _require_writable(Path(options.out))
+        if Path(options.input).resolve() == Path(options.out).resolve():
             raise OptionError(
-                f"output '{options.output}' is the input, which is never overwritten.",
+                f"out '{options.out}' is the input, which is never overwritten.",
                 do="Name another output.",
             )
     kind = None
@@ -238,7 +238,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
         raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:
         _check_answers(options, known.task, kind)
-    known.outputs.add(options.output)
+    known.outputs.add(options.out)
 
 
 def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
@@ -282,12 +282,10 @@ def _check_publish(options: PublishStage, _known: _Known) -> None:
 
 
 def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None:
-    if not options.directory:
-        raise OptionError(
-            "option 'directory' is empty.", do="Name where the files go.", option="directory"
-        )
-    with _about("directory"):
-        _require_writable(Path(options.directory), directory=True)
+    if not options.out:
+        raise OptionError("option 'out' is empty.", do="Name where the files go.", option="out")
+    with _about("out"):
+        _require_writable(Path(options.out), directory=True)
 
 
 _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
@@ -310,10 +308,10 @@ _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
 def _check_providers(options: Any) -> None:
     """Check that the providers are available and take these options."""
     ways = ("io_binding", "cuda_graph", "shrink_arena")
-    with _about("provider"):
-        check_run_options(parse_providers(options.provider, default="cpu"))
+    with _about("providers"):
+        check_run_options(parse_providers(options.providers, default="cpu"))
     with _about("provider_option"):
-        specs = parse_providers(options.provider, options.provider_option, default="cpu")
+        specs = parse_providers(options.providers, options.provider_option, default="cpu")
         check_run_options(specs)
     with _about("cuda_graph"):
         chosen = {way: getattr(options, way) for way in ways if hasattr(options, way)}
@@ -321,7 +319,7 @@ def _check_providers(options: Any) -> None:
     if [spec.name for spec in specs] != ["cpu"]:
         from enginery.runtime.providers import choose_providers
 
-        with _about("provider"):
+        with _about("providers"):
             choose_providers(specs, allow_fallback=options.allow_fallback)
 
 
@@ -349,12 +347,11 @@ def _require_dims(where: str, names: Iterable[str], known: _Known) -> None:
 
 def _check_files(options: Any, known: _Known) -> None:
     """Open the files of texts and images that a stage will read."""
-    for name in ("data", "calibration", "profiles_from"):
-        given = getattr(options, name, "")
-        if given and given not in known.outputs:
-            labels = getattr(options, "label_column", "")
-            with _about(name):
-                _check_data(Path(given).expanduser(), options.column, labels, known.task)
+    data = getattr(options, "data", "")
+    if data and data not in known.outputs:
+        labels = getattr(options, "label_column", "")
+        with _about("data"):
+            _check_data(Path(data).expanduser(), options.column, labels, known.task)
     with _about("images"):
         if images := getattr(options, "images", ""):
             if known.task in _TEXTS and not known.is_onnx:

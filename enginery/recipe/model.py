@@ -35,7 +35,7 @@ from enginery.core.errors import (
     SourceError,
     nearest,
 )
-from enginery.core.options import options_from
+from enginery.core.options import old_names, options_from, with_new_names
 from enginery.export.config import ExportConfig
 from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
 from enginery.recipe.yaml_document import Document, error_at, read_yaml
@@ -147,8 +147,8 @@ class Recipe:
         for place, step in enumerate(written.stages):
             path = ("stages", place, step.stage)
             lines = document.lines_in(path)
-            if "providers" in lines:
-                lines["provider"] = lines["providers"]
+            renamed = old_names(type(step.options))
+            lines |= {renamed[name]: line for name, line in lines.items() if name in renamed}
             steps.append(replace(step, line=document.line(path), lines=lines))
         return cls(
             _resolve_model(written.model, base),
@@ -298,21 +298,16 @@ def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
             do=f"Write - {stage}: {{{next(iter(hints))}: …}}.",
         )
     found: dict[str, Any] = {}
-    for written, value in given.items():
-        takes_providers = "provider_option" in hints
-        # `providers` is an alias, because a list reads better in the plural.
-        option = "provider" if written == "providers" and takes_providers else written
+    renamed = {new: old for old, new in old_names(STAGES[stage]).items() if old in given}
+    for option, value in with_new_names(STAGES[stage], stage, given).items():
+        written = renamed.get(option, option)
         if value is None and option in hints:
             raise OptionError(
                 f"option '{option}' has no value.",
                 do="Leave the line out for the default.",
                 option=written,
             )
-        if option in found:
-            raise OptionError(
-                f"{stage} has both 'provider' and 'providers'.", do="Keep one.", option=written
-            )
-        if option == "provider" and takes_providers and value != "":
+        if option == "providers" and value != "":
             found[option] = _convert_providers(stage, written, value)
         elif isinstance(value, str):
             found[option] = _convert_text(option, hints.get(option), value, base)

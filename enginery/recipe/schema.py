@@ -116,11 +116,7 @@ def recipe_schema() -> Schema:
             for name, option in definitions[base.__name__]["properties"].items():
                 properties[name] = {**option, **properties[name]}
         if "provider_option" in properties:
-            properties["provider"]["$ref"] = "#/$defs/providers"
-            properties["providers"] = properties["provider"]
-            # Without the type, `required` would hold for values that are no mapping.
-            both = {"type": "object", "required": ["provider", "providers"]}
-            definitions[kind.__name__]["not"] = both
+            properties["providers"]["$ref"] = "#/$defs/providers"
     recipe = definitions.pop("RecipeFile")
     first, *later = STAGES
     recipe["properties"]["stages"] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from enginery.bench.config import BenchConfig
 from enginery.deploy.kserve.options import KserveConfig
@@ -42,9 +42,11 @@ class BenchStage(BenchConfig):
 class PredictStage(PredictConfig):
     """Options of predict, with its input and output."""
 
+    OLD_NAMES: ClassVar = {"output": "out"}
+
     input: str
     """A CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-` for standard input."""
-    output: str
+    out: str
     """The file of results: a .parquet, .csv or .jsonl file."""
 
 
@@ -61,7 +63,9 @@ class PublishStage(PublishConfig):
 class TritonStage(TritonConfig):
     """Options of export-triton, with the model repository."""
 
-    directory: str
+    OLD_NAMES: ClassVar = {"directory": "out"}
+
+    out: str
     """The model repository; other models in it stay as they are."""
 
 
@@ -69,7 +73,9 @@ class TritonStage(TritonConfig):
 class KserveStage(KserveConfig):
     """Options of export-kserve, with the directory of the manifest."""
 
-    directory: str
+    OLD_NAMES: ClassVar = {"directory": "out"}
+
+    out: str
     """Where inferenceservice.yaml goes."""
 
 
@@ -90,14 +96,10 @@ STAGES: dict[str, type] = {
 
 PATHS = (
     "cache_dir",
-    "calibration",
     "data",
-    "directory",
     "images",
     "input",
     "out",
-    "output",
-    "profiles_from",
     "ranges",
     "timing_cache",
 )
@@ -184,10 +186,10 @@ def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | 
     if stage == "build" and made.target in ("cuda", "cpu"):
         do = "Use optimize: {target: tensorrt}, or leave build out."
         return f"{found}TensorRT parses no graph for {made.target}.", do
-    if stage == "publish" and not (made.validated or options.allow_unvalidated):
+    if stage == "publish" and not (made.validated or options.allow_failed):
         return (
             f"publish follows {made.by} without a validation, which it requires.",
-            "Put - validate before it, or set allow_unvalidated: true.",
+            "Put - validate before it, or set allow_failed: true.",
         )
     runs_engine = (stage == "export-triton" and options.needs_engine) or (
         stage == "export-kserve" and options.provider == "tensorrt"

@@ -20,7 +20,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.providers.specification import parse_providers
+from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
@@ -142,7 +142,7 @@ def _documented(model: Model) -> Callable[..., Any]:
 def load_model(
     artifact: str | Path | Artifact,
     *,
-    provider: str = "",
+    providers: Providers = "",
     provider_options: Sequence[str] = (),
     allow_fallback: bool = False,
     allow_failed: bool = False,
@@ -151,12 +151,13 @@ def load_model(
     io_binding: bool = True,
     cuda_graph: bool = False,
     shrink_arena: bool = False,
+    provider: Providers = "",
 ) -> Model:
     """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
     Args:
         artifact: the artifact or its directory.
-        provider: providers in order of preference, such as `tensorrt,cuda,cpu`; empty for
+        providers: names in order of preference, such as `tensorrt,cuda,cpu` or a list; empty for
             `ENGINERY_PROVIDERS` or, if that is not set, the CPU.
         provider_options: options of the providers, such as `cuda.gpu_mem_limit=2GiB`.
         allow_fallback: use the next provider if the first is unavailable.
@@ -167,6 +168,7 @@ def load_model(
         io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
         cuda_graph: capture the run of each shape as a CUDA graph and replay it.
         shrink_arena: after each run, free the memory that it took beyond the arena's initial chunk.
+        provider: the earlier name of `providers`.
 
     Raises:
         ArtifactError: the directory is not an artifact, its task is not supported, or a file that
@@ -179,10 +181,9 @@ def load_model(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
     require_task(opened.manifest)
-    providers = parse_providers(provider, provider_options, default="cpu")
     runner = OrtRunner(
         opened,
-        providers=providers,
+        providers=parse_providers(providers or provider, provider_options, default="cpu"),
         allow_fallback=allow_fallback,
         allow_build=allow_build,
         threads=threads,

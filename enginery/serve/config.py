@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from enginery.core.artifact.staging import MANIFEST
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
@@ -26,11 +26,13 @@ _PACKAGES = (
 class ServeConfig:
     """Options of the server: address, providers, batching, limits and process management."""
 
+    OLD_NAMES: ClassVar = {"provider": "providers"}
+
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all addresses, as a container needs."""
     port: int = 8000
     """Port to listen on; 0 for any free port, which is printed."""
-    provider: str = ""
+    providers: str = ""
     """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for
     `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
     provider_option: tuple[str, ...] = ()

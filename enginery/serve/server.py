@@ -98,7 +98,7 @@ def serve_models(
     # Check these before anything starts. Whether a provider is available is checked by the worker,
     # which imports onnxruntime.
     ApiKeys.from_config(config, os.environ)
-    parse_providers(config.provider, config.provider_option, default="cpu")
+    parse_providers(config.providers, config.provider_option, default="cpu")
     trace_endpoint(os.environ)
     sockets = bind(config.host, config.port)
     options = uvicorn_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from enginery.core.errors import OptionError
 
@@ -15,7 +15,9 @@ Effort = Literal["quick", "normal", "thorough"]
 class ValidateConfig:
     """Options of the validation: providers, inputs and tolerances."""
 
-    provider: str = ""
+    OLD_NAMES: ClassVar = {"provider": "providers"}
+
+    providers: str = ""
     """Execution providers in order of preference, such as tensorrt,cuda,cpu. If empty, the
     environment variable `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()

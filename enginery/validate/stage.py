@@ -101,7 +101,7 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
         "task": manifest.task,
         "precision": manifest.describe_precision(),
         **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
-        "provider": format_providers(providers_of(config)),
+        "providers": format_providers(providers_of(config)),
         **runtime_version(),
         **tool_versions(TOOLS),
         "stage version": STAGE_VERSION,
@@ -118,13 +118,13 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     if config.allow_fallback:
         # The providers that run then depend on the machine.
         chosen = choose_providers(providers_of(config), allow_fallback=True)
-        fields["providers"] = ", ".join(provider.name for provider in chosen)
+        fields["chosen providers"] = ", ".join(provider.name for provider in chosen)
     return Fingerprint(STAGE, fields)
 
 
 def providers_of(config: ValidateConfig) -> tuple[ProviderSpec, ...]:
     """Return the providers from the options or the environment."""
-    return parse_providers(config.provider, config.provider_option, default="cpu")
+    return parse_providers(config.providers, config.provider_option, default="cpu")
 
 
 def _engines(artifact: Artifact, config: ValidateConfig) -> str:

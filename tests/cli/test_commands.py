@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main, render
 from enginery.cli.console import Console
+from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import EngineryError
 from enginery.core.store.store import Store
@@ -119,6 +121,82 @@ def test_every_command_is_in_the_table_above():
     names = {(name,) for name in app if not name.startswith("-")}
     names |= {("store", name) for name in app["store"] if not name.startswith("-")}
     assert names == set(COMMANDS)
+
+
+def test_examples_in_the_help_can_be_called(cli):
+    app = commands()
+    assert set(EXAMPLES) == set(MODULES)
+    assert sorted(name for names in COMMAND_GROUPS.values() for name in names) == sorted(MODULES)
+    for name, examples in EXAMPLES.items():
+        assert len(examples) == 2
+        for example in examples:
+            program, *words = shlex.split(example)
+            assert (program, words[0]) == ("enginery", name)
+            app.parse_args(words, exit_on_error=False, print_error=False)
+        _, out, _ = cli(name, "--help")
+        assert "Examples:" in out
+
+
+def test_options_of_a_long_help_are_grouped_by_subject(cli):
+    _, out, _ = cli("validate", "--help")
+    panels = re.findall("╭─ (.*?) ─", out)
+    assert panels == ["Parameters", "Data", "Where it runs", "Shapes", "Trust", "Output"]
+    _, out, _ = cli("--help")
+    panels = re.findall("╭─ (.*?) ─", out)
+    assert panels == ["Commands", *COMMAND_GROUPS]
+
+
+def test_completion_is_installed(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    status, _, _ = cli("--install-completion", "--shell", "bash")
+    assert status == 0
+    (script,) = (path for path in tmp_path.rglob("enginery") if path.is_file())
+    assert "export-triton" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "--calibration", "a.csv"),
+        ("quantize", "--calibration=a.csv"),
+        ("quantize", "--capabilities", "8.9"),
+        ("build", "--profiles-from", "a.csv"),
+        ("publish", "registry", "--allow-unvalidated"),
+        ("predict", "--input", "a.csv", "--output", "b.csv"),
+        ("predict", "-i", "a.csv", "-o", "b.csv", "--provider", "cpu"),
+        ("validate", "--provider", "cpu"),
+        ("bench", "--provider=cpu"),
+        ("inspect", "--provider", "cpu", "--placement"),
+    ],
+    ids=" ".join,
+)
+def test_earlier_names_of_options_are_understood(cli, words):
+    command, *rest = words
+    status, _, said = cli(command, "no-such-artifact", *rest)
+    assert status == 2
+    assert "no-such-artifact" in said
+    _, out, _ = cli(command, "--help")
+    old = "calibration|capabilities|profiles-from|allow-unvalidated|output|provider|empty-.*"
+    assert not re.search(rf"--({old}) ", out)
+
+
+def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path):
+    out = tmp_path / "made"
+    for words in (("--model", tiny, out), ("-m", tiny, out), (tiny, out), (tiny, "--out", out)):
+        status, _, _ = cli("export", *words, "--task", "sequence-classification")
+        assert status == 0
+        assert Artifact.open(out).manifest.task == "text-classification"
+    status, _, said = cli("export", "onnx", "--model", "org/name", "out")
+    assert status == 2
+    assert "Leave it out: enginery export org/name out" in said
+
+
+def test_stages_take_where_to_write_after_the_artifact(cli, artifact, tmp_path):
+    out = tmp_path / "fp16"
+    status, _, _ = cli("optimize", artifact, out, "--target", "tensorrt", "--precision", "fp16")
+    assert status == 0
+    assert Artifact.open(out).manifest.precision == "fp16"
 
 
 # Errors
@@ -271,7 +349,7 @@ def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artif
         "inspect",
         artifact,
         "--placement",
-        "--provider",
+        "--providers",
         "openvino,cpu",
         "--provider-option",
         "openvino.device_type=CPU",
@@ -283,14 +361,14 @@ def test_inspect_places_the_graph_on_the_providers_that_are_asked_for(cli, artif
     assert placed["reason"].startswith("openvino requested, but ")
     monkeypatch.setenv("ENGINERY_PROVIDERS", "openvino")
     assert "openvino requested, but" in cli("inspect", artifact, "--placement")[2]
-    status, _, said = cli("inspect", artifact, "--provider", "cpu")
+    status, _, said = cli("inspect", artifact, "--providers", "cpu")
     assert status == 2
     assert "Add --placement." in said
 
 
 @pytest.mark.parametrize("command", ["bench", "predict", "validate"])
 def test_providers_are_named_alike(cli, artifact, tmp_path, command):
-    words = [command, artifact, "--provider", "cuda"]
+    words = [command, artifact, "--providers", "cuda"]
     if command == "predict":
         (tmp_path / "in.txt").write_text("warm")
         words += ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.csv"]
@@ -465,18 +543,18 @@ def test_store_lists_engines_and_prunes_them_with_the_artifacts(
 def test_provider_options_are_python_or_json_with_the_profiles_of_the_engines(cli, engine_words):
     made, words = engine_words
     cli(*words, "--out", made)
-    status, out, _ = cli("provider-options", made, "--provider", "tensorrt-rtx")
+    status, out, _ = cli("provider-options", made, "--providers", "tensorrt-rtx")
     assert status == 0
     scope = {}
     exec(out, scope)
     ((name, options),) = scope["providers"]
     assert name == "NvTensorRTRTXExecutionProvider"
     assert options["nv_profile_max_shapes"] == "x:8x64"
-    said = json.loads(cli("provider-options", made, "--provider", "tensorrt-rtx", "--json")[1])
+    said = json.loads(cli("provider-options", made, "--providers", "tensorrt-rtx", "--json")[1])
     assert said == {"provider": name, "provider_options": options}
     classic = cli("provider-options", made, "--profile", "batch=1:2:3", "--json")[1]
     assert json.loads(classic)["provider_options"]["trt_profile_opt_shapes"] == "x:2x64"
-    status, _, err = cli("provider-options", made, "--provider", "cuda")
+    status, _, err = cli("provider-options", made, "--providers", "cuda")
     assert status == 2
     assert "builds no engines" in err
 

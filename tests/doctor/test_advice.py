@@ -48,7 +48,7 @@ def test_gpu_that_no_setting_names_is_noted():
     (finding,) = found({}, nvidia=WITH_GPU, providers=RUNS)
     assert finding.severity == "note"
     assert finding.evidence == "NVIDIA L4, which cuda can use; ENGINERY_PROVIDERS is not set"
-    assert finding.remedy == "Set ENGINERY_PROVIDERS=cuda, or pass --provider cuda."
+    assert finding.remedy == "Set ENGINERY_PROVIDERS=cuda, or pass --providers cuda."
     (finding,) = found({"ENGINERY_PROVIDERS": "cpu,cuda"}, nvidia=WITH_GPU, providers=RUNS)
     assert finding.evidence.endswith("ENGINERY_PROVIDERS is cpu,cuda")
     assert found({"ENGINERY_PROVIDERS": "cuda,cpu"}, nvidia=WITH_GPU, providers=RUNS) == []

@@ -31,7 +31,7 @@ def test_gpu_without_tensorrt_rtx_support_is_a_note_with_a_remedy():
         "it supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1."
     )
     assert "--flavor tensorrt (pip install 'tensorrt-cu13>=10,<11')" in finding.remedy
-    assert "--provider cuda" in finding.remedy
+    assert "--providers cuda" in finding.remedy
 
 
 @pytest.mark.parametrize("capability", ["8.9", ""])

@@ -30,7 +30,7 @@ class Said:
 
 def build_config(**options) -> BuildConfig:
     """Return a build configuration; by default for 8.9 and with the profile of `product`."""
-    ways = {"profile", "min_shapes", "profiles_from"}
+    ways = {"profile", "min_shapes", "data"}
     profile = {} if ways & options.keys() else {"profile": [PROFILE]}
     return options_from(BuildConfig, "build", {"capability": "8.9", **profile, **options})
 

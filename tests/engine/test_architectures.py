@@ -45,7 +45,7 @@ def embedder(minilm, home):
         if precision == "int8":
             # How near INT8 comes is not asked here.
             return quantize_model(
-                exported, TEXT * 4, min_cosine=-1, capabilities=(), curve=False, smoothing="none"
+                exported, TEXT * 4, min_cosine=-1, capability=(), curve=False, smoothing="none"
             )
         return exported
 

@@ -320,11 +320,11 @@ def test_failed_artifact_is_rejected_unless_allowed(tmp_path, built):
             "several options set profiles: 'profile', 'min_shapes'",
         ),
         (
-            {"profile": [PROFILE], "profiles_from": "a.csv"},
+            {"profile": [PROFILE], "data": "a.csv"},
             OptionError,
-            "several options set profiles: 'profile', 'profiles_from'",
+            "several options set profiles: 'profile', 'data'",
         ),
-        ({"profiles_from": "missing.csv"}, ShapeError, "model.onnx takes no texts"),
+        ({"data": "missing.csv"}, ShapeError, "model.onnx takes no texts"),
     ],
 )
 def test_invalid_option_is_an_error_and_builds_nothing(
@@ -409,7 +409,7 @@ def test_profiles_from_data_are_reported_with_their_padding(exported, built, tmp
     data = tmp_path / "texts.csv"
     texts = [*(["short"] * 20), *TEXT]
     data.write_text("text\n" + "\n".join(json.dumps(text) for text in texts) + "\n")
-    made = built(source, profiles_from=str(data), count=2, batch="1:2:4")
+    made = built(source, data=str(data), count=2, batch="1:2:4")
     report = report_of(made)
     assert len(report["lengths"]["buckets"]) == 2
     assert sum(bucket["rows"] for bucket in report["lengths"]["buckets"]) >= 20
@@ -427,7 +427,7 @@ def test_another_file_of_texts_is_another_artifact_and_an_old_engine(exported, t
     for name, count in (("a", 5), ("b", 6)):
         data = tmp_path / f"{name}.csv"
         data.write_text("text\n" + "short words\n" * count)
-        config = build_config(profiles_from=str(data))
+        config = build_config(data=str(data))
         requested = resolve_requests(source, config)
         keys.add(
             (stage.fingerprint(source, config, requested).key, requested.requests[0].directory)
@@ -438,11 +438,11 @@ def test_another_file_of_texts_is_another_artifact_and_an_old_engine(exported, t
 
 def test_data_that_is_missing_is_an_error(exported, built):
     with pytest.raises(InputError, match=r"missing\.csv"):
-        built(exported("bert", "text-classification"), profiles_from="missing.csv")
+        built(exported("bert", "text-classification"), data="missing.csv")
 
 
 def test_data_without_the_column_is_an_error(exported, built, tmp_path):
     data = tmp_path / "texts.csv"
     data.write_text("review\nhello\n")
     with pytest.raises(InputError, match="text"):
-        built(exported("bert", "text-classification"), profiles_from=str(data))
+        built(exported("bert", "text-classification"), data=str(data))

@@ -16,7 +16,7 @@ from enginery.publish.config import PublishConfig
 from tests.core.artifacts import validated
 from tests.engine.made import with_engines
 
-UNVALIDATED = PublishConfig(allow_unvalidated=True, insecure=True)
+UNVALIDATED = PublishConfig(allow_failed=True, insecure=True)
 
 
 class Heard:

@@ -415,7 +415,7 @@ def test_engines_have_flavor_version_capability_and_profiles(tmp_path):
     source = product(tmp_path / "source")
     records = (
         engine_record(source),
-        engine_record(source, capabilities=(), profiles=()),
+        engine_record(source, capability=(), profiles=()),
         engine_record(
             source,
             flavor="tensorrt",

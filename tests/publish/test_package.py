@@ -59,7 +59,7 @@ def test_groups_of_external_weights_tokenizer_and_engines(tmp_path, packed):
     from enginery.core.artifact.artifact import commit_artifact
 
     commit_artifact(made.path, made.manifest)
-    package = packed(Artifact.open(made.path), allow_unvalidated=True)
+    package = packed(Artifact.open(made.path), allow_failed=True)
     groups = {file.name: file.group for file in package.files}
     assert groups["model.onnx.data"] == "weights"
     assert groups["tokenizer.json"] == "tokenizer"
@@ -94,7 +94,7 @@ def test_changed_engine_is_an_error_with_its_name(tmp_path, packed):
     plan = next(made.path.rglob("model.plan"))
     plan.write_bytes(PLAN[:-1] + b"x")
     with pytest.raises(ArtifactError, match=r"model\.plan was altered"):
-        packed(made, allow_unvalidated=True)
+        packed(made, allow_failed=True)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_artifact_that_is_not_validated_needs_the_option_and_the_card_says_so(
     changed = change(artifact)
     with pytest.raises(RejectedArtifactError, match=said) as refused:
         packed(changed)
-    assert "--allow-unvalidated" in str(refused.value)
-    package = packed(changed, allow_unvalidated=True)
+    assert "--allow-failed" in str(refused.value)
+    package = packed(changed, allow_failed=True)
     assert said in package.problem
     assert "**Not validated.**" in package.card
     assert said in package.card
@@ -134,7 +134,7 @@ def test_artifact_that_is_not_validated_needs_the_option_and_the_card_says_so(
 
 
 def test_card_of_a_validated_artifact_does_not_mention_the_option(artifact, packed):
-    assert "Not validated" not in packed(artifact, allow_unvalidated=True).card
+    assert "Not validated" not in packed(artifact, allow_failed=True).card
 
 
 def test_damaged_report_is_an_error_with_its_name(artifact, packed):
@@ -217,7 +217,7 @@ def test_validated_or_not_is_content(artifact, packed):
         fields = {"artifact": artifact_sha256}
         return artifact.annotate(verdict().model_copy(update={"fields": fields}), b"")
 
-    stale = packed(of("0" * 64), allow_unvalidated=True)
+    stale = packed(of("0" * 64), allow_failed=True)
     fresh = packed(of(artifact.content_sha256()))
     assert (stale.problem, fresh.problem) == ("its validation was of other content", "")
     assert stale.content_sha256 != fresh.content_sha256

@@ -103,7 +103,7 @@ def test_engines_are_published_and_marked_as_bound_to_their_hardware(tmp_path):
     built = build.run(source, build_config(capability="8.6,8.9"), tmp_path / "built")
     said = Said()
     published = publish_model(
-        built, tmp_path / "registry", allow_unvalidated=True, name="product", progress=said
+        built, tmp_path / "registry", allow_failed=True, name="product", progress=said
     )
     pulled = pull_model(published.url, tmp_path / "out")
     assert Artifact.open(pulled.path, verify=True).manifest == built.manifest
@@ -113,7 +113,7 @@ def test_engines_are_published_and_marked_as_bound_to_their_hardware(tmp_path):
     assert "bound to their hardware" in card
     assert "compute capability 8.6, 8.9" in card
     assert "`batch=1:4:8`" in card
-    assert any("--allow-unvalidated" in m or "never validated" in m for m in said.messages)
+    assert any("--allow-failed" in m or "never validated" in m for m in said.messages)
     listing = (pulled.path / "reports/publication.json").read_text()
     assert '"hardware_bound": true' in listing
 
@@ -209,10 +209,10 @@ def test_publishing_does_not_change_the_artifact(artifact, tmp_path):
 
 def test_pull_reports_a_version_that_was_not_validated(tmp_path):
     bare = make(tmp_path / "bare")
-    published = publish_model(bare, tmp_path / "registry", allow_unvalidated=True)
+    published = publish_model(bare, tmp_path / "registry", allow_failed=True)
     said = Said()
     pull_model(published.url, tmp_path / "out", progress=said)
-    assert any("published with --allow-unvalidated" in message for message in said.messages)
+    assert any("published with --allow-failed" in message for message in said.messages)
 
 
 def test_pull_leaves_out_additional_files_of_a_registry(artifact, tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_every_quantized_layer_is_multiplied_in_int8(
 ):
     source = tiny(kind, task, **config)
     inputs = {"inputs": images} if "image" in task else {}
-    made = quantized(source, capabilities=("8.9",), **inputs)
+    made = quantized(source, capability=("8.9",), **inputs)
     report = report_of(made)
     (engine,) = report["engines"]
     assert engine["not_quantized"] == []
@@ -76,7 +76,7 @@ def test_per_tensor_weights_are_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
 ):
     inputs = {"inputs": images} if "image" in task else {}
-    made = quantized(tiny(kind, task, **config), capabilities=("8.9",), per_channel=False, **inputs)
+    made = quantized(tiny(kind, task, **config), capability=("8.9",), per_channel=False, **inputs)
     report = report_of(made)
     (engine,) = report["engines"]
     assert engine["not_quantized"] == []
@@ -95,7 +95,7 @@ def test_per_tensor_weights_are_multiplied_in_int8(
 @pytest.mark.parametrize("per_channel", [True, False], ids=["per-channel", "per-tensor"])
 def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, per_channel):
     source = tiny("bert", "token-classification", **WIDE)
-    made = quantized(source, scheme="fp8", capabilities=(capability,), per_channel=per_channel)
+    made = quantized(source, scheme="fp8", capability=(capability,), per_channel=per_channel)
     report = report_of(made)
     (engine,) = report["engines"]
     assert engine["not_quantized"] == []
@@ -136,7 +136,7 @@ def test_report_counts_only_convolutions_that_run_in_fp8(
     tiny, quantized, images, kind, config, kernels
 ):
     source = tiny(kind, "image-classification", **config)
-    report = report_of(quantized(source, images, scheme="fp8", capabilities=("8.9",)))
+    report = report_of(quantized(source, images, scheme="fp8", capability=("8.9",)))
     (engine,) = report["engines"]
     assert engine["not_quantized"] == []
     assert {name: engine["layers"].get(name) for name in kernels} == kernels

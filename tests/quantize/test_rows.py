@@ -199,7 +199,7 @@ def test_labels_of_every_source_are_the_same(datasets, bert, tmp_path, kind):
         given = rows if kind == "dicts" else datasets.Dataset.from_list(rows)
         given = given.to_iterable_dataset() if kind == "stream" else given
     calibration = "" if given is not None else str(path)
-    data = read(bert, given, calibration=calibration, label_column="label")
+    data = read(bert, given, data=calibration, label_column="label")
     assert data.items == tuple(TEXT)
     assert data.labels == tuple(i % 3 for i in range(len(TEXT)))
     assert data.description.endswith("1 without a text left out")
@@ -302,7 +302,7 @@ def test_labels_of_every_source_set_the_budget(datasets, bert, quantized, tmp_pa
     made = quantized(
         bert,
         given,
-        calibration="" if given else str(path),
+        data="" if given else str(path),
         label_column="right",
         accuracy_budget="100%",
     )
@@ -322,5 +322,5 @@ def test_quantize_model_takes_a_dataset_by_its_column(datasets, bert):
     from enginery import quantize_model
 
     dataset = datasets.Dataset.from_dict({"review": TEXT})
-    made = quantize_model(bert, dataset, column="review", min_cosine=-1, capabilities=())
+    made = quantize_model(bert, dataset, column="review", min_cosine=-1, capability=())
     assert made.manifest.stages[-1].notes[1] == f"Dataset: {len(TEXT)} rows of 'review'"

@@ -62,7 +62,7 @@ def test_fp32_residual_has_no_fp16(tiny, quantized):
 
 
 def test_the_engine_is_built_and_read_back(tiny, quantized):
-    made = quantized(tiny(*BERT), capabilities=("8.9",))
+    made = quantized(tiny(*BERT), capability=("8.9",))
     report = report_of(made)
     (engine,) = report["engines"]
     assert engine["quantized_layers"] == len(report["quantized_layers"]) == 12
@@ -74,7 +74,7 @@ def test_smoothing_costs_neither_int8_gemms_nor_fused_attention(tiny, quantized)
     source = tiny(*BERT, hidden_size=128, num_attention_heads=2)
     engines = {
         smoothing: report_of(
-            quantized(source, capabilities=("8.9",), smoothing=smoothing, shift=smoothing != "none")
+            quantized(source, capability=("8.9",), smoothing=smoothing, shift=smoothing != "none")
         )["engines"][0]
         for smoothing in ("none", 0.5)
     }
@@ -185,7 +185,7 @@ def test_nothing_is_saved_where_the_parser_refuses(
     clean = LintReport("", "tensorrt", (), "")
     monkeypatch.setattr(trial, "lint_onnx", lambda *_, **__: clean)
     with pytest.raises(ProviderError, match="rejected the quantized graph, so it was not saved"):
-        quantized(tiny(*BERT), capabilities=("8.9",))
+        quantized(tiny(*BERT), capability=("8.9",))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -230,7 +230,7 @@ def test_labels_make_the_budget_one_of_accuracy(tiny, quantized, tmp_path):
         tiny(*BERT),
         None,
         out=tmp_path / "int8",
-        calibration=str(tmp_path / "data.csv"),
+        data=str(tmp_path / "data.csv"),
         label_column="label",
         accuracy_budget="100%",
     )

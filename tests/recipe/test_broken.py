@@ -90,7 +90,7 @@ BROKEN = {
         "Put everything to check into one",
     ),
     "quantize after optimize for cuda": (
-        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {calibration: reviews.csv}\n",
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {data: reviews.csv}\n",
         6,
         "quantize follows optimize, which leaves fp16 for cuda",
         "Leave optimize out",
@@ -115,8 +115,8 @@ BROKEN = {
         "Leave",
     ),
     "quantize twice": (
-        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv}\n  - validate\n"
-        "  - quantize: {calibration: reviews.csv}\n",
+        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n  - validate\n"
+        "  - quantize: {data: reviews.csv}\n",
         7,
         "quantize is named twice",
         "Leave one out",
@@ -134,13 +134,13 @@ BROKEN = {
         "Put - validate before it",
     ),
     "Triton without an engine": (
-        HEAD + EXPORT + "  - export-triton: {directory: triton, provider: tensorrt}\n",
+        HEAD + EXPORT + "  - export-triton: {out: triton, provider: tensorrt}\n",
         5,
         "no stage builds one",
         "build: {flavor: tensorrt}",
     ),
     "KServe without an engine": (
-        HEAD + EXPORT + "  - export-kserve: {directory: k, storage_uri: s3://a/b, image: i, "
+        HEAD + EXPORT + "  - export-kserve: {out: k, storage_uri: s3://a/b, image: i, "
         "provider: tensorrt}\n",
         5,
         "no stage builds one",
@@ -148,14 +148,14 @@ BROKEN = {
     ),
     # options that do not go together, budgets, limits
     "FP8 for a GPU without": (
-        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      scheme: fp8\n"
-        "      capabilities: 8.0\n",
+        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      scheme: fp8\n"
+        "      capability: 8.0\n",
         8,
         "no FP8 matrix products",
         "8.9, 12.0 or later",
     ),
     "static INT8 for the CPU": (
-        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      target: cpu\n",
+        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      target: cpu\n",
         7,
         "the target cpu supports only dynamic",
         "--scheme dynamic",
@@ -167,7 +167,7 @@ BROKEN = {
         "--precision fp32",
     ),
     "labels without a budget": (
-        HEAD + EXPORT + "  - quantize:\n      label_column: label\n      calibration: plain.csv\n",
+        HEAD + EXPORT + "  - quantize:\n      label_column: label\n      data: plain.csv\n",
         6,
         "without 'accuracy_budget'",
         "--accuracy-budget",
@@ -179,7 +179,7 @@ BROKEN = {
         "Lower both",
     ),
     "two ways of naming profiles": (
-        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      data: reviews.csv\n"
         "      profile: batch=1,sequence=8\n",
         8,
         "several options set profiles",
@@ -199,28 +199,28 @@ BROKEN = {
         "",
     ),
     "Triton's backend for the CPU": (
-        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      provider: cpu\n"
+        HEAD + EXPORT + "  - export-triton:\n      out: t\n      provider: cpu\n"
         "      backend: tensorrt\n",
         8,
         "needs a GPU",
         "Leave out --backend",
     ),
     "GPUs on the CPU": (
-        HEAD + EXPORT + "  - export-kserve: {directory: k, image: i, storage_uri: s3://a/b,\n"
+        HEAD + EXPORT + "  - export-kserve: {out: k, image: i, storage_uri: s3://a/b,\n"
         "      provider: cpu,\n      gpus: 2}\n",
         7,
         "but provider 'cpu' uses no GPU",
         "Leave out --gpus",
     ),
     "option of Ray without Ray": (
-        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: a.csv\n"
         "      ray_actors: 2\n",
         8,
         "option 'engine' is local",
         "--engine ray",
     ),
     "encoding": (
-        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: a.csv\n"
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: a.csv\n"
         "      encoding: utf-99\n",
         8,
         "'encoding' is 'utf-99', expected an encoding",
@@ -228,8 +228,7 @@ BROKEN = {
     ),
     "NUL": (HEAD + EXPORT + 'ask: "a\\0b"\n', 5, "NUL character", "Leave it out"),
     "budget": (
-        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n"
-        "      accuracy_budget: 0.5\n",
+        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      accuracy_budget: 0.5\n",
         7,
         "option 'accuracy_budget' is '0.5', expected a percentage",
         "",
@@ -242,7 +241,7 @@ BROKEN = {
         "It builds for 7.5, 8.0",
     ),
     "capabilities": (
-        HEAD + EXPORT + "  - quantize: {calibration: reviews.csv,\n      capabilities: [1.0]}\n",
+        HEAD + EXPORT + "  - quantize: {data: reviews.csv,\n      capability: [1.0]}\n",
         6,
         "does not build for compute capability '1.0'",
         "It builds for 7.5, 8.0",
@@ -272,7 +271,7 @@ BROKEN = {
         "",
     ),
     "output of another kind": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.xlsx\n",
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.xlsx\n",
         7,
         "has the suffix '.xlsx'",
         "",
@@ -327,7 +326,7 @@ BROKEN = {
         "Dims of text-classification",
     ),
     "sizes of profiles that are none": (
-        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      profiles_from: reviews.csv\n"
+        HEAD + EXPORT + "  - build:\n      capability: 8.9\n      data: reviews.csv\n"
         "      batch: 8:1\n",
         8,
         "expected min:opt:max or one size",
@@ -347,7 +346,7 @@ BROKEN = {
     ),
     # providers
     "provider": (
-        HEAD + EXPORT + "  - validate:\n      provider: cudaa\n",
+        HEAD + EXPORT + "  - validate:\n      providers: cudaa\n",
         6,
         "did you mean 'cuda'?",
         "",
@@ -380,13 +379,13 @@ BROKEN = {
     "provider option of another": (
         HEAD
         + EXPORT
-        + "  - bench:\n      provider: cpu\n      provider_option: cuda.device_id=0\n",
+        + "  - bench:\n      providers: cpu\n      provider_option: cuda.device_id=0\n",
         7,
         "which is not requested",
         "Request it as well",
     ),
     "CUDA graph on the CPU": (
-        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: a.csv, provider: cpu,\n"
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, out: a.csv, providers: cpu,\n"
         "      cuda_graph: true}\n",
         6,
         "cpu has no CUDA graphs",
@@ -399,7 +398,7 @@ BROKEN = {
         "pass --cuda-graph",
     ),
     "CUDA graph by an option of a provider": (
-        HEAD + EXPORT + "  - validate:\n      provider: cuda\n"
+        HEAD + EXPORT + "  - validate:\n      providers: cuda\n"
         "      provider_option: cuda.enable_cuda_graph=1\n",
         7,
         "'enable_cuda_graph' for cuda is set by itself",
@@ -456,7 +455,7 @@ BROKEN = {
     ),
     "pairs for a model of single texts": (
         HEAD + "  - export: {task: token-classification}\n  - predict:\n      input: plain.csv\n"
-        "      output: a.csv\n      pair_column: other\n",
+        "      out: a.csv\n      pair_column: other\n",
         8,
         "option 'pair_column' is 'other', but the model does token-classification",
         "classify pairs of texts",
@@ -475,13 +474,13 @@ BROKEN = {
         "Change 'out'",
     ),
     "output that is a directory": (
-        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      output: folder.csv\n",
+        HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: folder.csv\n",
         7,
         "is a directory, expected a file",
         "Change 'output'",
     ),
     "directory that is a file": (
-        HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      directory: plain.csv\n",
+        HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      out: plain.csv\n",
         7,
         "is a file, expected a directory",
         "Change 'directory'",
@@ -500,7 +499,7 @@ BROKEN = {
     ),
     "column of the question": (
         HEAD + "  - export: {task: question-answering}\n  - predict:\n      input: plain.csv\n"
-        "      output: a.csv\n      question_column: q\n",
+        "      out: a.csv\n      question_column: q\n",
         8,
         "has no column 'q'",
         "Its columns",
@@ -530,7 +529,7 @@ BROKEN = {
         "Its columns: text",
     ),
     "label column": (
-        HEAD + EXPORT + "  - quantize:\n      calibration: reviews.csv\n      accuracy_budget: 1%\n"
+        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      accuracy_budget: 1%\n"
         "      label_column: labels\n",
         8,
         "has no column 'labels'",
@@ -573,26 +572,26 @@ BROKEN = {
         "",
     ),
     "input": (
-        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: b.csv\n",
+        HEAD + EXPORT + "  - predict:\n      out: a.csv\n      input: b.csv\n",
         7,
         "no such file or folder",
         "",
     ),
     "column of the input": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.csv\n"
         "      column: review\n",
         8,
         "has no column 'review'",
         "Its columns: text, label",
     ),
     "column that the answer has": (
-        HEAD + EXPORT + "  - predict:\n      output: a.csv\n      input: reviews.csv\n",
+        HEAD + EXPORT + "  - predict:\n      out: a.csv\n      input: reviews.csv\n",
         7,
         "has a column 'label', and the prediction",
         "a prefix",
     ),
     "option that the task does not take": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: a.csv\n"
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: a.csv\n"
         "      top_k: 20000\n",
         8,
         "top_k",
@@ -600,26 +599,26 @@ BROKEN = {
     ),
     "task of sound": (
         HEAD + "  - export: {task: automatic-speech-recognition}\n"
-        "  - predict:\n      input: reviews.csv\n      output: a.csv\n",
+        "  - predict:\n      input: reviews.csv\n      out: a.csv\n",
         5,
         "predict follows an export for automatic-speech-recognition",
         "export for another task",
     ),
     "input that would be overwritten": (
-        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      output: ./reviews.csv\n",
+        HEAD + EXPORT + "  - predict:\n      input: reviews.csv\n      out: ./reviews.csv\n",
         7,
         "is the input, which is never overwritten",
         "Name another output",
     ),
     "standard input of no format": (
-        HEAD + EXPORT + "  - predict: {input: '-', output: a.csv}\n",
+        HEAD + EXPORT + "  - predict: {input: '-', out: a.csv}\n",
         5,
         "standard input has no su",
         "Set --format",
     ),
     "task that is not answered": (
         HEAD + "  - export: {task: multiple-choice}\n"
-        "  - predict: {input: reviews.csv, output: a.csv}\n",
+        "  - predict: {input: reviews.csv, out: a.csv}\n",
         5,
         "predict follows an export for",
         "export for another task",
@@ -650,14 +649,14 @@ BROKEN = {
         "",
     ),
     "storage": (
-        HEAD + EXPORT + "  - export-kserve:\n      directory: k\n      image: i\n"
+        HEAD + EXPORT + "  - export-kserve:\n      out: k\n      image: i\n"
         "      storage_uri: s4://a/b\n",
         8,
         "unknown scheme 's4'",
         "Supported: gs",
     ),
     "version of Triton": (
-        HEAD + EXPORT + "  - export-triton:\n      directory: t\n      version: 0\n",
+        HEAD + EXPORT + "  - export-triton:\n      out: t\n      version: 0\n",
         7,
         "option 'version' is 0",
         "",
@@ -758,7 +757,7 @@ def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
     from enginery.recipe.checks import check_recipe
 
     text = (
-        HEAD + EXPORT + "  - predict: {input: reviews.csv, output: first.csv, prefix: a_}\n"
-        "  - predict: {input: first.csv, output: second.csv, prefix: again_}\n"
+        HEAD + EXPORT + "  - predict: {input: reviews.csv, out: first.csv, prefix: a_}\n"
+        "  - predict: {input: first.csv, out: second.csv, prefix: again_}\n"
     )
     check_recipe(Recipe.parse(text, base=beside))

@@ -69,7 +69,7 @@ def test_the_shortest_recipe_is_a_model_and_export():
 NEEDED = {
     "quantize": {"allow_random": True},
     "predict": {"input": "-", "output": "out.csv"},
-    "publish": {"url": "oci://registry/name", "allow_unvalidated": True},
+    "publish": {"url": "oci://registry/name", "allow_failed": True},
     "export-triton": {"directory": "/triton"},
     "export-kserve": {"directory": "/kserve", "storage_uri": "s3://a/b", "image": "i"},
 }
@@ -348,13 +348,13 @@ def test_a_build_takes_one_profile_or_several_and_paths_from_the_recipe(tmp_path
     assert isinstance(options, BuildConfig)
     assert options.profile == ("batch=1",)
     assert options.timing_cache == str(tmp_path / "cache/timing")
-    text = "model: m\nstages: [export, build: {profiles_from: reviews.csv, count: 2}]"
+    text = "model: m\nstages: [export, build: {data: reviews.csv, count: 2}]"
     options = Recipe.parse(text, base=tmp_path).steps[1].options
-    assert (options.profiles_from, options.count) == (str(tmp_path / "reviews.csv"), 2)
+    assert (options.data, options.count) == (str(tmp_path / "reviews.csv"), 2)
 
 
 def test_an_unknown_option_of_a_build_names_the_nearest():
-    text = "model: m\nstages: [export, build: {capabilities: '8.9'}]"
+    text = "model: m\nstages: [export, build: {capability: '8.9'}]"
     assert "unknown option 'capabilities' for build; did you mean 'capability'?" in error(text)
 
 

@@ -87,7 +87,7 @@ def test_every_option_is_there_with_its_meaning_and_default():
 
 def test_the_meaning_is_what_is_written_below_the_field():
     build = recipe_schema()["$defs"]["BuildConfig"]["properties"]
-    assert build["count"]["description"] == "Maximum number of profiles from `profiles_from`."
+    assert build["count"]["description"] == "Maximum number of profiles from `data`."
     assert build["weight_streaming"]["description"], "of the class that it inherits from"
     assert not any("\n" in option["description"] for option in build.values())
 
@@ -136,12 +136,12 @@ SAME = [
     ("validate", "", True),
     ("lint", "", True),
     ("bench", "{batch: 8, sequence: '16,128', providers: [cpu], precision: 1e-2}", True),
-    ("predict", "{input: a.csv, output: b.csv, top_k: 2}", True),
-    ("predict", "{input: 2024, output: '${OUTPUT:-b}.csv'}", True),
-    ("publish", "{url: build/registry, allow_unvalidated: yes}", True),
-    ("export-triton", "{directory: build/triton, preferred_batch_size: 8}", True),
-    ("export-triton", "{directory: build/triton, preferred_batch_size: [4, 8]}", True),
-    ("export-kserve", "{directory: out, storage_uri: 's3://a/b', provider: cpu, image: i}", True),
+    ("predict", "{input: a.csv, out: b.csv, top_k: 2}", True),
+    ("predict", "{input: 2024, out: '${OUTPUT:-b}.csv'}", True),
+    ("publish", "{url: build/registry, allow_failed: yes}", True),
+    ("export-triton", "{out: build/triton, preferred_batch_size: 8}", True),
+    ("export-triton", "{out: build/triton, preferred_batch_size: [4, 8]}", True),
+    ("export-kserve", "{out: out, storage_uri: 's3://a/b', provider: cpu, image: i}", True),
     ("build", "", True),
     ("quantize", "{allow_random: true}", True),
     ("validate", "{profile: batch=1}", True),
@@ -153,13 +153,13 @@ SAME = [
     ("validate", "{providers: [{cuda: {device_id: 0, gpu_mem_limit: 2 GiB}}, cpu]}", True),
     ("validate", "{providers: {CUDAExecutionProvider: {use_tf32: off}, cpu: }}", True),
     ("validate", "{providers: [{openvino: {device_type: CPU, num_streams: 2}}]}", True),
-    ("quantize", "{capabilities: 8.9, allow_random: yes}", True),
+    ("quantize", "{capability: 8.9, allow_random: yes}", True),
     (
         "quantize",
-        "{capabilities: [8.9, 12.0], smoothing: 0.5, ranges: r, exclude: '*/layer.0/*'}",
+        "{capability: [8.9, 12.0], smoothing: 0.5, ranges: r, exclude: '*/layer.0/*'}",
         True,
     ),
-    ("quantize", "{smoothing: search, accuracy_budget: 0.5%, calibration: a.csv}", True),
+    ("quantize", "{smoothing: search, accuracy_budget: 0.5%, data: a.csv}", True),
     ("build", "{capability: 8.9, auxiliary_streams: auto, workspace_bytes: 1000}", True),
     ("build", "{flavor: tensorrt, auxiliary_streams: 2, engine_per_profile: on}", True),
     # neither
@@ -186,15 +186,15 @@ SAME = [
     ("validate", "{providers: [{cpu: {device_id: 0}}]}", False),
     ("validate", "{providers: [cpu], provider: cpu}", False),
     ("validate", "{provders: [cpu]}", False),
-    ("build", "{capabilities: 8.9, allow_random: yes}", False),
+    ("build", "{capability: 8.9, allow_random: yes}", False),
     ("build", "{auxiliary_streams: some}", False),
     ("vaildate", "{rows: 8}", False),
     ("predict", "", False),
     ("predict", "{input: a.csv}", False),
     ("publish", "{}", False),
-    ("bench", "{provider: cpu, providers: [cpu]}", False),
-    ("export-triton", "{directory: d, preferred_batch_size: many}", False),
-    ("export-kserve", "{directory: d}", False),
+    ("bench", "{provider: cpu}", False),
+    ("export-triton", "{out: d, preferred_batch_size: many}", False),
+    ("export-kserve", "{out: d}", False),
     ("lint", "{target: cpu}", False),
 ]
 

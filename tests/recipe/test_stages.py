@@ -61,7 +61,7 @@ def test_lint_that_fails_refuses_what_follows_and_ends_with_1(write, cli, tmp_pa
     path = write(
         "optimize: {target: cuda, precision: fp32}",
         "lint",
-        "export-triton: {directory: triton}",
+        "export-triton: {out: triton}",
         out="out",
     )
     status, out, err = cli("run", path, "--json")
@@ -126,7 +126,7 @@ def test_bench_can_leave_its_reports_elsewhere(write, tmp_path):
 
 
 def test_predict_answers_a_file_and_a_second_run_does_nothing(write, tmp_path):
-    path = write("predict: {input: reviews.csv, output: answers/a.csv}")
+    path = write("predict: {input: reviews.csv, out: answers/a.csv}")
     first = run_recipe(path)
     answers = tmp_path / "answers/a.csv"
     lines = answers.read_text().splitlines()
@@ -139,7 +139,7 @@ def test_predict_answers_a_file_and_a_second_run_does_nothing(write, tmp_path):
 
 def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cli, tmp_path):
     (tmp_path / "reviews.jsonl").write_text('{"text": "Good."}\n{"text": null}\n')
-    path = write("predict: {input: reviews.jsonl, output: a.jsonl}")
+    path = write("predict: {input: reviews.jsonl, out: a.jsonl}")
     status, out, err = cli("run", path, "--json")
     assert status == 3
     assert "1 of 2 rows have no result" in err
@@ -169,8 +169,8 @@ def test_publish_refuses_what_failed_also_where_the_run_goes_on(write, tmp_path,
 
 def test_triton_and_kserve_get_what_their_commands_write(write, cli, tmp_path):
     path = write(
-        "export-triton: {directory: triton, provider: cpu, name: mine}",
-        "export-kserve: {directory: kserve, storage_uri: 's3://models/mine', image: i/s:1, "
+        "export-triton: {out: triton, provider: cpu, name: mine}",
+        "export-kserve: {out: kserve, storage_uri: 's3://models/mine', image: i/s:1, "
         "provider: cpu}",
     )
     status, out, err = cli("run", path, "--json")
@@ -187,7 +187,7 @@ def test_triton_and_kserve_get_what_their_commands_write(write, cli, tmp_path):
 def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_path):
     path = write(
         f"bench: {QUICK}",
-        "predict: {input: reviews.csv, output: a.csv}",
+        "predict: {input: reviews.csv, out: a.csv}",
         "validate: {rows: 4}",
         "publish: {url: registry, name: mine}",
     )

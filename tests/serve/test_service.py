@@ -304,8 +304,8 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--provider", "cudaa"), "did you mean 'cuda'"),
-        (("--provider", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda"),
+        (("--providers", "cudaa"), "did you mean 'cuda'"),
+        (("--providers", "cpu", "--provider-option", "cuda.gpu_mem_limit=2GiB"), "cuda"),
     ],
 )
 def test_invalid_provider_is_rejected_before_listening(tiny_paths, options, message):
@@ -380,7 +380,7 @@ def test_unavailable_provider_stops_the_startup(exported, tmp_path):
             str(exported("bert", "fill-mask").path),
             "--port",
             "0",
-            "--provider",
+            "--providers",
             "cuda",
         ],
         capture_output=True,

@@ -35,7 +35,7 @@ def test_rest_of_a_quantized_graph_that_is_declared_too_coarse(exported, copied)
     from enginery import quantize_model
 
     made = quantize_model(
-        exported(*BERT), TEXT, capabilities=(), curve=False, residual="fp32", min_cosine=-1
+        exported(*BERT), TEXT, capability=(), curve=False, residual="fp32", min_cosine=-1
     )
     artifact = copied(made)
     edit_manifest(artifact.path, residual="bf16")

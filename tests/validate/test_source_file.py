@@ -46,7 +46,7 @@ def made(request, imported, tmp_path):
         return imported.copy_to(out)
     if request.param == "fp16":
         return optimize_model(imported, target="tensorrt", precision="fp16", out=out)
-    return quantize_model(imported, SENTENCES, capabilities=(), curve=False, out=out)
+    return quantize_model(imported, SENTENCES, capability=(), curve=False, out=out)
 
 
 def edited(edit):
@@ -184,7 +184,7 @@ def test_graph_that_onnxruntime_has_fused_passes(imported, copied):
 
 
 def test_file_that_is_quantized_itself_is_compared_number_by_number(imported, tmp_path):
-    int8 = quantize_model(imported, SENTENCES, capabilities=(), curve=False)
+    int8 = quantize_model(imported, SENTENCES, capability=(), curve=False)
     (tmp_path / "source").mkdir()
     path = shutil.copy(int8.model, tmp_path / "source" / "quantized.onnx")
     artifact = export_model(str(path), out=tmp_path / "artifact")

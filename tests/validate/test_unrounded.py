@@ -28,7 +28,7 @@ def int8(exported):
 
     def make(residual="fp16"):
         bert = exported("bert", "feature-extraction")
-        return quantize_model(bert, TEXT, capabilities=(), curve=False, residual=residual)
+        return quantize_model(bert, TEXT, capability=(), curve=False, residual=residual)
 
     return make
 
@@ -57,7 +57,7 @@ def test_convolutions_with_folded_normalizations(exported, copied, tmp_path):
     images = [(generator.random((48, 40, 3)) * 255).astype(np.uint8) for _ in range(12)]
     resnet = exported("resnet", "image-classification")
     made = quantize_model(
-        resnet, images, capabilities=(), curve=False, min_cosine=-1, out=tmp_path / "int8"
+        resnet, images, capability=(), curve=False, min_cosine=-1, out=tmp_path / "int8"
     )
     report = validate_model(copied(made), effort="quick", min_cosine=-1)
     assert report.passed, report.summary

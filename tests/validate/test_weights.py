@@ -65,7 +65,7 @@ def int8(bert, tmp_path_factory, session_home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINERY_HOME", str(session_home))
         out = tmp_path_factory.mktemp("int8") / "bert"
-        return quantize_model(bert, TEXT, capabilities=(), curve=False, min_cosine=-1, out=out)
+        return quantize_model(bert, TEXT, capability=(), curve=False, min_cosine=-1, out=out)
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ def test_minilm(minilm, copied, tmp_path):
     (difference,) = compare(faults.break_graph(copied(artifact), row)).differences
     assert "row 4711 of 30522 differs" in difference.problem
     int8 = quantize_model(
-        artifact, TEXT, capabilities=(), curve=False, min_cosine=-1, out=tmp_path / "int8"
+        artifact, TEXT, capability=(), curve=False, min_cosine=-1, out=tmp_path / "int8"
     )
     assert compare(int8).differences == []
     scales = change(

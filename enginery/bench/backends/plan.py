@@ -79,7 +79,7 @@ def providers_of(config: BenchConfig) -> tuple[ProviderSpec, ...]:
         ProviderError: a name is unknown, or `cuda_graph` is set and the first has no CUDA graphs.
         OptionError: a provider does not have an option, or options exclude each other.
     """
-    specs = parse_providers(config.provider, config.provider_option, default="cpu")
+    specs = parse_providers(config.providers, config.provider_option, default="cpu")
     check_run_options(
         specs,
         io_binding=config.io_binding,

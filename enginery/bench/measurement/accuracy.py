@@ -74,7 +74,7 @@ class LabelledTexts:
     def _classify(self, target: Target, config: BenchConfig) -> list[bool]:
         model = load_model(
             target.artifact,
-            provider=config.provider,
+            providers=config.providers,
             provider_options=config.provider_option,
             allow_fallback=config.allow_fallback,
             allow_failed=True,  # bench has checked it

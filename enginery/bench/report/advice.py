@@ -69,7 +69,7 @@ def more_shapes_than_profiles(result: BenchResult) -> Iterator[Advice]:
                 "there are more shapes than profiles",
                 f"{shapes} shapes ran in {len(profiles)} profiles: {'; '.join(profiles)}",
                 "Pad inputs to the sizes of the profiles, or build profiles from the data: "
-                "enginery build --profiles-from FILE --count N.",
+                "enginery build --data FILE --count N.",
             )
 
 
@@ -198,7 +198,7 @@ def much_padding(result: BenchResult) -> Iterator[Advice]:
             f"{worst.in_order:.0%} of the tokens are padding",
             f"texts in file order at batch {worst.batch}; sorted by length: {worst.sorted:.0%}",
             "Batch texts of similar length, as load_model, predict and serve do, and build "
-            "profiles from the lengths: enginery build --profiles-from FILE.",
+            "profiles from the lengths: enginery build --data FILE.",
         )
 
 

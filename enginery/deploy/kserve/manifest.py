@@ -103,7 +103,7 @@ def _enginery(model: str, memory: str, config: KserveConfig) -> dict[str, Any]:
         f"{model}={_MOUNT}",
         "--host=0.0.0.0",
         f"--port={_PORT}",
-        f"--provider={config.provider}",
+        f"--providers={config.provider}",
         "--drain-delay=5",
         "--grace=20",
     ]

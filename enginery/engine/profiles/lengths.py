@@ -121,7 +121,7 @@ def _text_dims(record: GraphRecord) -> tuple[str, str]:
     if isinstance(sequence, int):
         raise ShapeError(
             f"{record.file}: the sequence is fixed at {sequence}, so text lengths do not matter.",
-            do="Remove --profiles-from, or export the model with a dynamic sequence.",
+            do="Remove --data, or export the model with a dynamic sequence.",
         )
     derived = [*dim_terms(rows), *dim_terms(sequence)]
     others = [name for name in dynamic_dims(record.inputs) if name not in derived]

@@ -61,7 +61,7 @@ class CardFacts:
     reports: Reports
     engines: tuple[EngineRecord, ...]
     problem: str = ""
-    """Reason why publishing needed --allow-unvalidated; empty if it did not."""
+    """Reason why publishing needed --allow-failed; empty if it did not."""
 
 
 def model_card(facts: CardFacts) -> str:

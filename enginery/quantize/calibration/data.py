@@ -60,7 +60,7 @@ def read_data(
     """
     if given is not None:
         return _given(artifact, config, given)
-    if config.calibration:
+    if config.data:
         return _from_file(artifact, config)
     if config.ranges:
         return None
@@ -188,7 +188,7 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 
 
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
-    path = Path(config.calibration).expanduser()
+    path = Path(config.data).expanduser()
     record = artifact.manifest.graphs[0]
     if path.suffix.lower() in ARRAY_SUFFIXES:
         if config.label_column:

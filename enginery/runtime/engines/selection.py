@@ -203,8 +203,8 @@ def _no_engine(
         supported = ", ".join(flavor.capabilities)
         return ProviderError(
             message,
-            do=f"{flavor.title} supports {supported}. On this GPU use --provider "
-            f"{CLASSIC.name} with an engine of that flavor, or --provider cuda.",
+            do=f"{flavor.title} supports {supported}. On this GPU use --providers "
+            f"{CLASSIC.name} with an engine of that flavor, or --providers cuda.",
         )
     profile = ",".join(f"{name}=1:8:32" for name in dynamic_dims(graph.inputs))
     shapes = f" --profile {profile}" if profile else ""

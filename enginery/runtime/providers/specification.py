@@ -93,7 +93,7 @@ def parse_providers(
     specs = _merge(_read(given))
     if not specs:
         raise ProviderError(
-            "no execution provider was requested.", do="Pass one, for example: --provider cuda"
+            "no execution provider was requested.", do="Pass one, for example: --providers cuda"
         )
     for text in options:
         name, key, value = _read_option(text, specs)
@@ -321,7 +321,7 @@ def _read_option(text: str, specs: Mapping[str, Any]) -> tuple[str, str, str]:
         raise OptionError(
             f"option '{key}' is for {short}, which is not requested; "
             f"requested: {', '.join(specs) or 'none'}.",
-            do=f"Request it as well: --provider {','.join([*specs, short])}",
+            do=f"Request it as well: --providers {','.join([*specs, short])}",
         )
     return short, key, read_options(short, {key: value.strip()})[key]
 

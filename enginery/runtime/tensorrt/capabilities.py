@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
-from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor, capability_name
 
 CURRENT, PORTABLE = "current", "portable"
 
@@ -30,7 +30,10 @@ def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[st
         OptionError: the flavor cannot build for one of the capabilities.
         ProviderError: for `current`, there is no GPU, or the flavor cannot build for it.
     """
-    words = [word.strip() for word in (names.split(",") if isinstance(names, str) else names)]
+    words = [
+        capability_name(word.strip())
+        for word in (names.split(",") if isinstance(names, str) else names)
+    ]
     if not words or PORTABLE in words:
         return _portable(flavor, words)
     found = [_current(flavor) if word == CURRENT else word for word in words]
@@ -79,7 +82,7 @@ def _current(flavor: Flavor) -> str:
         raise ProviderError(
             unsupported_gpu(flavor, gpu),
             do=f"Build with --flavor {CLASSIC.name}, or run the model with ONNX Runtime's CUDA "
-            "provider: --provider cuda. To build here for other GPUs, name their capabilities.",
+            "provider: --providers cuda. To build here for other GPUs, name their capabilities.",
         )
     return gpu.compute_capability
 

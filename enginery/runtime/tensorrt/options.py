@@ -11,6 +11,7 @@ the precision is in the graph: networks are strongly typed, and no option lowers
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -79,6 +80,16 @@ CLASSIC = Flavor(
 """Version 10, because onnxruntime-gpu 1.31 links `libnvinfer.so.10`, and CUDA 13."""
 
 FLAVORS: dict[str, Flavor] = {flavor.name: flavor for flavor in (RTX, CLASSIC)}
+
+
+def capability_name(text: str) -> str:
+    """Return a compute capability as `8.9`, also for `89`, `sm_89` and `sm89`; others stay.
+
+    >>> capability_name("sm_120")
+    '12.0'
+    """
+    found = re.fullmatch(r"(?:sm_?)?(\d+)(\d)", text.lower())
+    return f"{found[1]}.{found[2]}" if found else text
 
 
 def get_flavor(name: str) -> Flavor:

@@ -142,7 +142,7 @@ class ModelBackend:
         """
         artifact = Artifact.open(path)
         artifact.require_passed(allow_failed=options.allow_failed)
-        providers = parse_providers(options.provider, options.provider_option, default="cpu")
+        providers = parse_providers(options.providers, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
         alone = (options.workers or usable_cores()) == 1
         if not threads and on_cpu and not alone:

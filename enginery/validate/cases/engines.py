@@ -50,7 +50,7 @@ def reachable_profiles(
         if artifact.manifest.float_precision == "bf16" and chosen[0].name == CPU:
             raise ProviderError(
                 f"{artifact.path} is bf16, but ONNX Runtime has no BF16 kernels on the CPU.",
-                do="Validate it on a GPU: --provider cuda",
+                do="Validate it on a GPU: --providers cuda",
             )
         found[record.file] = [reachable_profile(engine.record) for engine in engines]
     return found

@@ -148,7 +148,7 @@ IDS = dims("input_ids", "batch", "sequence")
         (
             (dims("input_ids", "batch", 128),),
             "model.onnx: the sequence is fixed at 128, so text lengths do not matter. Remove "
-            "--profiles-from, or export the model with a dynamic sequence.",
+            "--data, or export the model with a dynamic sequence.",
         ),
         (
             (dims("pixel_values", "batch", 3, 32, 32),),

@@ -321,7 +321,7 @@ def test_token_is_not_in_the_output_of_the_command(hub, artifact, tmp_path):
         "from enginery.publish import stage\n"
         "from enginery.publish.config import PublishConfig\n"
         "print(stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
-        "                PublishConfig(allow_unvalidated=True)))\n"
+        "                PublishConfig(allow_failed=True)))\n"
     )
     environment = {
         **os.environ,

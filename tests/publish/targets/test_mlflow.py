@@ -341,7 +341,7 @@ def test_run_has_metrics_and_plots(server, exported, tmp_path):
     validate_model(artifact)
     checked = Artifact.open(artifact.path)
     checked = checked.annotate(reports={"reports/latency.svg": b"<svg/>"})
-    published = stage.run(checked, "mlflow:/metrics", replace(UNVALIDATED, allow_unvalidated=False))
+    published = stage.run(checked, "mlflow:/metrics", replace(UNVALIDATED, allow_failed=False))
     version = client(server).get_model_version("metrics", published.version)
     metrics = client(server).get_run(version.run_id).data.metrics
     assert any(name.startswith("validation.") for name in metrics)
@@ -376,7 +376,7 @@ def killed(artifact, url, **environment):
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "MlflowClient.log_model_artifact = until_graph\n"
         "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
-        "          PublishConfig(allow_unvalidated=True))\n"
+        "          PublishConfig(allow_failed=True))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script, str(artifact.path), url],

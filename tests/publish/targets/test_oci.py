@@ -344,7 +344,7 @@ def test_killed_publish_is_resumed(registry, artifact, tmp_path, home):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "oci_client.OciClient.upload = once\n"
         "stage.run(Artifact.open(sys.argv[1]), sys.argv[2],\n"
-        "          PublishConfig(allow_unvalidated=True, insecure=True))\n"
+        "          PublishConfig(allow_failed=True, insecure=True))\n"
     )
     url = f"oci://{host}/killed:1"
     ended = subprocess.run(
@@ -365,7 +365,7 @@ def test_unreachable_registry_fails_fast(artifact):
 
 def test_plain_http_needs_insecure(registry, artifact):
     host, _ = registry
-    secure = PublishConfig(allow_unvalidated=True)
+    secure = PublishConfig(allow_failed=True)
     with pytest.raises(RegistryError, match=r"cannot be reached.*pass --insecure"):
         stage.run(artifact, f"oci://{host}/name:1", secure)
 

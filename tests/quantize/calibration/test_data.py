@@ -62,7 +62,7 @@ def test_files_of_every_kind_give_the_same_texts(bert, tmp_path, name):
         path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXT), encoding="utf-8")
     else:
         path.write_text("\n".join(TEXT), encoding="utf-8")
-    assert read(bert, calibration=str(path)).items == tuple(TEXT)
+    assert read(bert, data=str(path)).items == tuple(TEXT)
 
 
 def test_a_generator_is_read_up_to_the_rows_and_no_further(bert):
@@ -163,13 +163,13 @@ def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
     with pytest.raises(OptionError, match="'label', but the inputs are texts"):
         read(bert, TEXT, label_column="label")
     with pytest.raises(OptionError, match="a folder of images has no columns"):
-        read(vit, calibration=str(tmp_path), label_column="label")
+        read(vit, data=str(tmp_path), label_column="label")
 
 
 def test_a_graph_that_takes_neither_texts_nor_images_says_what_it_takes(tiny, tmp_path):
     audio = tiny("wav2vec2", "audio-classification")
     with pytest.raises(InputError, match="the graph takes input_values"):
-        read(audio, calibration=str(tmp_path / "a.csv"))
+        read(audio, data=str(tmp_path / "a.csv"))
     with pytest.raises(
         InputError, match=r"rows cannot be used.*exactly these arrays: input_values"
     ):
@@ -218,7 +218,7 @@ def test_a_folder_of_images_that_is_moved_is_the_same(vit, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         Image.new("RGB", (40, 40), (7, 8, 9)).save(tmp_path / folder / "one.png")
-    first, second = (read(vit, calibration=str(tmp_path / f)).sha256 for f in ("a", "b"))
+    first, second = (read(vit, data=str(tmp_path / f)).sha256 for f in ("a", "b"))
     assert first == second
 
 
@@ -232,11 +232,11 @@ def test_arrays_of_a_file_are_rows_of_the_graphs_own_inputs(bert, tmp_path):
     names = [spec.name for spec in bert.manifest.graphs[0].inputs]
     path = tmp_path / "feeds.npz"
     ids = save_arrays(path, names)
-    data = read(bert, calibration=str(path), rows=3)
+    data = read(bert, data=str(path), rows=3)
     assert (data.kind, data.description) == ("feeds", "feeds.npz: 3 rows of arrays")
     calibrating, _ = split(bert, data)
     assert [batch.load()["input_ids"].tolist() for batch in calibrating] == [
         ids[row : row + 1].tolist() for row in (0, 4, 8)
     ]
     with pytest.raises(OptionError, match="arrays have no columns"):
-        read(bert, calibration=str(path), label_column="label")
+        read(bert, data=str(path), label_column="label")

@@ -236,8 +236,8 @@ def test_unsupported_gpu_gets_the_alternatives(made, machine):
         chosen(made({"capabilities": ()}))
     assert "TensorRT for RTX does not support compute capability 9.0" in error.value.message
     assert error.value.do == (
-        "TensorRT for RTX supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1. On this GPU use --provider "
-        "tensorrt with an engine of that flavor, or --provider cuda."
+        "TensorRT for RTX supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1. On this GPU use --providers "
+        "tensorrt with an engine of that flavor, or --providers cuda."
     )
 
 

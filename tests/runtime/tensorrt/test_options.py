@@ -138,7 +138,7 @@ def test_hopper_is_unsupported_by_rtx_with_the_alternatives(gpu):
         "it supports 7.5, 8.0, 8.6, 8.9, 12.0, 12.1."
     )
     assert "--flavor tensorrt, or" in found.value.do
-    assert "--provider cuda" in found.value.do
+    assert "--providers cuda" in found.value.do
     assert resolve_capabilities(CLASSIC, "current") == ("9.0",)
     assert resolve_capabilities(RTX, "8.9") == ("8.9",)
 

@@ -41,7 +41,7 @@ def made(tmp_path_factory, session_home):
                     as_sentence_transformer(model)
                 source = export_model(str(model), task=task)
                 artifacts[key] = quantize_model(
-                    source, TEXT, min_cosine=0.998, capabilities=(), out=root / key
+                    source, TEXT, min_cosine=0.998, capability=(), out=root / key
                 )
         return artifacts[key]
 
