@@ -102,6 +102,8 @@ def calibrate(
     batches, held_out = make_batches(
         artifact, record, data, seed=config.seed, max_held_out=max_held_out
     )
+    for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
+        progress.say(f"quantize: {note}")
     multiply_adds = count_multiply_adds(
         artifact.model, model, layers, mean_length_feeds(batches, record)
     )

@@ -17,7 +17,7 @@ from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamicall
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.report import budget_notes, describe_accuracy
+from enginery.quantize.report import describe_accuracy
 from enginery.quantize.search import AccuracyBudget
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
@@ -60,8 +60,8 @@ def quantize_dynamic(
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
-        accuracy, budget = _measure(source, directory / records[0].file, config, data)
-        notes += [data.description, *budget_notes(budget, accuracy.rows)]
+        accuracy = _measure(source, directory / records[0].file, config, data)
+        notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
         parts.append(describe_accuracy(accuracy))
     report = QuantizationReport(
         summary="; ".join(parts),
@@ -76,7 +76,7 @@ def quantize_dynamic(
 
 def _measure(
     source: Artifact, graph: Path, config: QuantizeConfig, data: CalibrationData
-) -> tuple[AccuracyMetrics, AccuracyBudget]:
+) -> AccuracyMetrics:
     calibrating, held_out = make_batches(source, source.manifest.graphs[0], data, seed=config.seed)
     # Nothing was calibrated, so all rows can measure.
     seen = {row for batch in held_out for row in batch.rows}
@@ -96,4 +96,4 @@ def _measure(
             f"dynamic INT8 does not meet the budget, a {budget}: found {describe_accuracy(found)}.",
             do="Lower the budget, or keep FP32.",
         )
-    return found, budget
+    return found

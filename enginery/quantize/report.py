@@ -24,7 +24,6 @@ from enginery.quantize.calibrate import AccuracySearch
 from enginery.quantize.calibration.cache import CalibrationCache
 from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.search import HEADROOM, AccuracyBudget
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
@@ -139,16 +138,6 @@ _AXES = {
     "agreement": "answers equal to FP32's",
     "accuracy": "accuracy",
 }
-
-
-def budget_notes(budget: AccuracyBudget, rows: int) -> list[str]:
-    """Return a note if there are too few rows for the accuracy budget."""
-    if budget.kind == "cosine" or HEADROOM * budget.allowed * rows >= 1:
-        return []
-    return [
-        f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {budget.allowed:.2%} "
-        "no answer may change; use more rows with --rows"
-    ]
 
 
 def _activations(cache: CalibrationCache) -> dict[str, Any]:

@@ -65,6 +65,17 @@ class AccuracyBudget:
             )
         return cls("agreement", allowed)
 
+    @staticmethod
+    def notes(config: QuantizeConfig, rows: int) -> list[str]:
+        """Return a note if there are too few held-out rows for the `accuracy_budget`."""
+        allowed = parse_accuracy_budget(config.accuracy_budget) if config.accuracy_budget else 1.0
+        if HEADROOM * allowed * rows >= 1:
+            return []
+        return [
+            f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {allowed:.2%} no "
+            "answer may change; use more rows with --rows"
+        ]
+
     def is_met_by(self, found: AccuracyMetrics, *, headroom: float = 1.0) -> bool:
         """Return True if the loss is at most `headroom` times the budget."""
         return self.reference - self.value(found) <= headroom * self.allowed + _ROUNDING

@@ -49,7 +49,8 @@ from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_r
 from enginery.quantize.calibration.data import CalibrationData, read_data
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.report import budget_notes, make_report, save_curve
+from enginery.quantize.report import make_report, save_curve
+from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
@@ -215,7 +216,7 @@ def _quantize_static(
             "this graph"
         )
     if measured:
-        notes += budget_notes(measured.budget, measured.evaluator.rows)
+        notes += AccuracyBudget.notes(config, measured.evaluator.rows)
         if not save_curve(directory / CURVE, measured, config.scheme):
             notes.append(NOT_DRAWN)
     report = make_report(layers, cache, measured, accuracy, trials, config, data, notes, fields)

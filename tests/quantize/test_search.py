@@ -3,7 +3,6 @@ import pytest
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.report import budget_notes
 from enginery.quantize.search import AccuracyBudget, search_mixed_precision
 
 HARM = {"calm": 1e-5, "wild": 4e-3, "large": 3e-3, "rough": 1e-3, "mild": 1e-4}
@@ -107,9 +106,12 @@ def test_accuracy_budget_needs_logits():
 
 
 def test_budget_smaller_than_one_row_is_noted():
-    (note,) = budget_notes(AccuracyBudget("agreement", 0.005), rows=128)
+    def notes(budget, rows):
+        return AccuracyBudget.notes(QuantizeConfig(accuracy_budget=budget), rows)
+
+    (note,) = notes("0.5%", rows=128)
     assert "of 128 held-out rows, one is 0.78%" in note
     assert "no answer may change" in note
-    assert budget_notes(AccuracyBudget("agreement", 0.01), rows=128) == []
-    assert budget_notes(AccuracyBudget("agreement", 0.01), rows=100), "the search spends 95 % of it"
-    assert budget_notes(AccuracyBudget("cosine", 0.002), rows=8) == []
+    assert notes("1%", rows=128) == []
+    assert notes("1%", rows=100), "the search spends 95 % of it"
+    assert notes("", rows=8) == []

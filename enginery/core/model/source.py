@@ -238,7 +238,8 @@ def _write_ref(snapshot: Path, revision: str) -> None:
 
 def _hub_reason(error: OSError) -> str:
     """Describe an error of the Hub; its own message starts with request ids."""
-    from huggingface_hub import errors
+    import requests
+    from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
         return "it is gated, and this account has no access"
@@ -246,6 +247,10 @@ def _hub_reason(error: OSError) -> str:
         return "the model does not exist or is private"
     if isinstance(error, errors.RevisionNotFoundError):
         return "the model has no such revision"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and it was not downloaded before"
+    if isinstance(error, (requests.ConnectionError, requests.Timeout)):
+        return f"{constants.ENDPOINT} cannot be reached, and it was not downloaded before"
     first_line = next(iter(str(error).splitlines()), "")
     return first_line.rstrip(".") or type(error).__name__
 

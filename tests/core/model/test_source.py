@@ -370,7 +370,11 @@ def test_without_a_network_an_earlier_download_serves_and_anything_else_is_an_er
     assert resolve("org/name") == first
     assert resolve("org/name", revision=COMMIT) == first
     for model in ("org/name@v1", "org/other"):
-        assert "cannot be downloaded from the Hub" in resolve(model)["message"]
+        message = resolve(model)["message"]
+        assert "cannot be downloaded from the Hub: http://127.0.0.1:9 cannot be reached" in message
+        assert "Retr" not in message
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE is set" in resolve("org/other")["message"]
 
 
 def test_downloads_go_where_cache_dir_says(hub, tmp_path):
