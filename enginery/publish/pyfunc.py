@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from enginery.runtime.tasks.task import Task
 class PyfuncConfig:
     """Options of the model, MLflow's `model_config`."""
 
-    provider: str = ""
+    OLD_NAMES: ClassVar = {"provider": "providers"}
+
+    providers: str = ""
     """Execution providers in order of preference, `tensorrt,cuda,cpu`; empty for the variable
     `ENGINERY_PROVIDERS`, or the CPU if it is not set."""
     allow_fallback: bool = False

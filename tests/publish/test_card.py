@@ -435,7 +435,7 @@ def test_engines_have_flavor_version_capability_and_profiles(tmp_path):
     assert "any RTX GPU from Ampere on" in card
     assert "or a later minor version" in card
     assert "hardware compatibility ampere-plus" in card
-    assert 'load_model("minilm", provider="tensorrt")' in card
+    assert 'load_model("minilm", providers="tensorrt")' in card
     assert "tensorrt" in card_metadata(facts(source, engines=records))["tags"]
 
 

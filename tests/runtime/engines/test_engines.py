@@ -172,7 +172,7 @@ def test_an_engine_for_this_gpu_goes_before_one_for_many_and_before_a_portable_o
 def test_artifact_without_engines_is_an_error_with_the_build_command(made, machine):
     artifact = made()
     with pytest.raises(ProviderError) as error:
-        load_model(artifact, provider="tensorrt-rtx")
+        load_model(artifact, providers="tensorrt-rtx")
     assert error.value.message == (
         f"{artifact.path} has no engine of model.onnx that TensorRT for RTX runs on this GPU, "
         "NVIDIA L4 of compute capability 8.9, it has none."
@@ -337,7 +337,7 @@ def scores(classifications):
 
 def test_texts_are_split_at_the_profiles_maximum_and_padded_to_its_minimum(bert, made, machine):
     artifact = made({"profiles": ("batch=2:2:3,sequence=24:32:64",)})
-    with load_model(bert) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
+    with load_model(bert) as plain, load_model(artifact, providers="tensorrt-rtx") as model:
         machine.ran.clear()
         expected, found = plain.classify(TEXTS), model.classify(TEXTS)
         one = model.classify(TEXTS[4:5])
@@ -351,7 +351,7 @@ def test_texts_are_split_at_the_profiles_maximum_and_padded_to_its_minimum(bert,
 def test_each_request_runs_in_the_engine_whose_profile_takes_it(bert, made, machine):
     short, long = "batch=1:4:4,sequence=1:8:16", "batch=1:1:2,sequence=17:32:64"
     artifact = made({"profiles": (short,)}, {"profiles": (long,)})
-    with load_model(bert) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
+    with load_model(bert) as plain, load_model(artifact, providers="tensorrt-rtx") as model:
         machine.ran.clear()
         texts = [" ".join(TEXTS[:3]), *TEXTS[4:5] * 4]
         np.testing.assert_allclose(
@@ -363,14 +363,14 @@ def test_each_request_runs_in_the_engine_whose_profile_takes_it(bert, made, mach
 def test_loading_runs_every_engine_at_its_optimum(made, machine):
     short, long = "batch=1:4:8,sequence=1:8:16", "batch=1:2:2,sequence=17:32:64"
     artifact = made({"profiles": (short,)}, {"profiles": (long,)})
-    with load_model(artifact, provider="tensorrt-rtx"):
+    with load_model(artifact, providers="tensorrt-rtx"):
         assert sorted(machine.ran) == sorted([((short,), (4, 8)), ((long,), (2, 32))])
 
 
 def test_warm_up_runs_each_engine_even_if_another_is_preferred(made, machine):
     wide, narrow = "batch=1,sequence=1:16:64", "batch=1,sequence=1:32:48"
     artifact = made({"profiles": (wide,)}, {"profiles": (narrow,)})
-    with load_model(artifact, provider="tensorrt-rtx"):
+    with load_model(artifact, providers="tensorrt-rtx"):
         assert sorted(machine.ran) == sorted([((wide,), (1, 16)), ((narrow,), (1, 32))])
 
 
@@ -413,7 +413,7 @@ def test_images_are_split_and_padded_as_texts_are(tiny, tmp_path, machine, monke
 
     monkeypatch.setattr(ort_runner, "open_engine", open_engine)
     images = [np.full((40, 40, 3), shade, np.uint8) for shade in (0, 60, 120, 180)]
-    with load_model(vit) as plain, load_model(artifact, provider="tensorrt-rtx") as model:
+    with load_model(vit) as plain, load_model(artifact, providers="tensorrt-rtx") as model:
         expected, found = plain.classify_images(images), model.classify_images(images)
     np.testing.assert_allclose(scores(found), scores(expected), atol=SCORES)
     assert ran == [2, 3, 2]  # the first is the warm-up
@@ -496,7 +496,7 @@ def test_engines_really_built_are_chosen_and_warmed_up(bert, tmp_path, machine):
     build_engine(bert, out=out, capability="8.9", profile=(short,))
     build_engine(out, out=out, capability="8.9", profile=(long,))
     machine.tensorrt = engine_fit.loaded_version(RTX) or machine.tensorrt
-    with load_model(bert) as plain, load_model(out, provider="tensorrt-rtx") as model:
+    with load_model(bert) as plain, load_model(out, providers="tensorrt-rtx") as model:
         assert sorted(shape for _, shape in machine.ran) == [(1, 32), (2, 8)]
         np.testing.assert_allclose(
             scores(model.classify(TEXTS)), scores(plain.classify(TEXTS)), atol=SCORES
@@ -518,7 +518,7 @@ def test_an_engine_built_here_answers_as_the_cpu_does(bert, tmp_path):
         assert "8.9" in str(error.value)
         return
     built = build_engine(bert, out=tmp_path / "built", capability="current", **build)
-    with load_model(bert) as plain, load_model(built, provider="tensorrt-rtx") as model:
+    with load_model(bert) as plain, load_model(built, providers="tensorrt-rtx") as model:
         np.testing.assert_allclose(
             scores(model.classify(TEXTS)), scores(plain.classify(TEXTS)), atol=1e-2
         )

@@ -316,4 +316,6 @@ def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):
     assert [given[name] for name in ways] == [False, False, True, True]
     monkeypatch.undo()
     with pytest.raises(ProviderError, match="cpu has no CUDA graphs"):
-        load_model(artifact, provider="cpu", cuda_graph=True)
+        load_model(artifact, providers="cpu", cuda_graph=True)
+    with load_model(artifact, providers=["cpu"]) as model:
+        assert model.classify(["warm"])
