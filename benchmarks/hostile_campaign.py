@@ -323,7 +323,7 @@ def _command_line(base: Path, place: Path, randomness: random.Random) -> str:
             str(base / "texts.csv"),
             "--column",
             "text",
-            "--output",
+            "--out",
             f"{out}.jsonl",
             "--force",
         ],

@@ -157,7 +157,7 @@ def words_here(line, directory):
     ]
 
 
-OUTPUTS = ("--out", "-o", "--output")
+OUTPUTS = ("--out", "-o")
 
 
 def pages_with_commands():

@@ -47,7 +47,7 @@ def check_options(config: OptimizeConfig) -> None:
         raise OptionError(
             f"option 'quantize' is dynamic for the target {config.target}, but scales that are "
             "computed at run time are only for the CPU; TensorRT requires constant scales.",
-            do="Use: enginery quantize ARTIFACT --calibration FILE",
+            do="Use: enginery quantize ARTIFACT --data FILE",
             option="quantize",
         )
     if config.target == "cpu" and config.precision != "fp32":

@@ -59,7 +59,7 @@ def lock_output(output: Path) -> Iterator[None]:
     except Timeout:
         raise InputError(
             f"output '{output}' is being written by another process.",
-            do="Wait for it, or choose another --output.",
+            do="Wait for it, or choose another --out.",
         ) from None
     note = _notes() / _output_id(output)
     try:
@@ -304,7 +304,7 @@ def _check_untracked_files(directory: Path) -> None:
         if path.name not in _KNOWN_FILES and not path.name.startswith(_PART):
             raise InputError(
                 f"{directory} contains {path.name}, expected only parts from an earlier run.",
-                do="Move it elsewhere, or choose another --output.",
+                do="Move it elsewhere, or choose another --out.",
             )
 
 

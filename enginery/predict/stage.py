@@ -219,7 +219,7 @@ def find_finished_report(output: Path, key: Fingerprint, *, force: bool) -> Pred
         return None
     if output.is_dir():
         raise InputError(f"output '{output}' is a folder, expected a file.")
-    do = "Pass --force to replace it, or choose another --output."
+    do = "Pass --force to replace it, or choose another --out."
     unknown = InputError(
         f"output '{output}' exists, but its report {sidecar(output).name} is missing or cannot be "
         "read.",

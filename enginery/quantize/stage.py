@@ -274,7 +274,7 @@ def _obtain_calibration(
         if data is None:
             raise OptionError(
                 "neither calibration inputs nor ranges were given.",
-                do="Name one: --calibration FILE or --ranges ARTIFACT",
+                do="Name one: --data FILE or --ranges ARTIFACT",
             )
         return calibrate(source, model, layers, data, config, progress=progress)
     scheme = scheme_from_config(config)

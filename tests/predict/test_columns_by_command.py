@@ -28,7 +28,7 @@ def command(tmp_path, capsys):
     """Return a function that runs `predict` and returns its exit status and the output's rows."""
 
     def go(artifact, source, output, *words):
-        inputs = ["--input", str(tmp_path / source), "--output", str(tmp_path / output)]
+        inputs = ["--input", str(tmp_path / source), "--out", str(tmp_path / output)]
         status = status_of("predict", str(artifact.path), *inputs, *words)
         capsys.readouterr()
         lines = (tmp_path / output).read_text(encoding="utf-8").splitlines()
@@ -79,7 +79,7 @@ def test_image_paths_are_relative_to_the_folder_of_the_table(
 def test_folder_of_images_may_be_a_relative_path(tiny, photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = tiny("vit", "image-classification")
-    words = ["--input", "photos", "--output", "out.jsonl"]
+    words = ["--input", "photos", "--out", "out.jsonl"]
     assert status_of("predict", str(model.path), *words) == 3  # c.png is none
     assert "error: 1 of 3 rows have no result" in capsys.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -97,7 +97,7 @@ def test_hyphen_is_standard_input(tiny, tmp_path, monkeypatch, capsys):
     for hyphen in (["--input", "-"], ["-i", "-"]):
         stdin.buffer.seek(0)
         out = tmp_path / f"{hyphen[0].strip('-')}.jsonl"
-        words = [*hyphen, "--format", "csv", "--output", str(out)]
+        words = [*hyphen, "--format", "csv", "--out", str(out)]
         assert status_of("predict", str(model.path), *words) == 0
         assert json.loads(out.read_text())["text"] == "warm"
     capsys.readouterr()
@@ -135,7 +135,7 @@ def test_pair_column_is_classified_together_with_the_text(command, tiny, tmp_pat
 def test_missing_pair_column_is_an_error(tiny, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
     model = tiny("bert", "text-classification")
-    words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
+    words = ["--input", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
     assert status_of("predict", str(model.path), *words, "--pair-column", "othr") == 2
     assert "no column 'othr'; did you mean 'other'?" in " ".join(capsys.readouterr().err.split())
 
@@ -143,6 +143,6 @@ def test_missing_pair_column_is_an_error(tiny, tmp_path, capsys):
 def test_pair_column_for_a_model_without_pairs_is_an_error(tiny, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text,other\nwarm,cold\n")
     model = tiny("bert", "feature-extraction")
-    words = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
+    words = ["--input", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
     assert status_of("predict", str(model.path), *words, "--pair-column", "other") == 2
     assert "the model does feature-extraction" in " ".join(capsys.readouterr().err.split())

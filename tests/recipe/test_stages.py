@@ -203,7 +203,7 @@ def test_what_stages_made_is_printed_as_their_commands_print_it(write, cli, tmp_
     ):
         assert words in out, words
     reviews, answers = tmp_path / "reviews.csv", tmp_path / "a.csv"
-    words = ("predict", stored(path), "--input", reviews, "--output", answers, "--json")
+    words = ("predict", stored(path), "--input", reviews, "--out", answers, "--json")
     status, alone, _ = cli(*words)
     assert status == 0
     assert json.loads(alone)["worked"] is False, "the command knows the run's output as its own"

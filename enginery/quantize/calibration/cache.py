@@ -102,12 +102,12 @@ class CalibrationCache:
             raise InputError(
                 f"ranges '{file}' were calibrated for another graph "
                 f"(found {cache.graph_sha256[:12]}…, expected {graph_sha256[:12]}…).",
-                do="Calibrate this graph: --calibration FILE",
+                do="Calibrate this graph: --data FILE",
             )
         if cache.scheme != scheme:
             raise InputError(
                 f"ranges '{file}' were calibrated for {cache.scheme}, but --scheme is {scheme}.",
-                do=f"Calibrate for {scheme}: --calibration FILE",
+                do=f"Calibrate for {scheme}: --data FILE",
             )
         return cache
 
