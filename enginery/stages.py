@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
@@ -22,12 +23,14 @@ from typing import TYPE_CHECKING, Any, cast
 from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.errors import ArtifactError
+from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
 from enginery.engine.config import BuildConfig
-from enginery.export.config import ExportConfig, check_options, task_name
+from enginery.export.config import ExportConfig, check_options
+from enginery.export.tasks import inferred_task, task_name
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
 from enginery.validate.config import ValidateConfig
@@ -135,14 +138,17 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
     from enginery.export import stage as export
 
     check_options(config)
-    if not model.lower().endswith(".onnx"):  # which is imported, whatever it is for
-        config = replace(config, task=task_name(config.task))
+    is_file = model.lower().endswith(".onnx")  # which is imported, whatever it is for
+    task = config.task if is_file else task_name(config.task)
     source = resolve_source(
         model,
         revision=config.revision,
         allow_pickle=config.allow_pickle,
         cache_dir=config.cache_dir,
     )
+    if task == "auto" and not is_file:
+        task = inferred_task(ModelConfig.read(source.path, error=SourceError))
+    config = replace(config, task=task)
     key = export.fingerprint(source, config)
     return _Plan(
         key,
@@ -229,11 +235,27 @@ def run_validate(
     if report is None:
         progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
         report = validate.run(artifact, config, progress=progress)
+        _give_verdict_to_store(Artifact.open(artifact.path))
     else:
         verdict = "passed" if report.passed else "failed"
         progress.say(f"validate: nothing to do, {artifact.name} {verdict} with the same options")
     seconds = time.monotonic() - started
     return StageResult(validate.STAGE, Artifact.open(artifact.path), worked, seconds, report)
+
+
+def _give_verdict_to_store(artifact: Artifact) -> None:
+    """Write the verdict of a copy to the artifact in the store that it was copied from."""
+    made = artifact.manifest.stages[-1] if artifact.manifest.stages else None
+    verdict = artifact.manifest.verdict("validate")
+    if made is None or verdict is None:
+        return
+    key, name = Fingerprint(made.stage, made.fields), artifact.manifest.source.name
+    stored = Store().find(ARTIFACTS, key, name)
+    if stored is None or stored.path == artifact.path.resolve():
+        return
+    if stored.manifest.files == artifact.manifest.files:
+        with suppress(OSError):  # a store that may only be read
+            stored.annotate(verdict, _report_bytes(artifact, verdict))
 
 
 def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:

@@ -6,70 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from enginery.core.errors import OptionError, nearest
+from enginery.core.errors import OptionError
 
-TASKS = (
-    "audio-classification",
-    "audio-frame-classification",
-    "audio-xvector",
-    "automatic-speech-recognition",
-    "depth-estimation",
-    "document-question-answering",
-    "feature-extraction",
-    "fill-mask",
-    "image-classification",
-    "image-segmentation",
-    "image-text-to-text",
-    "image-to-image",
-    "image-to-text",
-    "inpainting",
-    "keypoint-detection",
-    "masked-im",
-    "multiple-choice",
-    "object-detection",
-    "question-answering",
-    "reinforcement-learning",
-    "semantic-segmentation",
-    "text-classification",
-    "text-generation",
-    "text-to-audio",
-    "text-to-image",
-    "text2text-generation",
-    "time-series-forecasting",
-    "token-classification",
-    "visual-question-answering",
-    "zero-shot-image-classification",
-    "zero-shot-object-detection",
-)
-"""Tasks of Optimum 2.1, each also with `-with-past`. Importing its TasksManager to ask takes
-seconds; `tests/export/test_config.py` holds the two together."""
-SYNONYMS = {
-    # of transformers' pipelines
-    "ner": "token-classification",
-    "sentiment-analysis": "text-classification",
-    "text-to-speech": "text-to-audio",
-    "vqa": "visual-question-answering",
-    # of Optimum
-    "audio-ctc": "automatic-speech-recognition",
-    "causal-lm": "text-generation",
-    "default": "feature-extraction",
-    "image-feature-extraction": "feature-extraction",
-    "latent-consistency": "text-to-image",
-    "mask-generation": "feature-extraction",
-    "masked-lm": "fill-mask",
-    "pretraining": "feature-extraction",
-    "sentence-similarity": "feature-extraction",
-    "seq2seq-lm": "text2text-generation",
-    "sequence-classification": "text-classification",
-    "speech2seq-lm": "automatic-speech-recognition",
-    "stable-diffusion": "text-to-image",
-    "stable-diffusion-xl": "text-to-image",
-    "summarization": "text2text-generation",
-    "translation": "text2text-generation",
-    "vision2seq-lm": "image-to-text",
-    "zero-shot-classification": "text-classification",
-}
-"""Other names of tasks -> Optimum's names."""
 _OPSETS = range(7, 24)
 """ONNX_MIN_OPSET to ONNX_MAX_OPSET of torch.onnx, 2.13."""
 
@@ -123,22 +61,3 @@ def check_options(config: ExportConfig) -> None:
             do="Use --device cuda or --exporter dynamo.",
             option="dtype",
         )
-
-
-def task_name(task: str) -> str:
-    """Return Optimum's name of a task; `auto` and none stay.
-
-    >>> task_name("sentiment-analysis"), task_name("causal-lm-with-past")
-    ('text-classification', 'text-generation-with-past')
-
-    Raises:
-        OptionError: Optimum does not know the task.
-    """
-    base, past, _ = task.partition("-with-past")
-    if task not in ("", "auto") and base not in (*TASKS, *SYNONYMS):
-        raise OptionError(
-            f"option 'task': unknown task '{task}'{nearest(task, (*TASKS, *SYNONYMS))}",
-            do=f"Known: {', '.join(TASKS)}; or auto.",
-            option="task",
-        )
-    return SYNONYMS.get(base, base) + past

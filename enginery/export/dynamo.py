@@ -81,7 +81,7 @@ def export_with_dynamo(
         fixed_dims=fixed_dims(settings),
         config=described,
         notes=[
-            f"task {task}: {'inferred' if config.task == 'auto' else 'from the options'}",
+            f"task {task}",
             "exported by torch's dynamo exporter",
         ],
     )

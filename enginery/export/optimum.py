@@ -13,9 +13,10 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.subprocess import report_phase
-from enginery.export.config import ExportConfig, check_options, task_name
+from enginery.export.config import ExportConfig, check_options
 from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
+from enginery.export.tasks import task_name
 
 try:
     import transformers
@@ -70,7 +71,7 @@ def export_with_optimum(
         library=library,
         fixed_dims=fixed_dims(settings),
         config=with_image_size(settings, source),
-        notes=[f"task {task}: {'inferred' if config.task == 'auto' else 'from the options'}"],
+        notes=[f"task {task}"],
     )
 
 

@@ -39,6 +39,7 @@ from enginery.core.model.weights import find_local_weights
 from enginery.core.shapes import DimRange, Profile, TensorSpec
 from enginery.engine import config as engine
 from enginery.export import config as export
+from enginery.export.tasks import task_name
 from enginery.optimize import config as optimize
 from enginery.quantize import config as quantize
 from enginery.recipe.model import Recipe, Step
@@ -142,7 +143,7 @@ def _check_export(options: export.ExportConfig, known: _Known) -> None:
         if options.device != "cpu":
             visible_gpus()
     if not known.is_onnx:  # which is imported, whatever it is for
-        export.task_name(options.task)
+        task_name(options.task)
 
 
 def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
