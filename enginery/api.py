@@ -445,7 +445,7 @@ def run_recipe(
             progress.say(f"{step.stage}: refused, a check before it failed (--allow-failed)")
             refused.append(step.stage)
             continue
-        if allow_failed and hasattr(options, "allow_failed"):
+        if allow_failed and step.stage != "publish" and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
         if isinstance(options, OptimizeConfig | QuantizeConfig | BuildConfig):
             result = run_cached(

@@ -138,7 +138,7 @@ def check_options(config: QuantizeConfig) -> None:
                     f"option 'scheme' is fp8, but GPUs of compute capability {capability} have no "
                     "FP8 matrix products.",
                     do="FP8 needs 8.9, 12.0 or later; use int8 for older GPUs.",
-                    option="capabilities",
+                    option="capability",
                 )
     if config.label_column and not config.accuracy_budget:
         raise OptionError(

@@ -56,7 +56,7 @@ def json_round_trip(plan):
 def test_plans_have_the_providers_with_their_options(bert):
     plans = plans_of(
         bert,
-        provider="cuda",
+        providers="cuda",
         provider_option=("cuda.gpu_mem_limit=2GiB", "cuda.device_id=1"),
         cuda_graph=True,
     )
@@ -73,23 +73,23 @@ def test_plans_have_the_providers_with_their_options(bert):
 def test_environment_variable_is_used_without_options(detector, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", CUDA)
     assert plans_of(detector)["enginery"].providers == parse_providers(CUDA)
-    assert plans_of(detector, provider="cpu")["enginery"].providers == (ProviderSpec("cpu"),)
+    assert plans_of(detector, providers="cpu")["enginery"].providers == (ProviderSpec("cpu"),)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         ({"cuda_graph": True}, ProviderError, "cuda_graph is set, but cpu has no CUDA graphs"),
-        ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "bound"),
-        ({"provider": "cuda", "cuda_graph": True, "shrink_arena": True}, OptionError, "arena"),
-        ({"provider": "cuda", "provider_option": ("cuda.memory=1",)}, OptionError, "'memory'"),
+        ({"providers": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "bound"),
+        ({"providers": "cuda", "cuda_graph": True, "shrink_arena": True}, OptionError, "arena"),
+        ({"providers": "cuda", "provider_option": ("cuda.memory=1",)}, OptionError, "'memory'"),
         ({"provider_option": ("cuda.device_id=1",)}, OptionError, "is for cuda, which is not"),
         (
-            {"provider": "cuda", "provider_option": ("cuda.enable_cuda_graph=1",)},
+            {"providers": "cuda", "provider_option": ("cuda.enable_cuda_graph=1",)},
             OptionError,
             "pass --cuda-graph",
         ),
-        ({"provider": "cudaa"}, ProviderError, "did you mean 'cuda'"),
+        ({"providers": "cudaa"}, ProviderError, "did you mean 'cuda'"),
     ],
 )
 def test_invalid_options_are_errors_before_anything_runs(
@@ -129,7 +129,7 @@ def patch_onnxruntime(monkeypatch, given):
 def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
     given = {}
     patch_onnxruntime(monkeypatch, given)
-    plans = plans_of(detector, provider=CUDA, cuda_graph=True)
+    plans = plans_of(detector, providers=CUDA, cuda_graph=True)
     record = detector.record
     ours = json_round_trip(plans["enginery"])
     runner = EngineryBackend(detector.artifact, record, ours, threads=0, allow_fallback=False)
@@ -220,7 +220,7 @@ def test_result_has_the_resolved_options(tmp_path, monkeypatch):
     )
     result = run([model], config)
     options = result.options
-    assert (options["provider"], options["provider_option"]) == ("cpu", [])
+    assert (options["providers"], options["provider_option"]) == ("cpu", [])
     assert (options["io_binding"], options["shrink_arena"]) == (False, True)
     assert [record.name for record in result.contenders] == ["enginery", "onnxruntime"]
     assert all(record.providers[0]["options"] == {} for record in result.contenders)

@@ -218,7 +218,7 @@ def test_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
         batch="1",
         sequence="8",
         against="onnxruntime",
-        provider="cuda,cpu",
+        providers="cuda,cpu",
         allow_fallback=True,
     )
     reason = result.contender("enginery").providers[0]["reason"]

@@ -360,15 +360,15 @@ def test_providers_come_from_the_environment_variable(predict, classifier, revie
     monkeypatch.setenv("ENGINERY_PROVIDERS", "cuda; cuda.gpu_mem_limit=much")
     with pytest.raises(OptionError, match="ENGINERY_PROVIDERS: option 'gpu_mem_limit' for cuda"):
         predict(classifier, reviews)
-    assert predict(classifier, reviews, provider="cpu").worked
+    assert predict(classifier, reviews, providers="cpu").worked
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         ({"cuda_graph": True}, ProviderError, "cuda_graph is set, but cpu has no CUDA graphs"),
-        ({"provider": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "buffers"),
-        ({"provider": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
+        ({"providers": "cuda", "cuda_graph": True, "io_binding": False}, OptionError, "buffers"),
+        ({"providers": "cpu", "provider_option": ("cpu.a=1",)}, OptionError, "takes no options"),
     ],
 )
 def test_unsuitable_provider_options_are_an_error_before_anything_is_opened(

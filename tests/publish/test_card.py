@@ -415,7 +415,7 @@ def test_engines_have_flavor_version_capability_and_profiles(tmp_path):
     source = product(tmp_path / "source")
     records = (
         engine_record(source),
-        engine_record(source, capability=(), profiles=()),
+        engine_record(source, capabilities=(), profiles=()),
         engine_record(
             source,
             flavor="tensorrt",
@@ -530,7 +530,7 @@ def test_snippets_need_the_files_that_prepare_inputs(tmp_path):
 def test_snippets_use_the_provider_of_the_validation(artifact):
     whole = with_files(artifact, "tokenizer.json")
     snippets = loading_snippets(whole, "m", provider="CUDAExecutionProvider")
-    assert 'provider="cuda"' in snippets["enginery"]
+    assert 'providers="cuda"' in snippets["enginery"]
     assert 'providers=["CUDAExecutionProvider"]' in snippets["onnxruntime"] or (
         "CUDAExecutionProvider" in snippets["onnxruntime"]
     )

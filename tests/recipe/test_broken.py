@@ -279,8 +279,8 @@ BROKEN = {
     "option missing": (
         HEAD + EXPORT + "  - predict: {input: reviews.csv}\n",
         5,
-        "option 'output' for predict is missing",
-        "Add output",
+        "option 'out' for predict is missing",
+        "Add out",
     ),
     "dtype on the CPU": (
         HEAD + "  - export:\n      dtype: bf16\n",
@@ -477,13 +477,13 @@ BROKEN = {
         HEAD + EXPORT + "  - predict:\n      input: plain.csv\n      out: folder.csv\n",
         7,
         "is a directory, expected a file",
-        "Change 'output'",
+        "Change 'out'",
     ),
     "directory that is a file": (
         HEAD + EXPORT + "  - export-triton:\n      provider: cpu\n      out: plain.csv\n",
         7,
         "is a file, expected a directory",
-        "Change 'directory'",
+        "Change 'out'",
     ),
     "a name too long for a file": (
         HEAD + EXPORT + f"  - validate:\n      data: {'x' * 3000}\n",
@@ -729,7 +729,7 @@ def test_a_recipe_made_in_python_is_checked_as_well(beside):
     model = str(beside / "model")
     with pytest.raises(OptionError, match="option 'level' is O3"):
         run_recipe(Recipe(model, (export, Step("optimize", OptimizeConfig(level="O3")))))
-    predict = Step("predict", PredictStage(input="nowhere.csv", output="a.csv"))
+    predict = Step("predict", PredictStage(input="nowhere.csv", out="a.csv"))
     with pytest.raises(EngineryError, match="no such file or folder"):
         run_recipe(Recipe(model, (export, predict)))
 

@@ -68,10 +68,10 @@ def test_the_shortest_recipe_is_a_model_and_export():
 
 NEEDED = {
     "quantize": {"allow_random": True},
-    "predict": {"input": "-", "output": "out.csv"},
+    "predict": {"input": "-", "out": "out.csv"},
     "publish": {"url": "oci://registry/name", "allow_failed": True},
-    "export-triton": {"directory": "/triton"},
-    "export-kserve": {"directory": "/kserve", "storage_uri": "s3://a/b", "image": "i"},
+    "export-triton": {"out": "/triton"},
+    "export-kserve": {"out": "/kserve", "storage_uri": "s3://a/b", "image": "i"},
 }
 """What a stage cannot do without."""
 
@@ -89,7 +89,7 @@ def test_every_option_of_every_stage_can_be_written(stage):
     first = "" if stage == "export" else "  - export\n"
     recipe = Recipe.parse(f"model: m\nstages:\n{first}  - {stage}:\n" + "\n".join(lines))
     assert recipe.steps[-1].options == kind(
-        **expected | {name: str(Path(expected[name])) for name in ("output",) if name in expected}
+        **expected | {name: str(Path(expected[name])) for name in ("out",) if stage == "predict"}
     )
 
 
@@ -354,7 +354,7 @@ def test_a_build_takes_one_profile_or_several_and_paths_from_the_recipe(tmp_path
 
 
 def test_an_unknown_option_of_a_build_names_the_nearest():
-    text = "model: m\nstages: [export, build: {capability: '8.9'}]"
+    text = "model: m\nstages: [export, build: {capabilities: '8.9'}]"
     assert "unknown option 'capabilities' for build; did you mean 'capability'?" in error(text)
 
 
@@ -366,12 +366,12 @@ CUDA_LIST = """[{cuda: {device_id: 0, arena_extend_strategy: kNextPowerOfTwo, gp
 
 @pytest.mark.parametrize("key", ["provider", "providers"])
 def test_providers_are_a_list_with_options_under_either_name(key):
-    assert only_validate(f"{key}: {CUDA_LIST}").provider == (
+    assert only_validate(f"{key}: {CUDA_LIST}").providers == (
         "cuda,cpu; cuda.device_id=0; cuda.arena_extend_strategy=kNextPowerOfTwo; "
         "cuda.gpu_mem_limit=2147483648; cuda.cudnn_conv_algo_search=HEURISTIC; "
         "cuda.do_copy_in_default_stream=1"
     )
-    assert only_validate(f"{key}: CUDAExecutionProvider,cpu").provider == "cuda,cpu"
+    assert only_validate(f"{key}: CUDAExecutionProvider,cpu").providers == "cuda,cpu"
 
 
 @pytest.mark.parametrize(
@@ -379,8 +379,11 @@ def test_providers_are_a_list_with_options_under_either_name(key):
     [
         ("{providers: [{cuda: {devise_id: 0}}]}", "unknown option 'devise_id' for cuda; did you"),
         ("{providers: [cudaa]}", "unknown execution provider 'cudaa'; did you mean 'cuda'?"),
-        ("{providers: [cpu], provider: cpu}", "validate has both 'provider' and 'providers'."),
-        ("{provders: [cpu]}", "unknown option 'provders' for validate; did you mean 'provider'?"),
+        (
+            "{providers: [cpu], provider: cpu}",
+            "validate has both 'provider' and 'providers', which are",
+        ),
+        ("{provders: [cpu]}", "unknown option 'provders' for validate; did you mean 'providers'?"),
     ],
 )
 def test_providers_that_cannot_be_used_are_named_with_their_line(options, message):

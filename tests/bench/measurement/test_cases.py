@@ -185,7 +185,7 @@ def any_provider(monkeypatch):
 
 
 def test_auto_compares_a_gpu_with_the_cpu(detector, any_provider):
-    plans, _ = plan_backends([detector], BenchConfig(provider="cuda"))
+    plans, _ = plan_backends([detector], BenchConfig(providers="cuda"))
     assert [(plan.kind, plan.providers) for plan in plans][-1] == (
         "enginery-cpu",
         (ProviderSpec("cpu"),),
@@ -193,7 +193,7 @@ def test_auto_compares_a_gpu_with_the_cpu(detector, any_provider):
 
 
 def test_pytorch_runs_on_the_cpu_beside_openvino(bert, any_provider):
-    plans, left_out = plan_backends([bert], BenchConfig(provider="openvino"))
+    plans, left_out = plan_backends([bert], BenchConfig(providers="openvino"))
     assert plans[-1].kind == "enginery-cpu"
     assert {plan.device for plan in plans} == {"cpu"}
     assert {"pytorch-fp16", "pytorch-compile"} <= set(left_out)
@@ -206,7 +206,7 @@ def test_after_a_fallback_nothing_is_planned_for_the_gpu(bert, monkeypatch):
 
     monkeypatch.setattr(plan_module, "choose_with_engines", choose)
     plans, left_out = plan_backends(
-        [bert], BenchConfig(provider="cuda,cpu", allow_fallback=True, cuda_graph=True)
+        [bert], BenchConfig(providers="cuda,cpu", allow_fallback=True, cuda_graph=True)
     )
     by_kind = {plan.kind: plan for plan in plans}
     assert set(by_kind) == {"enginery", "onnxruntime", "optimum", "pytorch"}
@@ -244,7 +244,7 @@ def test_compared_pairs(bert):
 
 def test_frameworks_run_on_images_only_if_named(bert, any_provider):
     left_out = {}
-    plans, _ = plan_backends([bert], BenchConfig(provider="cuda"))
+    plans, _ = plan_backends([bert], BenchConfig(providers="cuda"))
     kept = [plan.kind for plan in keep_image_backends(plans, left_out)]
     assert kept == ["enginery", "onnxruntime", "enginery-cpu"]
     assert {"optimum", "pytorch"} <= set(left_out)

@@ -215,7 +215,7 @@ def test_missing_column_or_value_is_an_error(exported):
 
 
 def test_unknown_model_option_is_an_error(artifact):
-    with pytest.raises(OptionError, match="did you mean 'provider'"):
+    with pytest.raises(OptionError, match="did you mean 'providers'"):
         _load_pyfunc(str(artifact.path), {"provide": "cpu"})
 
 

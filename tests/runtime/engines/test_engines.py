@@ -322,7 +322,7 @@ def test_a_request_beyond_the_profile_is_an_error_and_nothing_runs(made, machine
 
 
 def test_a_text_longer_than_every_profile_is_an_error(made, machine):
-    with load_model(made({}), provider="tensorrt-rtx") as model:
+    with load_model(made({}), providers="tensorrt-rtx") as model:
         machine.ran.clear()
         with pytest.raises(ShapeError, match=r"sequence \d+ is above its maximum 64"):
             model.classify([" ".join(TEXTS * 2)])
@@ -381,7 +381,7 @@ def test_an_engine_that_fails_at_its_optimum_is_never_ready(made, machine, monke
 
     monkeypatch.setattr(ort_runner, "open_engine", lambda engine, given, **_: Broken())
     with pytest.raises(ProviderError, match=r"does not run at its own optimum.*CUDA failure 700"):
-        load_model(made({}), provider="tensorrt-rtx")
+        load_model(made({}), providers="tensorrt-rtx")
 
 
 def test_first_of_several_profiles_is_used_and_reported(made, machine):

@@ -52,7 +52,7 @@ def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported,
     artifact = with_engines(
         exported("bert", "text-classification"), tmp_path / "made", {"profiles": (profile,)}
     )
-    report = run(artifact, ValidateConfig(provider="tensorrt-rtx"))
+    report = run(artifact, ValidateConfig(providers="tensorrt-rtx"))
     assert report.passed, report.summary
     assert report.providers[0]["name"] == "NvTensorRTRTXExecutionProvider"
     corners = shapes(report, "profile")
@@ -74,7 +74,7 @@ def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported,
 def test_requested_corner_outside_all_engines_fails(gpu, exported, tmp_path):
     artifact = with_engines(exported("bert", "text-classification"), tmp_path / "made", {})
     report = run(
-        artifact, ValidateConfig(provider="tensorrt-rtx", profile=("batch=1:2:8,sequence=16",))
+        artifact, ValidateConfig(providers="tensorrt-rtx", profile=("batch=1:2:8,sequence=16",))
     )
     assert not report.passed
     failed = [case for case in report.cases if case.problem]
@@ -93,7 +93,7 @@ def test_artifact_without_a_matching_engine_is_rejected_before_pytorch_runs(
     )
     monkeypatch.setattr("enginery.validate.stage.run_reference", None)
     with pytest.raises(ProviderError, match=r"it is not for compute capability 8\.9"):
-        run(artifact, ValidateConfig(provider="tensorrt-rtx"))
+        run(artifact, ValidateConfig(providers="tensorrt-rtx"))
 
 
 RECORD = GraphRecord(
