@@ -28,7 +28,8 @@ def serve(
     Parameters
     ----------
     artifacts
-        Artifacts' directories, each PATH or NAME=PATH; a bare path is served by its last part.
+        Artifacts' directories, each PATH or NAME=PATH; without a name, that of the publication, of
+        the directory or of the source model.
     """
     from enginery.serve.server import serve_models
 

@@ -9,12 +9,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
 
 # A backslash separates directories on Windows, and a letter with a colon is a drive there.
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
+
+_TELLS_NOTHING = re.compile(
+    r"v?\d[\d.]*|artifact|canary|champion|checkpoint|export|latest|main|models?|onnx|out|output|"
+    r"production|snapshots?|staging"
+)
+"""Last parts of paths that name a version, an alias or nothing."""
 
 _EXPECTED = "expected a relative path without '..' or control characters"
 
@@ -72,6 +78,17 @@ _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNOR
 def is_portable_name(text: str) -> bool:
     """Return True if every registry and file system accepts the text as a name."""
     return _PORTABLE.fullmatch(text) is not None and not _DEVICE.fullmatch(text)
+
+
+def telling_name(path: PurePath) -> str:
+    """Return the last part of a path that is more than a version, an alias or `model`.
+
+    >>> telling_name(Path("/srv/models/minilm/production"))
+    'minilm'
+    """
+    parts = [part for part in path.parts if part not in (path.anchor, "..")]
+    telling = [part for part in parts if not _TELLS_NOTHING.fullmatch(part)]
+    return (telling or parts or ["model"])[-1]
 
 
 def portable_name(text: str) -> str:

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from enginery.core.artifact.staging import MANIFEST
+from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
+from enginery.core.paths import telling_name
 
 _PACKAGES = (
     "httptools",
@@ -148,7 +149,7 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
     """Return the directories of artifacts by model name.
 
     Args:
-        artifacts: `path` or `name=path` each; without a name, the last part of the path is used.
+        artifacts: `path` or `name=path` each; without a name, see `Artifact.model_name`.
 
     Raises:
         OptionError: there is no artifact, two have the same name, or a name is invalid.
@@ -165,8 +166,11 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
                 f"{path} is not an artifact: it has no {MANIFEST}.",
                 do="Create one: enginery export MODEL --out DIR",
             )
-        if not equals:  # a symlink keeps its own name
-            name = path.name if path.name not in ("", "..") else path.resolve().name
+        if not equals:
+            try:
+                name = Artifact.open(path).model_name
+            except ArtifactError:  # the server says so when it loads the model
+                name = telling_name(path.absolute())
         if not name or not all(letter.isalnum() or letter in "._-" for letter in name):
             raise OptionError(
                 f"model name '{name}' is invalid: use letters, digits, '.', '_' and '-'.",

@@ -20,9 +20,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from enginery import publish_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.publish.config import PublishConfig
 from enginery.serve.app import load
 from enginery.serve.config import ServeConfig, named_paths
 from enginery.serve.models.registry import ModelRegistry
@@ -419,10 +421,23 @@ def test_invalid_artifacts_are_rejected_before_anything_starts(exported, given, 
 
 
 def test_model_is_named_by_its_directory_or_explicitly(exported, tmp_path, monkeypatch):
-    good = exported("bert", "fill-mask").path
-    (tmp_path / "tiny").symlink_to(good)
+    good = exported("bert", "fill-mask")
+    (tmp_path / "tiny").symlink_to(good.path)
     monkeypatch.chdir(tmp_path)
-    assert set(named_paths([good, f"mine={good}"])) == {good.name, "mine"}
+    assert set(named_paths(["tiny", "mine=tiny"])) == {"tiny", "mine"}
+    assert set(named_paths([good.path])) == {good.manifest.source.name}, "in the store"
+
+
+def test_versions_and_aliases_are_no_names(exported, tmp_path):
+    good = exported("bert", "fill-mask")
+    for name in ("latest", "1", "v1.2", "production", "model"):
+        (tmp_path / "reviews").mkdir(exist_ok=True)
+        (tmp_path / "reviews" / name).symlink_to(good.path)
+        assert set(named_paths([tmp_path / "reviews" / name])) == {"reviews"}
+    config = PublishConfig(name="tiny-bert", alias="production", allow_failed=True)
+    publish_model(good, tmp_path / "registry", config=config)
+    for name in ("latest", "1", "production"):
+        assert set(named_paths([tmp_path / "registry/tiny-bert" / name])) == {"tiny-bert"}
 
 
 @pytest.mark.parametrize(

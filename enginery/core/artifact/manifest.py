@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
-from enginery.core.paths import require_relative_path
+from enginery.core.paths import require_relative_path, telling_name
 from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -70,8 +70,8 @@ class SourceRecord(_Record):
     @property
     def name(self) -> str:
         """Short name for directories and reports."""
-        tail = self.id.partition(":")[2] or self.id
-        return PurePath(tail).stem if self.kind == "onnx" else PurePath(tail).name
+        path = PurePath(self.id.partition(":")[2] or self.id)
+        return telling_name(path.with_suffix("") if self.kind == "onnx" else path)
 
 
 class GraphRecord(_Record):
