@@ -18,7 +18,6 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
 from enginery.runtime import torch_reference
-from enginery.validate.metrics.budget import is_quantized
 from tests.validate.faults.effect import FIRST, Effect, HeldOut, Rows
 from tests.validate.faults.fault import Fault
 from tests.validate.faults.quantized import QUANTIZED_FAULTS
@@ -99,7 +98,7 @@ class Laboratory:
 
     def _effect(self, broken: Artifact, names: Sequence[str]) -> Effect:
         answers = self.held_out.run(broken, names)
-        quantized = is_quantized(self.artifact)
+        quantized = self.artifact.manifest.is_quantized
         return self.held_out.effect(answers, self._sound, quantized=quantized)
 
     def rewrite(self, graph: SoundGraph) -> Outcome:
