@@ -54,8 +54,11 @@ _OLD_OPTIONS = {
     "bench": {"--provider": "--providers"},
     "serve": {"--provider": "--providers"},
     "inspect": {"--provider": "--providers"},
+    "provider-options": {"--providers": "--provider"},  # which take one
+    "export-triton": {"--providers": "--provider"},
+    "export-kserve": {"--providers": "--provider"},
 }
-"""Options that were called otherwise once; the help has only their names of today."""
+"""Other names of options, most of them earlier ones; the help does not have them."""
 _TERMINATED = 128 + signal.SIGTERM
 
 

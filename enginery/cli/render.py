@@ -132,6 +132,7 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
             for pair in pairs:
                 kinds.setdefault(_kind(pair[1].output), []).append(pair)
             pairs = [max(found, key=lambda pair: pair[1].limit_ratio) for found in kinds.values()]
+        by_cosine = any(not math.isfinite(output.limit) for _, output in pairs)
         rows = [
             {
                 "output": output.output if every else _kind(output.output),
@@ -139,12 +140,13 @@ def validation_tables(report: ValidationReport, *, every: bool) -> dict[str, lis
                 "max abs error": f"{output.max_abs:.1e}",
                 "allowed": _limit(output),
                 "cosine": f"{output.cosine:.6f}",
-                "at least": _least(output.cosine_limit),
+                **({"at least": _least(output.cosine_limit)} if by_cosine else {}),
                 "verdict": _verdict(output),
             }
             for case, output in pairs
         ]
-        blank = dict.fromkeys(("max abs error", "allowed", "cosine", "at least"), _NOTHING)
+        columns = ("max abs error", "allowed", "cosine", *(("at least",) if by_cosine else ()))
+        blank = dict.fromkeys(columns, _NOTHING)
         rows += [
             {
                 "output": _NOTHING,
@@ -255,7 +257,10 @@ def run_rows(result: RunResult) -> list[Row]:
     rows = [_stage_row(stage) for stage in result.stages]
     columns = ("time", "max abs error", "allowed", "cosine", "at least", "provider")
     blank = dict.fromkeys(columns, _NOTHING)
-    return rows + [{"stage": name, "result": "refused", **blank} for name in result.refused]
+    rows += [{"stage": name, "result": "refused", **blank} for name in result.refused]
+    if all(row["at least"] == _NOTHING for row in rows):
+        rows = [{name: row[name] for name in row if name != "at least"} for row in rows]
+    return rows
 
 
 _DONE = {"bench": "measured", "predict": "answered", "publish": "published"}
@@ -292,8 +297,8 @@ def _stage_cosine(stage: StageResult) -> tuple[float, float] | None:
         return None
     if compared := stage.report.accuracy:
         return compared.found.cosine, compared.cosine_limit
-    found = [(o.cosine, o.cosine_limit) for case in stage.report.cases for o in case.outputs]
-    return min(found, default=None)
+    found = [o.cosine for case in stage.report.cases for o in case.outputs]
+    return (min(found), -1.0) if found else None  # its limit is that of the error
 
 
 def run_json(

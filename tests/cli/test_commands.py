@@ -36,6 +36,7 @@ from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import edit_manifest, make
 from tests.engine.made import engine_record, write_engine
 from tests.terminal import in_pipe, on_terminal, start
+from tests.tiny import TEXT
 
 COMMANDS = {
     ("export",): ExportConfig,
@@ -543,18 +544,18 @@ def test_store_lists_engines_and_prunes_them_with_the_artifacts(
 def test_provider_options_are_python_or_json_with_the_profiles_of_the_engines(cli, engine_words):
     made, words = engine_words
     cli(*words, "--out", made)
-    status, out, _ = cli("provider-options", made, "--providers", "tensorrt-rtx")
+    status, out, _ = cli("provider-options", made, "--provider", "tensorrt-rtx")
     assert status == 0
     scope = {}
     exec(out, scope)
     ((name, options),) = scope["providers"]
     assert name == "NvTensorRTRTXExecutionProvider"
     assert options["nv_profile_max_shapes"] == "x:8x64"
-    said = json.loads(cli("provider-options", made, "--providers", "tensorrt-rtx", "--json")[1])
+    said = json.loads(cli("provider-options", made, "--provider", "tensorrt-rtx", "--json")[1])
     assert said == {"provider": name, "provider_options": options}
     classic = cli("provider-options", made, "--profile", "batch=1:2:3", "--json")[1]
     assert json.loads(classic)["provider_options"]["trt_profile_opt_shapes"] == "x:2x64"
-    status, _, err = cli("provider-options", made, "--providers", "cuda")
+    status, _, err = cli("provider-options", made, "--provider", "cuda")
     assert status == 2
     assert "builds no engines" in err
 
@@ -587,7 +588,7 @@ def test_run_in_a_pipe_is_aligned_lines_without_escapes(tiny, home):
     facts = dict(line.split("  ", 1) for line in sections[0][1:])
     assert Artifact.open(facts["where"].strip()).path.parent == home / "artifacts"
     header, export, validate = sections[1][1:]
-    for column in ("result", "max abs error", "allowed", "cosine", "at least", "provider"):
+    for column in ("result", "max abs error", "allowed", "cosine", "provider"):
         start_of = header.index(column)
         assert export[start_of - 2 : start_of] == validate[start_of - 2 : start_of] == "  "
     assert "passed" in validate
@@ -964,3 +965,20 @@ def test_inspect_says_that_a_number_of_bytes_is_none(cli, tmp_path):
     edit_manifest(made, stages=[{**stages[0], "peak_rss_bytes": 10**400}])
     status, _, err = cli("inspect", made, "-v")
     assert (status, "stages.0.peak_rss_bytes" in err) == (2, True)
+
+
+def test_run_of_a_quantized_artifact_shows_the_cosines_that_were_needed(cli, tiny, tmp_path):
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXT * 3))
+    made = {"data": str(data), "capability": [], "curve": False, "min_cosine": 0.5}
+    path = recipe(tmp_path / "recipe.yaml", tiny, "export", {"quantize": made}, "validate")
+    status, out, err = cli("run", path, "--task", "text-classification")
+    assert status == 0, err
+    assert "int8, fp16 elsewhere" in out
+    header = next(line for line in out.splitlines() if "max abs error" in line)
+    for stage in ("quantize", "validate"):
+        row = next(line for line in out.splitlines() if line.startswith(stage))
+        cosine, least = (
+            float(row[header.index(name) :].split()[0]) for name in ("cosine", "at least")
+        )
+        assert 0.5 <= least <= cosine <= 1

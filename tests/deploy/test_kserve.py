@@ -177,7 +177,7 @@ def test_memory_grows_with_the_weights(artifact, tmp_path):
 def test_memory_includes_engines_with_tensorrt_only(artifact, exported, tmp_path):
     built = with_engines(exported("bert", "fill-mask"), tmp_path / "built", CLASSIC)
     found = export_kserve(built, tmp_path, storage_uri=URI, image=IMAGE, provider="tensorrt")
-    assert "--provider=tensorrt" in found.path.read_text()
+    assert "--providers=tensorrt" in found.path.read_text()
     weighty = large(exported("bert", "fill-mask"), tmp_path / "large")
     assert export_kserve(weighty, tmp_path, storage_uri=URI, image=IMAGE).path.is_file()
 

@@ -65,7 +65,7 @@ def test_opset_and_precision_follow_the_options(tiny_model):
 
 def test_bf16_is_exported_with_a_note_that_the_cpu_cannot_run_it(tiny_model):
     model = str(tiny_model("bert", "fill-mask"))
-    with pytest.raises(ExportError, match=r"no BF16 kernels.*--exporter dynamo"):
+    with pytest.raises(OptionError, match=r"no BF16 kernels.*--exporter dynamo"):
         export_model(model, dtype="bf16")
     artifact = export_model(model, dtype="bf16", exporter="dynamo")
     assert artifact.manifest.precision == "bf16"
@@ -80,7 +80,7 @@ def test_unknown_option_names_the_nearest(tiny_model):
 
 
 def test_unknown_task_names_the_nearest(tiny_model):
-    with pytest.raises(ExportError, match="did you mean 'text-classification'"):
+    with pytest.raises(OptionError, match="did you mean 'text-classification'"):
         export_model(str(tiny_model("bert", "fill-mask")), task="text-clasification")
 
 

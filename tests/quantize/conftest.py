@@ -38,9 +38,9 @@ def quantized(tmp_path):
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
-        if options.get("capabilities") and not has_tensorrt():
+        if options.get("capability") and not has_tensorrt():
             pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-        settings = {"capabilities": (), "curve": False, **options}
+        settings = {"capability": (), "curve": False, **options}
         if "accuracy_budget" not in settings:
             settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)

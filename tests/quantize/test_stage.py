@@ -317,8 +317,8 @@ def test_inputs_and_ranges_together_are_rejected(tiny, quantized):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"capabilities": ("9.9",)}, OptionError, "capability '9.9'"),
-        ({"capabilities": ("8.9",), "profile": ("rows=1",)}, ShapeError, "no dynamic dim 'rows'"),
+        ({"capability": ("9.9",)}, OptionError, "capability '9.9'"),
+        ({"capability": ("8.9",), "profile": ("rows=1",)}, ShapeError, "no dynamic dim 'rows'"),
     ],
 )
 def test_trial_engine_options_are_checked_before_the_calibration(

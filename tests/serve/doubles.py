@@ -54,7 +54,12 @@ class StandInModel:
             files={},
         )
         manifest = SimpleNamespace(
-            source=source, precision="fp32", stages=(), task=task, verdict=lambda _: None
+            source=source,
+            precision="fp32",
+            float_precision="fp32",
+            stages=(),
+            task=task,
+            verdict=lambda _: None,
         )
         self.artifact = SimpleNamespace(
             manifest=manifest, path=Path("nowhere"), failed=lambda: None

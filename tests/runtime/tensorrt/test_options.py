@@ -106,6 +106,7 @@ def test_value_that_means_nothing_is_an_error(changes, words):
     [
         ("8.0,8.9,12.0", ("8.0", "8.9", "12.0")),
         ("12.0, 8.9,8.9", ("8.9", "12.0")),
+        ("sm_89,120,sm80", ("8.0", "8.9", "12.0")),
         (["8.6"], ("8.6",)),
         ("portable", ()),
         ([], ()),
@@ -118,7 +119,7 @@ def test_capabilities_are_ordered_and_each_named_once(gpu, names, found):
     assert resolve_capabilities(RTX, names) == found
 
 
-@pytest.mark.parametrize("names", ["9.0", "", "8.9,,8.6", "sm_89", "8.9;8.6", "11.0"])
+@pytest.mark.parametrize("names", ["9.0", "", "8.9,,8.6", "sm_90", "8.9;8.6", "11.0"])
 def test_unknown_capability_is_an_error_that_lists_the_known(names):
     with pytest.raises(OptionError, match=r"It builds for 7\.5, 8\.0, 8\.6, 8\.9, 12\.0, 12\.1"):
         resolve_capabilities(RTX, names)
