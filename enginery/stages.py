@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
@@ -235,27 +234,11 @@ def run_validate(
     if report is None:
         progress.say(f"validate: {_why_validate(artifact, config, force=force)}")
         report = validate.run(artifact, config, progress=progress)
-        _give_verdict_to_store(Artifact.open(artifact.path))
     else:
         verdict = "passed" if report.passed else "failed"
         progress.say(f"validate: nothing to do, {artifact.name} {verdict} with the same options")
     seconds = time.monotonic() - started
     return StageResult(validate.STAGE, Artifact.open(artifact.path), worked, seconds, report)
-
-
-def _give_verdict_to_store(artifact: Artifact) -> None:
-    """Write the verdict of a copy to the artifact in the store that it was copied from."""
-    made = artifact.manifest.stages[-1] if artifact.manifest.stages else None
-    verdict = artifact.manifest.verdict("validate")
-    if made is None or verdict is None:
-        return
-    key, name = Fingerprint(made.stage, made.fields), artifact.manifest.source.name
-    stored = Store().find(ARTIFACTS, key, name)
-    if stored is None or stored.path == artifact.path.resolve():
-        return
-    if stored.manifest.files == artifact.manifest.files:
-        with suppress(OSError):  # a store that may only be read
-            stored.annotate(verdict, _report_bytes(artifact, verdict))
 
 
 def _why_validate(artifact: Artifact, config: ValidateConfig, *, force: bool) -> str:

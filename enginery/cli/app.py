@@ -205,9 +205,13 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
     if arguments[:1] != ["export"]:
         return arguments
     found = list(arguments)
-    for index, argument in enumerate(arguments[:-1]):
-        if argument in ("--model", "-m"):
-            found = ["export", arguments[index + 1], *found[1:index], *found[index + 2 :]]
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--model", "-m"):
+            after = index + (1 if equals else 2)
+            model = [value] if equals else arguments[index + 1 : after]
+            found = ["export", *model, *arguments[1:index], *arguments[after:]]
+            break
     if "onnx" in found[1:3] and not Path("onnx").exists():
         found.remove("onnx")
         raise OptionError(

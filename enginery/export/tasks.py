@@ -39,7 +39,7 @@ TASKS = (
     "zero-shot-object-detection",
 )
 """Tasks of Optimum 2.1, each also with `-with-past`. Importing its TasksManager to ask takes
-seconds; `tests/export/test_config.py` holds the two together."""
+seconds; `tests/export/test_tasks.py` holds the two together."""
 SYNONYMS = {
     # of transformers' pipelines
     "ner": "token-classification",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import ClassVar, Literal
 
-from enginery.core.artifact.artifact import MANIFEST, Artifact
+from enginery.core.artifact.staging import LISTING, MANIFEST
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
-from enginery.core.paths import telling_name
+from enginery.core.home import enginery_home
+from enginery.core.json_file import parse_json, read_document
+from enginery.core.paths import portable_name, telling_name
 
 _PACKAGES = (
     "httptools",
@@ -149,7 +153,8 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
     """Return the directories of artifacts by model name.
 
     Args:
-        artifacts: `path` or `name=path` each; without a name, see `Artifact.model_name`.
+        artifacts: `path` or `name=path` each; without a name, that of the publication, of the
+            directory or of the source.
 
     Raises:
         OptionError: there is no artifact, two have the same name, or a name is invalid.
@@ -167,10 +172,7 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
                 do="Create one: enginery export MODEL --out DIR",
             )
         if not equals:
-            try:
-                name = Artifact.open(path).model_name
-            except ArtifactError:  # the server says so when it loads the model
-                name = telling_name(path.absolute())
+            name = _model_name(path)
         if not name or not all(letter.isalnum() or letter in "._-" for letter in name):
             raise OptionError(
                 f"model name '{name}' is invalid: use letters, digits, '.', '_' and '-'.",
@@ -183,6 +185,19 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
             )
         paths[name] = path
     return paths
+
+
+def _model_name(path: Path) -> str:
+    """Return the name to serve an artifact by; pydantic, which reads manifests, is slow."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return portable_name(parse_json(read_document(path / LISTING))["name"])
+    absolute = Path(os.path.normpath(path.absolute()))  # a symbolic link keeps its own name
+    if absolute.parent.resolve() != (enginery_home() / "artifacts").resolve():
+        return telling_name(absolute)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        named = parse_json(read_document(path / MANIFEST))["source"]["id"].removesuffix(".onnx")
+        return portable_name(telling_name(PurePath(named.partition(":")[2] or named)))
+    return absolute.name
 
 
 def require_packages() -> None:

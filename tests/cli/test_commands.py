@@ -184,7 +184,14 @@ def test_earlier_names_of_options_are_understood(cli, words):
 
 def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path):
     out = tmp_path / "made"
-    for words in (("--model", tiny, out), ("-m", tiny, out), (tiny, out), (tiny, "--out", out)):
+    ways = (
+        ("--model", tiny, out),
+        (f"--model={tiny}", out),
+        ("-m", tiny, out),
+        (tiny, out),
+        (tiny, "--out", out),
+    )
+    for words in ways:
         status, _, _ = cli("export", *words, "--task", "sequence-classification")
         assert status == 0
         assert Artifact.open(out).manifest.task == "text-classification"

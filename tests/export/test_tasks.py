@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginery import export_model, validate_model
+from enginery import export_model
 from enginery.core.errors import OptionError
 from enginery.core.model.files import ModelConfig
 from enginery.export.tasks import SYNONYMS, TASKS, inferred_task, task_name
@@ -91,19 +91,3 @@ def test_auto_is_the_same_artifact_as_its_task(tiny_model, tmp_path):
     copy = export_model(model, task="auto", out=tmp_path / "copy")
     assert copy.manifest.files == made.manifest.files
     assert copy.manifest.stages == made.manifest.stages
-
-
-def test_verdict_of_a_copy_comes_along_to_the_next(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
-    model = str(tiny_model("bert", "text-classification"))
-    first = export_model(model, out=tmp_path / "first")
-    report = validate_model(first, effort="quick")
-    second = export_model(model, out=tmp_path / "second")
-    verdict = second.manifest.verdict("validate")
-    assert verdict.passed
-    assert verdict.summary == report.summary
-    assert second.report("validation.json")
-    made_earlier = second.manifest.stages
-    again = export_model(model)
-    assert again.manifest.stages == made_earlier
-    assert again.manifest.verdict("validate") == verdict

@@ -39,9 +39,9 @@ from enginery.core.artifact.staging import (
     write_atomically,
 )
 from enginery.core.errors import ArtifactError, RejectedArtifactError
-from enginery.core.home import enginery_home, file_lock
+from enginery.core.home import file_lock
 from enginery.core.json_file import parse_json, read_document, verify_checksum
-from enginery.core.paths import portable_name, resolve_inside, telling_name
+from enginery.core.paths import resolve_inside
 
 __all__ = [
     "MANIFEST",
@@ -96,17 +96,6 @@ class Artifact:
     @property
     def name(self) -> str:
         return self.path.name
-
-    @property
-    def model_name(self) -> str:
-        """The name to serve it by: of its publication, its directory, or its source."""
-        listing = self.path / LISTING
-        if listing.is_file():
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                return portable_name(parse_json(read_document(listing))["name"])
-        path = Path(os.path.normpath(self.path.absolute()))  # a symbolic link keeps its own name
-        in_store = path.parent.resolve() == (enginery_home() / "artifacts").resolve()
-        return self.manifest.source.name if in_store else telling_name(path)
 
     @property
     def model(self) -> Path:

@@ -221,7 +221,9 @@ def test_package_without_a_model_is_an_error():
 def test_an_onnx_file_is_a_source(tmp_path):
     path = _onnx_file(tmp_path / "model.onnx")
     source = resolve_source(str(path))
-    assert (source.record.kind, source.record.id, source.name) == ("onnx", str(path), "model")
+    assert (source.record.kind, source.record.id) == ("onnx", str(path))
+    assert source.name == tmp_path.name, "model.onnx tells nothing"
+    assert resolve_source(str(_onnx_file(tmp_path / "detector.onnx"))).name == "detector"
     assert list(source.record.files) == ["model.onnx"]
     with pytest.raises(SourceError, match=r"missing\.onnx': no such file"):
         resolve_source(str(tmp_path / "missing.onnx"))
