@@ -135,7 +135,8 @@ def quantize_model(
         EngineryError: the artifact or the inputs cannot be used, no combination of quantized layers
             meets the accuracy budget, or TensorRT rejects the graph. Nothing is left then.
     """
-    data = options.pop("calibration", data)  # its earlier name
+    if isinstance(data, str) and not data:
+        data = options.pop("calibration", data)  # its earlier name
     config = _config(QuantizeConfig, "quantize", config, options)
     inputs = None if isinstance(data, str | Path) else data
     if inputs is None and data:

@@ -77,11 +77,6 @@ class Target:
         """Path of the ONNX file."""
         return self.artifact.path / self.record.file
 
-    @property
-    def precision(self) -> str:
-        """The type in which the weights are multiplied, such as `int8`."""
-        return self.artifact.manifest.precision
-
     def count_convolutions(self) -> int | None:
         """Return the number of convolutions, or None if the package onnx is not installed."""
         try:
@@ -101,7 +96,7 @@ class Target:
             "graph_sha256": sha256_of(self.model),
             "source": manifest.source.id,
             "task": manifest.task,
-            "precision": self.precision,
+            "precision": manifest.precision,
             "target": manifest.target,
         }
 

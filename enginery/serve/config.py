@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from enginery.core.artifact.staging import LISTING, MANIFEST
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import parse_json, read_document
-from enginery.core.paths import portable_name, telling_name
+from enginery.core.paths import portable_name, source_name, tells_something
 
 _PACKAGES = (
     "httptools",
@@ -188,15 +188,16 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def _model_name(path: Path) -> str:
-    """Return the name to serve an artifact by; pydantic, which reads manifests, is slow."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    """Return the name to serve an artifact by, without pydantic, which takes long to import."""
+    unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with suppress(*unreadable):
         return portable_name(parse_json(read_document(path / LISTING))["name"])
     absolute = Path(os.path.normpath(path.absolute()))  # a symbolic link keeps its own name
-    if absolute.parent.resolve() != (enginery_home() / "artifacts").resolve():
-        return telling_name(absolute)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        named = parse_json(read_document(path / MANIFEST))["source"]["id"].removesuffix(".onnx")
-        return portable_name(telling_name(PurePath(named.partition(":")[2] or named)))
+    in_store = absolute.parent.resolve() == (enginery_home() / "artifacts").resolve()
+    if in_store or not tells_something(absolute.name):
+        with suppress(*unreadable):
+            source = parse_json(read_document(path / MANIFEST))["source"]
+            return portable_name(source_name(source["id"]))
     return absolute.name
 
 

@@ -17,10 +17,12 @@ from enginery import Artifact, export_model, validate_model
 from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main, render
+from enginery.cli.app import _OLD_OPTIONS
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import EngineryError
+from enginery.core.options import old_names
 from enginery.core.store.store import Store
 from enginery.deploy.kserve.options import KserveConfig
 from enginery.deploy.triton.options import TritonConfig
@@ -31,6 +33,7 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
+from enginery.recipe.stages import STAGES
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import edit_manifest, make
@@ -182,7 +185,15 @@ def test_earlier_names_of_options_are_understood(cli, words):
     assert not re.search(rf"--({old}) ", out)
 
 
-def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path):
+def test_command_line_knows_the_earlier_names_of_all_options():
+    for stage, kind in STAGES.items():
+        for old, new in old_names(kind).items():
+            if old != "directory":  # which was an argument without a name
+                found = _OLD_OPTIONS[stage][f"--{old.replace('_', '-')}"]
+                assert found == f"--{new.replace('_', '-')}"
+
+
+def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path, monkeypatch):
     out = tmp_path / "made"
     ways = (
         ("--model", tiny, out),
@@ -198,6 +209,10 @@ def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path):
     status, _, said = cli("export", "onnx", "--model", "org/name", "out")
     assert status == 2
     assert "Leave it out: enginery export org/name out" in said
+    monkeypatch.chdir(tmp_path)
+    status, _, _ = cli("export", tiny, "onnx")
+    assert status == 0
+    assert Artifact.open(tmp_path / "onnx").manifest.task == "text-classification"
 
 
 def test_stages_take_where_to_write_after_the_artifact(cli, artifact, tmp_path):

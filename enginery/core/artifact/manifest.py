@@ -14,14 +14,13 @@ from __future__ import annotations
 import json
 import sys
 from datetime import UTC, datetime
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
-from enginery.core.paths import require_relative_path, telling_name
+from enginery.core.paths import require_relative_path, source_name
 from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
@@ -70,8 +69,7 @@ class SourceRecord(_Record):
     @property
     def name(self) -> str:
         """Short name for directories and reports."""
-        path = PurePath(self.id.partition(":")[2] or self.id)
-        return telling_name(path.with_suffix("") if self.kind == "onnx" else path)
+        return source_name(self.id)
 
 
 class GraphRecord(_Record):
