@@ -389,9 +389,12 @@ class RunResult:
     """The result of a recipe."""
 
     artifact: Artifact
+    """What the last stage made or took, as the copy if there is one."""
     stages: list[StageResult] = field(default_factory=list)
     refused: tuple[str, ...] = ()
     """Stages that did not run because a check before them failed."""
+    copies: tuple[Path, ...] = ()
+    """Where copies of artifacts are that the recipe names by `out`, in its order."""
 
     @property
     def passed(self) -> bool:
@@ -417,7 +420,7 @@ def run_recipe(
 
     Everything that can be checked before running is checked first: see `check_recipe`. A check that
     fails, validate or lint, is a result, not an error: the artifact is marked, in the store and at
-    the recipe's `out`, and the stages after it are refused.
+    every `out`, and the stages after it are refused.
 
     Args:
         recipe: a recipe or the path of its YAML file.
@@ -434,21 +437,28 @@ def run_recipe(
     """
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
+    from enginery.recipe.stages import ARTIFACT_STAGES
 
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     check_recipe(plan)
-    stages = [run_cached(plan.model, plan.steps[0].options, force=force, progress=progress)]
+    stages: list[StageResult] = []
     refused: list[str] = []
-    for step in plan.steps[1:]:
-        artifact, options = stages[-1].artifact, step.options
+    made: dict[str, Path] = {}
+    copies: dict[Path, Path] = {}
+    for step in plan.steps:
+        options = step.options
         if not allow_failed and not all(stage.passed for stage in stages):
             progress.say(f"{step.stage}: refused, a check before it failed (--allow-failed)")
             refused.append(step.stage)
             continue
         if allow_failed and step.stage != "publish" and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
-        if isinstance(options, OptimizeConfig | QuantizeConfig | BuildConfig):
+        source = made.get(step.source)
+        artifact = Artifact.open(source) if source else stages[-1].artifact if stages else None
+        if artifact is None:
+            result = run_cached(plan.model, options, force=force, progress=progress)
+        elif isinstance(options, OptimizeConfig | QuantizeConfig | BuildConfig):
             result = run_cached(
                 artifact, options, force=force, allow_failed=allow_failed, progress=progress
             )
@@ -457,11 +467,22 @@ def run_recipe(
         else:
             result = _run_consumer(artifact, step.stage, options, force=force, progress=progress)
         stages.append(result)
-    artifact = stages[-1].artifact
+        if step.stage in ARTIFACT_STAGES:
+            made[step.stage] = result.artifact.path
+            if step.out:
+                copies[Path(step.out)] = result.artifact.path
     if plan.out:
-        checked = [stage.stage for stage in stages if stage.report or stage.stage == "bench"]
-        artifact = deliver(artifact, Path(plan.out), progress, checked=checked)
-    return RunResult(artifact, stages, tuple(refused))
+        copies[Path(plan.out)] = stages[-1].artifact.path
+    artifact = stages[-1].artifact
+    for out, path in copies.items():
+        checked = [
+            stage.stage
+            for stage in stages
+            if stage.artifact.path == path and (stage.report or stage.stage == "bench")
+        ]
+        copy = deliver(Artifact.open(path), out, progress, checked=checked)
+        artifact = copy if path == stages[-1].artifact.path else artifact
+    return RunResult(artifact, stages, tuple(refused), tuple(copies))
 
 
 def _run_consumer(

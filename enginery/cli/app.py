@@ -27,6 +27,7 @@ COMMANDS = {
     "optimize": "optimize",
     "quantize": "quantize",
     "build": "build",
+    "init": "init",
     "run": "run",
     "validate": "validate",
     "lint": "lint",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 COMMAND_GROUPS = {
-    "Make": ("export", "optimize", "quantize", "build", "run"),
+    "Make": ("export", "optimize", "quantize", "build", "init", "run"),
     "Check and measure": ("validate", "lint", "bench", "report", "inspect", "doctor"),
     "Use": ("predict", "serve"),
     "Hand over": ("publish", "pull", "export-triton", "export-kserve", "provider-options"),
@@ -47,6 +47,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "build": (
         "enginery build build/minilm-fp16 --capability 8.9 --profile batch=1:8:32,sequence=8:512",
         "enginery build build/minilm-fp16 --capability portable --data reviews.csv --count 3",
+    ),
+    "init": (
+        "enginery init sentence-transformers/all-MiniLM-L6-v2 --data reviews.csv",
+        "enginery init ./my-model mine.yaml --target cpu",
     ),
     "run": (
         "enginery run --model ./my-model --task text-classification",

@@ -1,6 +1,6 @@
 """Recipes: YAML files that name a model and the stages to run."""
 
-from enginery.recipe.model import Recipe, Step
-from enginery.recipe.stages import STAGES
+from enginery.recipe.model import Recipe
+from enginery.recipe.stages import STAGES, Step
 
 __all__ = ["STAGES", "Recipe", "Step"]

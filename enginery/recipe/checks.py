@@ -42,8 +42,15 @@ from enginery.export import config as export
 from enginery.export.tasks import task_name
 from enginery.optimize import config as optimize
 from enginery.quantize import config as quantize
-from enginery.recipe.model import Recipe, Step
-from enginery.recipe.stages import BenchStage, KserveStage, PredictStage, PublishStage, TritonStage
+from enginery.recipe.model import Recipe
+from enginery.recipe.stages import (
+    BenchStage,
+    KserveStage,
+    PredictStage,
+    PublishStage,
+    Step,
+    TritonStage,
+)
 from enginery.runtime.providers.gpus import visible_gpus
 from enginery.runtime.providers.specification import check_run_options, parse_providers
 from enginery.runtime.tasks import find_task, supported_tasks
@@ -81,12 +88,13 @@ def check_recipe(recipe: Recipe) -> None:
     """
     with _located(recipe, key="model"), _about("model"):
         known = _read_model(recipe)
+    outs: set[Path] = set()
     with _located(recipe, key="out"), _about("out"):
-        if recipe.out:
-            _require_writable(Path(recipe.out), directory=True)
-            check_overwritable(Path(recipe.out))
+        _check_copy(recipe.out, outs)
     for step in recipe.steps:
         with _located(recipe, step=step):
+            with _about("out"):
+                _check_copy(step.out, outs)
             if hasattr(step.options, "provider_option"):
                 _check_providers(step.options)
             _check_profiles(step.options, known)
@@ -132,6 +140,18 @@ def _read_model(recipe: Recipe) -> _Known:
     find_local_weights(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
     return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
+
+
+def _check_copy(out: str, others: set[Path]) -> None:
+    """Check that a copy of an artifact can be written, and that no other one goes there."""
+    if not out:
+        return
+    path = Path(out).resolve()
+    if path in others:
+        raise OptionError(f"two artifacts go to {out}.", do="Name another directory.")
+    others.add(path)
+    _require_writable(Path(out), directory=True)
+    check_overwritable(Path(out))
 
 
 # Checks of one stage

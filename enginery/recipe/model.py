@@ -37,32 +37,17 @@ from enginery.core.errors import (
 )
 from enginery.core.options import old_names, options_from, with_new_names
 from enginery.export.config import ExportConfig
-from enginery.recipe.stages import MODEL_OPTIONS, PATHS, STAGES, find_order_problem
+from enginery.recipe.stages import (
+    ARTIFACT_STAGES,
+    MODEL_OPTIONS,
+    PATHS,
+    STAGES,
+    Step,
+    find_order_problem,
+)
 from enginery.recipe.yaml_document import Document, error_at, read_yaml
 from enginery.runtime.providers.specification import format_providers, parse_providers
 from enginery.validate.config import ValidateConfig
-
-
-@dataclass(frozen=True)
-class Step:
-    """One stage of a recipe with its options."""
-
-    stage: str
-    options: Any
-    """An instance of the stage's class in `STAGES`."""
-    line: int = field(default=0, compare=False)
-    """The line in the recipe; 0 for a step that was made in Python."""
-    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """The line of each option in the recipe; 0 for one that was replaced since."""
-
-    def line_of(self, error: EngineryError) -> int:
-        """Return the line of the option that an error is about, or of the stage."""
-        option = error.option
-        if isinstance(error, InputError) and error.column:
-            columns = (name for name in self.lines if name.endswith("column"))
-            same = (name for name in columns if getattr(self.options, name) == error.column)
-            option = next(same, option)
-        return self.lines.get(option, self.line)
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class Recipe:
         if not self.steps:
             error = OptionError("stages: found none, expected export first.", do="Add - export.")
             raise self.located(error, key="stages")
-        if problem := find_order_problem([(step.stage, step.options) for step in self.steps]):
+        if problem := find_order_problem(self.steps):
             place, message, do = problem
             raise self.located(OptionError(message, do=do), step=self.steps[place])
         _, pinned = _hub_revision(self.model)
@@ -278,13 +263,25 @@ def _read_step(value: Any, info: ValidationInfo) -> Step:
         known = f"Known stages: {', '.join(STAGES)}."
         unknown = OptionError(f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known)
         raise _wrap_error(unknown, stage)
+    base = info.context or Path()
+    of_step = ("from", "out") if stage in ARTIFACT_STAGES else ("from",)
+    written = {}
+    if isinstance(given, dict):
+        written = {key: given[key] for key in of_step if key in given}
+        given = {key: text for key, text in given.items() if key not in written}
     try:
-        values = _convert_options(stage, given, info.context or Path())
+        for key, text in written.items():
+            if not isinstance(text, str) or not text:
+                found = _describe(text) if text != "" else "nothing"
+                expected = "the name of a stage" if key == "from" else "a directory"
+                raise OptionError(f"{key}: found {found}, expected {expected}.", option=key)
+        values = _convert_options(stage, given, base)
         options: Any = options_from(STAGES[stage], stage, values)
     except EngineryError as error:
         error.do = error.do or f"See: enginery {stage} --help"
         raise _wrap_error(error, stage, error.option) from error
-    return Step(stage, options)
+    out = _resolve(written.get("out", ""), base)
+    return Step(stage, options, source=written.get("from", ""), out=out)
 
 
 def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema
 from pydantic_core import core_schema
 
 from enginery.recipe.model import RecipeFile
-from enginery.recipe.stages import STAGES
+from enginery.recipe.stages import ARTIFACT_STAGES, STAGES
 from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
 
@@ -117,8 +117,10 @@ def recipe_schema() -> Schema:
                 properties[name] = {**option, **properties[name]}
         if "provider_option" in properties:
             properties["providers"]["$ref"] = "#/$defs/providers"
-    recipe = definitions.pop("RecipeFile")
     first, *later = STAGES
+    for name in STAGES:
+        definitions[STAGES[name].__name__]["properties"] |= _step_keys(name, first)
+    recipe = definitions.pop("RecipeFile")
     recipe["properties"]["stages"] = {
         "description": recipe["properties"]["stages"]["description"],
         "type": "array",
@@ -142,6 +144,15 @@ def _in_one_line(found: Schema) -> Schema:
     if isinstance(text := found.get("description"), str):
         found["description"] = " ".join(text.partition("\n\n")[0].split())
     return found
+
+
+def _step_keys(stage: str, first: str) -> Schema:
+    """Describe the keys of a stage that are not options: the artifact it takes, and a copy."""
+    named = {"anyOf": [{"enum": list(ARTIFACT_STAGES)}, {"$ref": "#/$defs/variable"}]}
+    source = {"description": "The stage whose artifact this one takes; the one before by default."}
+    copy = {"description": "Where a copy of the artifact goes.", "$ref": "#/$defs/text"}
+    found: Schema = {} if stage == first else {"from": {**source, **named}}
+    return {**found, "out": copy} if stage in ARTIFACT_STAGES else found
 
 
 def _steps(definitions: Schema, *names: str) -> Schema:

@@ -1,16 +1,17 @@
 """The stages that a recipe may have: their options and their order.
 
->>> find_order_problem([("export", ExportConfig()), ("export", ExportConfig())])
+>>> find_order_problem([Step("export", ExportConfig()), Step("export", ExportConfig())])
 (1, 'export is named twice; it can only be the first stage.', 'Leave one out.')
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from enginery.bench.config import BenchConfig
+from enginery.core.errors import EngineryError, InputError, nearest
 from enginery.deploy.kserve.options import KserveConfig
 from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
@@ -94,6 +95,9 @@ STAGES: dict[str, type] = {
 }
 """The options of each stage, with the names of its command's options."""
 
+ARTIFACT_STAGES = ("export", "optimize", "quantize", "build")
+"""The stages that make an artifact. In a recipe each takes `out`, where a copy of it goes."""
+
 PATHS = (
     "cache_dir",
     "data",
@@ -109,32 +113,62 @@ MODEL_OPTIONS = {"export": ("task", "revision"), "validate": ("reference",)}
 _REPEATABLE = ("lint", "predict", "publish", "export-triton", "export-kserve")
 """Stages that may follow themselves. The others would replace their own result."""
 
-NamedStage = tuple[str, Any]
-"""A stage's name and its options."""
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of a recipe with its options."""
+
+    stage: str
+    options: Any
+    """An instance of the stage's class in `STAGES`."""
+    source: str = ""
+    """The stage whose artifact this one takes, `from` in the file; empty for the one before."""
+    out: str = ""
+    """Where a copy of the artifact goes that this stage makes; empty to keep it only in the
+    store."""
+    line: int = field(default=0, compare=False)
+    """The line in the recipe; 0 for a step that was made in Python."""
+    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """The line of each option in the recipe; 0 for one that was replaced since."""
+
+    def line_of(self, error: EngineryError) -> int:
+        """Return the line of the option that an error is about, or of the stage."""
+        option = error.option
+        if isinstance(error, InputError) and error.column:
+            columns = (name for name in self.lines if name.endswith("column"))
+            same = (name for name in columns if getattr(self.options, name) == error.column)
+            option = next(same, option)
+        return self.lines.get(option, self.line)
 
 
-def find_order_problem(stages: Sequence[NamedStage]) -> tuple[int, str, str] | None:
+def find_order_problem(steps: Sequence[Step]) -> tuple[int, str, str] | None:
     """Return the first misplaced stage, why, and what to do; None if the order is valid."""
-    if stages[0][0] != "export":
-        return 0, f"the first stage is '{stages[0][0]}', expected export.", "Begin with - export."
+    if steps[0].stage != "export":
+        return 0, f"the first stage is '{steps[0].stage}', expected export.", "Begin with - export."
     made = _State()
-    for place, (stage, options) in enumerate(stages):
-        problem = _find_repetition(stages[:place], stage, options) or _find_mismatch(
-            made, stage, options
-        )
+    made_by: dict[str, _State] = {}
+    for place, step in enumerate(steps):
+        problem = _find_repetition(steps[:place], step) or _find_unknown_source(made_by, step)
+        made = made_by.get(step.source, made)
+        problem = problem or _find_mismatch(made, step.stage, step.options)
         if problem:
             return place, *problem
-        if stage in ("export", "optimize", "quantize"):
-            made = _State(stage, *_result_of(stage, options), quantized=made.quantized)
-        made.quantized |= stage == "quantize"
-        made.validated |= stage == "validate"
-        made.has_engine |= stage == "build" and options.flavor == "tensorrt"
+        if step.stage == "build":
+            classic = step.options.flavor == "tensorrt"
+            made = replace(made, has_engine=made.has_engine or classic)
+        elif step.stage in ARTIFACT_STAGES:
+            result = _result_of(step.stage, step.options)
+            quantized = made.quantized or step.stage == "quantize"
+            made = _State(step.stage, *result, quantized=quantized)
+        if step.stage in ARTIFACT_STAGES:
+            made_by[step.stage] = made
+        made.validated |= step.stage == "validate"
     return None
 
 
 @dataclass
 class _State:
-    """The result of the stages so far."""
+    """What is known of an artifact before it is made."""
 
     by: str = ""
     """The stage that made the graph."""
@@ -155,25 +189,36 @@ def _result_of(stage: str, options: Any) -> tuple[str, str]:
     return "int8" if options.scheme == "dynamic" else options.scheme, options.target
 
 
-def _find_repetition(
-    before: Sequence[NamedStage], stage: str, options: Any
-) -> tuple[str, str] | None:
+def _find_repetition(before: Sequence[Step], step: Step) -> tuple[str, str] | None:
     if not before:
         return None
-    if stage == "export":
+    if step.stage == "export":
         return "export is named twice; it can only be the first stage.", "Leave one out."
-    if before[-1] == (stage, options) and stage in _REPEATABLE:
-        return f"{stage} follows itself.", "Leave one out, or give it other options."
-    if before[-1][0] == stage and stage not in _REPEATABLE:
-        return f"{stage} follows itself.", "Put everything to check into one."
+    if before[-1].stage != step.stage:
+        return None
+    if before[-1] == step and step.stage in _REPEATABLE:
+        return f"{step.stage} follows itself.", "Leave one out, or give it other options."
+    if step.stage not in _REPEATABLE and not step.source:
+        return f"{step.stage} follows itself.", "Put everything to check into one."
     return None
+
+
+def _find_unknown_source(made_by: Mapping[str, _State], step: Step) -> tuple[str, str] | None:
+    if not step.source or step.source in made_by:
+        return None
+    if not made_by:
+        return "export makes the first artifact, and takes none.", "Leave from out."
+    if step.source in ARTIFACT_STAGES:
+        return f"from: no {step.source} stands before it.", f"Known here: {', '.join(made_by)}."
+    known = f"Stages that make an artifact: {', '.join(made_by)}."
+    return f"from: unknown stage '{step.source}'{nearest(step.source, made_by)}", known
 
 
 def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | None:
     """Return why a stage cannot take the result so far, and what to do; None if it can."""
     found = f"{stage} follows {made.by}, which leaves {made.precision} for {made.target}; "
     if stage == "optimize" and made.precision != "fp32":
-        return f"{found}optimize starts from fp32.", "Leave one of the two out."
+        return f"{found}optimize starts from fp32.", _take_export(made)
     if stage == "quantize":
         if made.quantized:
             return "quantize is named twice.", "Leave one out."
@@ -181,7 +226,7 @@ def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | 
         if made.precision != "fp32" or made.target not in targets:
             return (
                 f"{found}quantize starts from fp32 for {' or '.join(targets)}.",
-                f"Leave {made.by} out: quantize what export made.",
+                _take_export(made),
             )
     if stage == "build" and made.target in ("cuda", "cpu"):
         do = "Use optimize: {target: tensorrt}, or leave build out."
@@ -200,3 +245,9 @@ def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | 
             "Put - build: {flavor: tensorrt} before it, or name another provider.",
         )
     return None
+
+
+def _take_export(made: _State) -> str:
+    if made.by == "export":
+        return "Export fp32: leave dtype out."
+    return f"Set from: export, or leave {made.by} out."

@@ -57,6 +57,7 @@ COMMANDS = {
     ("export-kserve",): KserveConfig,
     ("lint",): None,
     ("doctor",): DoctorConfig,
+    ("init",): None,
     ("run",): None,
     ("inspect",): None,
     ("provider-options",): None,

@@ -93,7 +93,56 @@ BROKEN = {
         HEAD + EXPORT + "  - optimize: {target: cuda}\n  - quantize: {data: reviews.csv}\n",
         6,
         "quantize follows optimize, which leaves fp16 for cuda",
-        "Leave optimize out",
+        "Set from: export, or leave optimize out",
+    ),
+    "from a stage that is not before": (
+        HEAD + EXPORT + "  - validate: {from: quantize}\n",
+        5,
+        "from: no quantize stands before it",
+        "Known here: export",
+    ),
+    "from a stage that there is not": (
+        HEAD + EXPORT + "  - optimize: {target: cuda}\n  - validate: {from: optimise}\n",
+        6,
+        "from: unknown stage 'optimise'; did you mean 'optimize'?",
+        "Stages that make an artifact: export, optimize",
+    ),
+    "from for the first stage": (
+        HEAD + "  - export:\n      from: export\n",
+        4,
+        "export makes the first artifact",
+        "Leave from out",
+    ),
+    "from without a name": (
+        HEAD + EXPORT + "  - optimize:\n      from: [export]\n",
+        6,
+        "from: found a list, expected the name of a stage",
+        "enginery optimize --help",
+    ),
+    "publish of a branch without a validation": (
+        HEAD + EXPORT + "  - optimize\n  - validate\n  - quantize: {from: export, "
+        "data: reviews.csv}\n  - publish: {url: registry}\n",
+        8,
+        "publish follows quantize without a validation",
+        "Put - validate before it",
+    ),
+    "two copies in one place": (
+        HEAD + "  - export:\n      task: fill-mask\n      out: a\n  - optimize:\n      out: ./a\n",
+        8,
+        "two artifacts go to",
+        "Name another directory",
+    ),
+    "a copy over files of yours": (
+        HEAD + "  - export:\n      task: fill-mask\n      out: notes\n",
+        6,
+        "not an enginery artifact",
+        "",
+    ),
+    "a copy of what makes none": (
+        HEAD + EXPORT + "  - validate: {out: a}\n",
+        5,
+        "unknown option 'out' for validate",
+        "Known options",
     ),
     "build after optimize for cuda": (
         HEAD + EXPORT + "  - optimize: {target: cuda}\n  - build: {capability: 8.9}\n",
@@ -112,7 +161,7 @@ BROKEN = {
         HEAD + "  - export: {dtype: fp16}\n  - optimize\n",
         5,
         "optimize starts from fp32",
-        "Leave",
+        "leave dtype out",
     ),
     "quantize twice": (
         HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n  - validate\n"

@@ -66,7 +66,8 @@ def test_every_option_is_there_with_its_meaning_and_default():
         definition = definitions[kind.__name__]
         known = definition["properties"]
         fields = dataclasses.fields(kind)
-        assert set(known) == {field.name for field in fields}
+        assert set(known) - {"from", "out"} == {field.name for field in fields} - {"out"}
+        assert ("from" in known) == (kind is not STAGES["export"])
         assert ("providers" in known) == ("provider_option" in known)
         for field in fields:
             is_needed = field.default is dataclasses.MISSING
@@ -133,6 +134,9 @@ SAME = [
     ("export", "{dtype: fp16}", True),
     ("export", "{dtype: '${DTYPE:-fp16}'}", True),
     ("export", "", True),
+    ("export", "{out: build/name}", True),
+    ("quantize", "{from: export, out: '${OUT:-a}', scheme: dynamic}", True),
+    ("lint", "{from: export}", True),
     ("validate", "", True),
     ("lint", "", True),
     ("bench", "{batch: 8, sequence: '16,128', providers: [cpu], precision: 1e-2}", True),
@@ -163,6 +167,11 @@ SAME = [
     ("build", "{capability: 8.9, auxiliary_streams: auto, workspace_bytes: 1000}", True),
     ("build", "{flavor: tensorrt, auxiliary_streams: 2, engine_per_profile: on}", True),
     # neither
+    ("validate", "{from: exprot}", False),
+    ("validate", "{from: [export]}", False),
+    ("validate", "{out: a}", False),
+    ("optimize", "{out: [a]}", False),
+    ("export", "{from: export}", False),
     ("export", "{opsets: 20}", False),
     ("export", "{opset: new}", False),
     ("export", "{opset: yes}", False),

@@ -74,6 +74,46 @@ def test_lint_that_fails_refuses_what_follows_and_ends_with_1(write, cli, tmp_pa
     assert not (tmp_path / "triton").exists()
 
 
+def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_path):
+    stages = (
+        "validate",
+        "optimize: {target: tensorrt, out: fp16}",
+        "validate",
+        "quantize: {from: export, scheme: dynamic, target: cpu, out: int8}",
+        "validate",
+        "lint: {from: optimize}",
+        "publish: {from: optimize, url: registry, name: half}",
+    )
+    path = write(*stages, out="last")
+    result = run_recipe(path)
+    assert result.passed, result.failure
+    assert [stage.artifact.manifest.precision for stage in result.stages] == [
+        *("fp32", "fp32", "fp16", "fp16", "int8", "int8", "fp16", "fp16"),
+    ]
+    for name, precision in (("fp16", "fp16"), ("int8", "int8"), ("last", "fp16")):
+        copy = Artifact.open(tmp_path / name, verify=True)
+        assert copy.manifest.precision == precision
+        assert copy.manifest.verdict("validate").passed
+    assert set(result.copies) == {tmp_path / name for name in ("fp16", "int8", "last")}
+    assert result.artifact.path == tmp_path / "last"
+    assert Artifact.open(tmp_path / "registry/half/1").manifest.precision == "fp16"
+    assert not any(worked(run_recipe(path))[name] for name in ("optimize", "quantize", "publish"))
+
+
+def test_copy_of_an_artifact_that_failed_is_marked_as_failed(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))  # others use the store's artifact
+    path = write(
+        "validate: {max_abs_error: 1e-30}",
+        "optimize: {target: cuda, out: fused}",
+        out="out",
+    )
+    result = run_recipe(path)
+    assert not result.passed
+    assert result.refused == ("optimize",)
+    assert not Artifact.open(tmp_path / "out").manifest.verdict("validate").passed
+    assert not (tmp_path / "fused").exists()
+
+
 def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(write, tmp_path):
     path = write(f"bench: {QUICK}", out="out")
     first = run_recipe(path)
