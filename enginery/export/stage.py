@@ -21,6 +21,7 @@ from enginery.core.model.source import ModelSource
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import ExportConfig
+from enginery.runtime.providers.availability import require_onnxruntime
 
 STAGE = "export"
 STAGE_VERSION = "1"
@@ -94,8 +95,10 @@ def run(
         ExportError: the model cannot be exported with these options, or the graph is invalid.
         SourceError: the model needs code or files that the options do not allow.
         ArtifactError: `out` exists and is not an artifact.
+        ProviderError: no ONNX Runtime is installed, which checks the graphs.
     """
     started = time.monotonic()
+    require_onnxruntime()
     key = key or fingerprint(source, config)
     with staging(out) as directory:
         request = WorkerRequest(

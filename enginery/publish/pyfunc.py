@@ -49,8 +49,8 @@ class PyfuncModel:
         """Predict each row.
 
         Args:
-            model_input: a pandas DataFrame or a dict with the task's columns, or a list of texts,
-                of images, or of (question, context).
+            model_input: a pandas DataFrame or a dict with the task's columns; a list of dicts; or a
+                list of texts, of images, or of (question, context).
             params: options of the task: `top_k`, `activation`, …
 
         Returns:
@@ -80,31 +80,38 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
 def _rows(model_input: Any, task: type[Task]) -> list[Any]:
     """Return the rows as the task takes them."""
     if hasattr(model_input, "columns"):  # a DataFrame or a lookalike
-        names = [str(name) for name in model_input.columns]
+        names = list(model_input.columns)
         values = [model_input.iloc[:, index].tolist() for index in range(len(names))]
         # MLflow turns a dict of lists into one row.
         if all(len(column) == 1 and isinstance(column[0], list) for column in values):
             values = [column[0] for column in values]
-        if len(names) == 1 and len(_required_names(task)) == 1:
-            return _column(values[0], task)  # a single column may have any name
-        return _from_columns(dict(zip(names, values, strict=True)), task)
+        if names == [0]:  # as pandas names the column of a list
+            return _column(values[0], task)
+        return _from_columns(dict(zip(map(str, names), values, strict=True)), task)
     if isinstance(model_input, Mapping):
         return _from_columns(
             {str(name): _as_list(value) for name, value in model_input.items()}, task
         )
-    if isinstance(model_input, str | bytes):
-        return _column([model_input], task)
-    return _column(_as_list(model_input), task)
+    rows = _as_list(model_input)
+    if rows and all(isinstance(row, Mapping) for row in rows):
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        return _from_columns({name: [row.get(name) for row in rows] for name in names}, task)
+    if len(task.inputs) > 1:  # JSON has lists for tuples
+        rows = [tuple(row) if isinstance(row, list) else row for row in rows]
+    return _column(rows, task)
 
 
 def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> list[Any]:
     required = _required_names(task)
     names = [field.name for field in task.inputs]
     if missing := [name for name in required if name not in columns]:
+        do = f"Add {' and '.join(missing)}."
+        if len(names) == 1:  # of several columns, MLflow passes on the first alone
+            do = f"Name the first column {names[0]}, or pass a list."
         raise InputError(
             f"the input has the columns {', '.join(columns) or 'none'}, "
             f"expected {', '.join(names)}.",
-            do=f"Add {' and '.join(missing)}.",
+            do=do,
         )
     known = [columns[name] for name in names if name in columns]
     if len(known) == 1:

@@ -16,6 +16,7 @@ from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import parse_json, read_document
 from enginery.core.paths import portable_name, source_name, tells_something
+from enginery.runtime.providers.availability import require_onnxruntime
 
 _PACKAGES = (
     "httptools",
@@ -202,7 +203,8 @@ def _model_name(path: Path) -> str:
 
 
 def require_packages() -> None:
-    """Raise MissingPackageError unless the extra `serve` is installed."""
+    """Raise an error unless the extra `serve` and a build of ONNX Runtime are installed."""
     for package in _PACKAGES:
         if find_spec(package) is None:
             raise MissingPackageError(package, extra="serve", purpose="Serving")
+    require_onnxruntime()

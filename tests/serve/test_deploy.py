@@ -127,7 +127,7 @@ def test_dockerfile_installs_the_serving_extra_and_no_framework(name):
     (install,) = re.findall(r"pip install[^&]*", runs)
     assert "--no-cache-dir" in install
     assert "--constraint constraints.txt" in install
-    assert "'.[serve]'" in install
+    assert re.search(r"'\.\[serve,(cpu|gpu)\]'", install)
     assert not re.search(r"\b(torch|transformers|optimum|export)\b", runs)
     assert "apt-get" not in runs
     assert "sudo" not in runs

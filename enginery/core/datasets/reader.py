@@ -14,6 +14,7 @@ Every format is read in batches of bounded size. A row that cannot be used keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from enginery.core.datasets.batches import DatasetReader, Format, ReadOptions
@@ -21,7 +22,7 @@ from enginery.core.datasets.delimited import CsvReader, LineReader
 from enginery.core.datasets.images import IMAGE_SUFFIXES, ImageReader
 from enginery.core.datasets.json_lines import JsonLinesReader
 from enginery.core.datasets.parquet import ParquetReader
-from enginery.core.errors import InputError
+from enginery.core.errors import InputError, MissingPackageError
 
 _DEFAULT = ReadOptions()
 _FORMATS: dict[str, Format] = {
@@ -49,8 +50,11 @@ def open_dataset(
     Raises:
         InputError: the data cannot be read, is empty, or lacks a column; the message has the most
             similar name.
+        MissingPackageError: pyarrow is not installed.
     """
     kind = detect_format(path, options)
+    if find_spec("pyarrow") is None:
+        raise MissingPackageError("pyarrow", extra="data", purpose="reading rows of a file")
     try:
         if kind == "images":
             return ImageReader(path, options)

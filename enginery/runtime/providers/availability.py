@@ -54,6 +54,12 @@ class Unavailable:
     do: str
 
 
+_NOT_INSTALLED = Unavailable(
+    "onnxruntime is not installed",
+    "Install it: pip install 'enginery[gpu]', or 'enginery[cpu]' on a machine without NVIDIA GPU.",
+)
+
+
 def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> Unavailable | None:
     """Return why a provider is unavailable on this machine, or None if no problem was found.
 
@@ -69,6 +75,8 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
     try:
         available = compiled_providers()
     except ImportError as error:
+        if not installed_onnxruntimes():
+            return _NOT_INSTALLED
         return Unavailable(
             f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu")
         )
@@ -114,6 +122,12 @@ def compiled_providers() -> list[str]:
     if not hasattr(onnxruntime, "get_available_providers"):
         raise ImportError("most files of the module are missing")
     return list(onnxruntime.get_available_providers())
+
+
+def require_onnxruntime() -> None:
+    """Raise ProviderError if no build of ONNX Runtime is installed; nothing is imported."""
+    if not installed_onnxruntimes():
+        raise ProviderError(f"{_NOT_INSTALLED.reason}.", do=_NOT_INSTALLED.do)
 
 
 def installed_onnxruntimes() -> dict[str, str]:

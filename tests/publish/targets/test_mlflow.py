@@ -24,7 +24,12 @@ from tests.publish.targets.servers import free_port, mlflow_server
 
 pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
 
-from enginery.publish.targets.mlflow.model import CONTENT_TAG
+from enginery.publish.targets.mlflow.model import (
+    CONTENT_TAG,
+    checks_its_inputs,
+    let_loader_check_inputs,
+    signature,
+)
 from enginery.publish.targets.mlflow.registry import (
     MlflowRegistry,
     redacted_message,
@@ -185,9 +190,69 @@ def test_list_dict_and_table_have_the_same_results(artifact):
     model = _load_pyfunc(str(artifact.path))
     with load_model(artifact) as direct:
         expected = direct.embed(TEXTS)
-    table = pd.DataFrame({"whatever": TEXTS})
+    table = pd.DataFrame({"text": TEXTS})
     for given in (TEXTS, {"text": TEXTS}, table, pd.DataFrame({0: TEXTS}), np.array(TEXTS)):
         np.testing.assert_array_equal(model.predict(given), expected)
+    with pytest.raises(InputError, match="has the columns id, expected text"):
+        model.predict(pd.DataFrame({"id": TEXTS}))  # what MLflow leaves of the columns id, text
+
+
+@pytest.fixture
+def in_mlflow(tmp_path):
+    """`in_mlflow(artifact)`: the model as MLflow opens what is published."""
+    from mlflow import pyfunc
+
+    def save(artifact):
+        path = tmp_path / "model"
+        pyfunc.save_model(
+            path=str(path),
+            loader_module="enginery.publish.pyfunc",
+            data_path=str(artifact.path),
+            signature=signature(artifact.manifest),
+            model_config={"allow_failed": True},
+            pip_requirements=[],
+        )
+        if checks_its_inputs(artifact.manifest):
+            let_loader_check_inputs(path / "MLmodel")
+        return pyfunc.load_model(str(path))
+
+    return save
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
+def test_texts_are_taken_in_every_form_that_mlflow_passes_on(task, exported, in_mlflow):
+    import pandas as pd
+
+    model = in_mlflow(exported("bert", task))
+    forms = (
+        [{"text": text} for text in TEXTS],
+        {"text": TEXTS},
+        pd.DataFrame({"text": TEXTS}),
+        pd.Series(TEXTS),
+        np.array(TEXTS),
+    )
+    expected = model.predict(TEXTS)
+    assert len(expected) == len(TEXTS)
+    for form in forms:
+        np.testing.assert_array_equal(model.predict(form), expected)
+    np.testing.assert_array_equal(model.predict(TEXTS[0]), expected[:1])
+
+
+def test_pairs_reach_a_classifier_in_every_form(exported, in_mlflow):
+    import pandas as pd
+
+    model = in_mlflow(exported("bert", "text-classification"))
+    rows = [
+        {"text": "The engine is warm.", "text_pair": "the rain is cold"},
+        {"text": "The engine is warm."},
+    ]
+    expected = model.predict(rows)
+    assert expected[0] != expected[1], "the second text counts"
+    pair = tuple(rows[0].values())
+    assert model.predict(pd.DataFrame(rows)) == expected
+    assert model.predict([pair]) == model.predict([list(pair)]) == expected[:1]
+    best = model.predict(rows, params={"top_k": 1})
+    assert [len(answer["labels"]) for answer in best] == [1, 1]
 
 
 def test_pairs_are_two_columns_with_an_optional_second(exported):

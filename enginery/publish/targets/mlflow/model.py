@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, is_dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
@@ -35,7 +36,7 @@ def signature(manifest: Manifest) -> Any:
     if task is None:
         return None
     kind = DataType.binary if task.takes_images else DataType.string
-    # Without a column name MLflow accepts a plain list of texts, with names only tables.
+    # Without a column name MLflow itself accepts a plain list of texts, with names only tables.
     inputs = [
         ColSpec(kind)
         if len(task.inputs) == 1
@@ -63,6 +64,25 @@ def signature(manifest: Manifest) -> Any:
         if schema.get("type") in kinds
     ]
     return ModelSignature(Schema(inputs), Schema(outputs), ParamSchema(params))
+
+
+def checks_its_inputs(manifest: Manifest) -> bool:
+    """Return True if the model's loader checks its inputs instead of MLflow: an optional column."""
+    task = manifest_task(manifest)
+    return task is not None and any(field.optional for field in task.inputs)
+
+
+def let_loader_check_inputs(file: Path) -> None:
+    """Change a model's `MLmodel` so that MLflow passes inputs on as they are.
+
+    MLflow's own check of named columns rejects a list of texts, and that of a column without a name
+    drops a second one. It leaves the check to models whose signature comes from Python's type
+    hints; the signature itself stays.
+    """
+    from mlflow.models import Model
+
+    values = Model.load(str(file)).to_dict()
+    Model.from_dict({**values, "is_signature_from_type_hint": True}).save(str(file))
 
 
 def _column_type(kind: Any) -> Any:

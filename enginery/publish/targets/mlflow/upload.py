@@ -28,7 +28,9 @@ from enginery.publish.publication import CARD
 from enginery.publish.targets.mlflow.model import (
     ARTIFACT,
     CONTENT_TAG,
+    checks_its_inputs,
     input_example,
+    let_loader_check_inputs,
     signature,
     stage_params,
     tags,
@@ -163,6 +165,8 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
             model_config={"allow_failed": True} if package.problem else None,
             metadata=tags(package),
         )
+        if checks_its_inputs(package.artifact.manifest):
+            let_loader_check_inputs(Path(scratch, "model", "MLmodel"))
         client.log_model_artifacts(model_id, str(Path(scratch, "model")))
 
 

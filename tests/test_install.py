@@ -1,0 +1,81 @@
+"""The installation on a machine without a GPU: what it has, what it lacks, what it says."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from enginery import load_model
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+EMBED = """
+import json, sys
+from enginery import load_model
+with load_model(sys.argv[1]) as model:
+    print(json.dumps(model.embed(["The engine is warm."]).tolist()))
+"""
+
+
+def test_onnxruntime_is_chosen_by_an_extra():
+    extras = PROJECT["optional-dependencies"]
+    assert not any("onnxruntime" in each for each in PROJECT["dependencies"])
+    assert any(each.startswith("onnxruntime-gpu") for each in extras["gpu"])
+    assert [each.split(">")[0] for each in extras["cpu"]] == ["onnxruntime"]
+    for name in ("all", "dev"):
+        assert "gpu" in extras[name][0].partition("[")[2]
+        assert "cpu" not in extras[name][0]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The Python of an environment with `enginery[cpu,serve]`, from the wheel."""
+    folder = tmp_path_factory.mktemp("install")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    python = folder / "venv/bin/python"
+    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    subprocess.run([*install, f"{wheel}[cpu,serve]"], check=True)
+    return python
+
+
+def run(python, *words):
+    command = [str(python), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+
+
+@pytest.mark.slow
+def test_cpu_install_runs_artifacts_and_names_what_it_lacks(python, exported, tmp_path):
+    artifact = exported("bert", "feature-extraction")
+    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json").stdout)
+    names = {each["name"].lower() for each in listed}
+    assert "onnxruntime" in names
+    lacking = {"onnxruntime-gpu", "pyarrow", "torch", "transformers", "optimum", "onnx"}
+    assert not names & lacking
+    answered = run(python, "-c", EMBED, artifact.path)
+    assert answered.returncode == 0, answered.stderr
+    with load_model(artifact) as model:
+        expected = model.embed(["The engine is warm."])
+    np.testing.assert_allclose(json.loads(answered.stdout), expected, atol=1e-5)
+
+    texts = tmp_path / "texts.txt"
+    texts.write_text("The engine is warm.\n")
+    predict = ("-m", "enginery", "predict", artifact.path, "-i", texts, "-o", tmp_path / "a.csv")
+    refused = run(python, *predict)
+    assert refused.returncode == 2
+    assert "needs the package 'pyarrow'" in refused.stderr
+    assert "pip install 'enginery[data]'" in " ".join(refused.stderr.split())
+
+    assert run(python, "-m", "pip", "uninstall", "-y", "onnxruntime").returncode == 0
+    refused = run(python, *predict[:2], "serve", artifact.path, "--port", 0)
+    assert refused.returncode == 2
+    said = " ".join(refused.stderr.split())
+    assert "onnxruntime is not installed" in said
+    assert "pip install 'enginery[gpu]', or 'enginery[cpu]'" in said
