@@ -54,12 +54,6 @@ class Unavailable:
     do: str
 
 
-_NOT_INSTALLED = Unavailable(
-    "onnxruntime is not installed",
-    "Install it: pip install 'enginery[gpu]', or 'enginery[cpu]' on a machine without NVIDIA GPU.",
-)
-
-
 def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> Unavailable | None:
     """Return why a provider is unavailable on this machine, or None if no problem was found.
 
@@ -76,7 +70,7 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
         available = compiled_providers()
     except ImportError as error:
         if not installed_onnxruntimes():
-            return _NOT_INSTALLED
+            return _not_installed()
         return Unavailable(
             f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu")
         )
@@ -127,7 +121,16 @@ def compiled_providers() -> list[str]:
 def require_onnxruntime() -> None:
     """Raise ProviderError if no build of ONNX Runtime is installed; nothing is imported."""
     if not installed_onnxruntimes():
-        raise ProviderError(f"{_NOT_INSTALLED.reason}.", do=_NOT_INSTALLED.do)
+        missing = _not_installed()
+        raise ProviderError(f"{missing.reason}.", do=missing.do)
+
+
+def _not_installed() -> Unavailable:
+    return Unavailable(
+        "onnxruntime is not installed",
+        "Install it: pip install 'enginery[gpu]', or 'enginery[cpu]' on a machine without NVIDIA "
+        "GPU.",
+    )
 
 
 def installed_onnxruntimes() -> dict[str, str]:
