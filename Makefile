@@ -34,7 +34,7 @@ need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve schema clean
+.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve notebooks schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -97,6 +97,9 @@ lint: setup  ## style, types and the layers between folders
 
 format: setup  ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+notebooks: setup  ## run the notebooks and keep their outputs
+	KEEP_NOTEBOOK_OUTPUTS=1 $(BIN)/python -m pytest -m slow --quiet tests/test_notebooks.py
 
 schema: setup  ## write the schemas of manifests and recipes in docs/ anew from the code
 	$(BIN)/python -m enginery.core.artifact.manifest > docs/manifest.schema.json
