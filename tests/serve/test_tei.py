@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from huggingface_hub import InferenceClient
 
 from enginery import load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
@@ -233,6 +234,15 @@ def test_rerank_requires_a_model_with_one_label(running):
 def test_similarity_is_the_cosine(running, vectors):
     inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS}
     found = running("POST", "/models/vectors/similarity", {"inputs": inputs}).json
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/similarity"])
+def test_similarity_is_what_huggingface_hubs_client_calls(start, tiny_paths, vectors, path):
+    server = start(vectors=tiny_paths("vectors")["vectors"])
+    client = InferenceClient(model=f"{server.url}{path}")
+    found = client.sentence_similarity(TEXTS[0], other_sentences=TEXTS)
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
 

@@ -235,6 +235,7 @@ class RootRequest(RequestBody):
     body=EmbedRequest,
     response=list[list[float]],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """Answer POST /embed: embed texts or token ids."""
@@ -255,6 +256,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     body=SimilarityRequest,
     response=list[float],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """Answer POST /similarity: cosine similarity of one text to others."""
@@ -277,6 +279,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     body=PredictRequest,
     response=list[Prediction] | list[list[Prediction]],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: classify texts or pairs of texts, best label first."""
@@ -298,6 +301,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     body=RerankRequest,
     response=list[Rank],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: rank texts by relevance to a query."""
@@ -336,6 +340,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     other_bodies={"application/json": {"type": "object"}},
     response=list[Any],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def root(request: Request) -> Response:
     """Answer POST / like /embed, /predict or /rerank, depending on the model."""
