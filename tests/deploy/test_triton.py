@@ -609,7 +609,7 @@ def test_int8_for_tensorrt_is_built_by_the_server(int8, models):
     assert config.model_warmup[0].batch_size == 8
     assert (models / "m-graph/1/model.onnx").read_bytes() == (int8.path / "model.onnx").read_bytes()
     (said,) = (note for note in found.notes if "the server builds one" in note)
-    assert "for batch=1:8:32,sequence=1:128 (--profile sets other shapes) at every load" in said
+    assert "for batch=1:8:32,sequence=1:128:128 (--profile sets other shapes) at every load" in said
     assert f"enginery build {int8.path} --flavor tensorrt --capability current" in said
 
 
@@ -646,15 +646,24 @@ def test_classic_engine_is_used_instead_of_a_build_in_the_server(int8, tmp_path,
     )
 
 
-def test_server_builds_for_one_profile_that_covers_every_request(int8, exported, models):
+def test_server_builds_for_one_profile_that_covers_every_request(int8, models, tmp_path):
     said = r"set 2 times.*Use one that covers them all: --profile batch=1:8:32,sequence=8:64:128"
     with pytest.raises(OptionError, match=said):
         export_triton(int8, models, profile=PROFILES)
     with pytest.raises(ShapeError, match="needs at least 2 rows"):
         export_triton(int8, models, profile=("batch=2:4:8,sequence=8:16:64",))
-    with pytest.raises(ShapeError, match=r"the largest size of the dim 'channels' is unknown"):
-        export_triton(exported("vit", "image-classification"), models, provider="tensorrt")
     assert not models.exists()
+    relative = shutil.copytree(int8.path, tmp_path / "relative")
+    settings = json.loads((relative / "config.json").read_text())
+    (relative / "config.json").write_text(json.dumps({**settings, "model_type": "t5"}))
+    commit_artifact(relative, int8.manifest)
+    with pytest.raises(ShapeError, match=r"the largest size of the dim 'sequence' is unknown"):
+        export_triton(relative, models)
+    assert not models.exists()
+    fixed = product(tmp_path / "fixed", batch=4)
+    found = export_triton(fixed, models, name="m", provider="tensorrt")
+    assert accelerator_of(models / "m") == {"trt_engine_cache_enable": "0"}
+    assert any("the server builds one at every load" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

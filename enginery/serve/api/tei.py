@@ -335,7 +335,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 @routes.post(
     "/",
     "/invocations",
-    summary="/embed, /predict or /rerank, depending on the model",
+    summary="/embed, /similarity, /predict or /rerank, depending on the model",
     body=RootRequest,
     other_bodies={"application/json": {"type": "object"}},
     response=list[Any],
@@ -343,11 +343,16 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     runs_model=True,
 )
 async def root(request: Request) -> Response:
-    """Answer POST / like /embed, /predict or /rerank, depending on the model."""
+    """Answer POST / like /embed, /predict or /rerank, depending on the model.
+
+    Inputs of /similarity, which TEI takes here with its task sentence-similarity, are an object.
+    """
     values = json_object(request.scope["state"]["body"])
     name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
+    if task.verb == "embed" and isinstance(values.get("inputs"), dict):
+        return await similarity(request, parse(SimilarityRequest, values))
     if task.verb == "embed":
         return await embed(request, parse(EmbedRequest, values))
     if _has_one_label(model):
