@@ -72,7 +72,13 @@ def run(
             f"supports {', '.join(supported_tasks())}.",
             do="Use --runtime triton.",
         )
-    config = replace(config, provider=resolve_provider(artifact.manifest, config.provider))
+    provider = resolve_provider(
+        config.provider,
+        precision=artifact.manifest.precision,
+        target=artifact.manifest.target,
+        kind=artifact.manifest.describe_precision(),
+    )
+    config = replace(config, provider=provider)
     if config.provider == "tensorrt" and config.runtime == "enginery":
         _require_engine(artifact)
     source = portable_name(artifact.manifest.source.name)

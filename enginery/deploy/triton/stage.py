@@ -117,8 +117,14 @@ def _with_provider(artifact: Artifact, config: TritonConfig) -> TritonConfig:
     """
     if config.backend == "tensorrt":
         return config
-    given = "tensorrt" if config.engine else config.provider
-    return replace(config, provider=resolve_provider(artifact.manifest, given))
+    manifest = artifact.manifest
+    provider = resolve_provider(
+        "tensorrt" if config.engine else config.provider,
+        precision=manifest.precision,
+        target=manifest.target,
+        kind=manifest.describe_precision(),
+    )
+    return replace(config, provider=provider)
 
 
 def _cpu_notes(artifact: Artifact, config: TritonConfig) -> list[str]:
