@@ -76,8 +76,9 @@ class KserveConfig:
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
     provider: DeployProvider = "auto"
-    """Execution provider; `auto` is tensorrt for static INT8 and FP8, cpu for dynamic INT8, else
-    cuda. With cpu no GPU is requested; with tensorrt, enginery needs an engine in the artifact."""
+    """Execution provider; `auto` is tensorrt for static INT8 and FP8, cpu for what was made for
+    it, else cuda. With cpu no GPU is requested; with tensorrt, the runtime enginery needs an engine
+    in the artifact."""
     gpus: int = 1
     """GPUs per replica; not used with provider cpu."""
     cpu: str = "2"

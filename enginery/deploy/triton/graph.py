@@ -186,6 +186,7 @@ def _describe_server_build(
         f"no engine of {CLASSIC.title} {CLASSIC.major} is exported: the server builds one{shapes}"
         f"{chosen} {when}; to ship it instead, run on the server's GPU: enginery build "
         f"{artifact.path} --flavor {CLASSIC.name} --capability current"
+        f"{f' --profile {profiles[0]}' if profiles else ''} --out {artifact.path}"
     )
 
 

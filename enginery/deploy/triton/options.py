@@ -25,8 +25,8 @@ class TritonConfig:
     ONNX Runtime."""
     provider: DeployProvider = "auto"
     """Execution provider of the ONNX Runtime backend; `auto` is tensorrt for static INT8 and FP8,
-    cpu for dynamic INT8, else cuda. `tensorrt` uses the artifact's classic TensorRT engine; without
-    one, the server builds it from the graph when it loads the model."""
+    cpu for what was made for it, else cuda. `tensorrt` uses the artifact's classic TensorRT engine;
+    without one, the server builds it from the graph when it loads the model."""
     graph: str = ""
     """ONNX file of the artifact; empty if there is only one."""
     engine: str = ""
