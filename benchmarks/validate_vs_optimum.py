@@ -5,7 +5,7 @@
 Every fault of tests/validate/faults that applies to the model is planted, one at a time. Its effect
 is measured on inputs that neither check sees; `effect.py` defines which are harmful. optimum-cli's
 check is `validate_model_outputs` with the tolerance that optimum-cli takes by default. What it
-finds counts, although optimum-cli only warns of it. Its inputs are random, so it runs several times.
+finds counts, although optimum-cli only warns of it. Its inputs are random, hence several runs.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
-from enginery.core.errors import EngineryError, OptionError
+from enginery.core.errors import EngineryError, OptionError, join_problems
 from enginery.core.version import __version__
 
 COMMANDS = {
@@ -60,6 +60,8 @@ _OLD_OPTIONS = {
     "export-kserve": {"--providers": "--provider"},
 }
 """Other names of options, most of them earlier ones; the help does not have them."""
+_PLACEHOLDER = "file:///missing"
+"""Replaces a missing argument while the others are checked: a path, a text and an address."""
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -165,6 +167,8 @@ def _run(arguments: Sequence[str]) -> int:
         commands(given)(given, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
+    except MissingArgumentError as error:
+        failure = _missing_arguments(given, error)
     except CycloptsError as error:
         failure = OptionError(str(error), do=f"See: {_help_of(error)}")
     except OSError as error:  # a full disk, a directory that may not be written
@@ -220,6 +224,36 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
             do=f"Leave it out: {shlex.join(['enginery', *found])}",
         )
     return found
+
+
+def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) -> OptionError:
+    """Return an error that names every missing argument, and the problems of the others.
+
+    A missing argument is replaced, and the arguments are parsed again, until none is missing.
+    """
+    given, names = list(arguments), list[str]()
+    error: CycloptsError | OptionError | None = first
+    while isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        if name in names or "--" in given:  # it has no value; after -- there are no options
+            break
+        names.append(name)
+        given.append(f"{name}={_PLACEHOLDER}")
+        try:
+            commands(given).parse_args(given, exit_on_error=False, print_error=False)
+            error = None
+        except (CycloptsError, OptionError) as found:
+            error = found
+    message = str(first)
+    if len(names) > 1:
+        chain = " ".join(first.command_chain or ())
+        message = f'Command "{chain}" parameters {", ".join(names)} require arguments.'
+    problems = [OptionError(message, do=f"See: {_help_of(first)}")]
+    if isinstance(error, OptionError):
+        problems.append(error)
+    elif not isinstance(error, MissingArgumentError | None) and _PLACEHOLDER not in str(error):
+        problems.append(OptionError(str(error)))
+    return join_problems(problems)
 
 
 def _help_of(error: CycloptsError) -> str:

@@ -50,6 +50,9 @@ class EngineryError(Exception):
 class OptionError(EngineryError):
     """An option has an unknown name or an invalid value."""
 
+    problems: tuple[OptionError, ...] = ()
+    """The problems that the message lists, if there are several."""
+
 
 class RecipeError(OptionError):
     """A recipe has an invalid key or value; the message starts with `file:line`."""
@@ -111,6 +114,23 @@ class BadRowsError(EngineryError):
     """Everything ran, and some rows have no result."""
 
     exit_code = 3
+
+
+def join_problems(problems: Iterable[OptionError]) -> OptionError:
+    """Return the only problem, or one error that lists them all, each with what to do.
+
+    >>> print(join_problems([OptionError("a is 0.", do="Pass --a 1."), OptionError("no b.")]))
+    found 2 problems:
+    - a is 0. Pass --a 1.
+    - no b.
+    """
+    found = [each for problem in problems for each in (problem.problems or (problem,))]
+    if len(found) == 1:
+        return found[0]
+    lines = [f"found {len(found)} problems:", *(f"- {problem}" for problem in found)]
+    joined = OptionError("\n".join(lines), option=found[0].option)
+    joined.problems = tuple(found)
+    return joined
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

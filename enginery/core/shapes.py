@@ -299,6 +299,53 @@ class Profile:
         return ",".join(f"{name}={sizes}" for name, sizes in self.dims.items())
 
 
+def enclosing_profile(profiles: Sequence[Profile]) -> Profile:
+    """Return the smallest profile that covers all of these, with the first one's optimum.
+
+    >>> str(enclosing_profile([Profile.parse("batch=1:2:4"), Profile.parse("batch=8")]))
+    'batch=1:2:8'
+    """
+    dims = {
+        name: DimRange(
+            min(profile.dims[name].min for profile in profiles),
+            sizes.opt,
+            max(profile.dims[name].max for profile in profiles),
+        )
+        for name, sizes in profiles[0].dims.items()
+    }
+    return Profile(dims)
+
+
+def profile_shapes(
+    prefix: str, inputs: Iterable[TensorSpec], profiles: Sequence[Profile]
+) -> dict[str, str]:
+    """Return ONNX Runtime's options `…_profile_{min,opt,max}_shapes`; none without profiles.
+
+    Each further profile names the inputs again, as ParseProfileShapes of the providers expects.
+    Inputs with a fixed shape are omitted.
+
+    >>> inputs = [TensorSpec("x", "int64", ("batch", 8))]
+    >>> profile_shapes("trt", inputs, [Profile.parse("batch=1:2:4")])["trt_profile_max_shapes"]
+    'x:4x8'
+
+    Args:
+        prefix: `trt` for the provider of classic TensorRT, `nv` for that of TensorRT for RTX.
+        inputs: inputs of the graph.
+        profiles: profiles with all its dynamic dims.
+    """
+    if not profiles:
+        return {}
+    dynamic = [spec for spec in inputs if any(dim_terms(dim) for dim in spec.dims)]
+    shapes = {}
+    for end in ("min", "opt", "max"):
+        parts = []
+        for profile in profiles:
+            sizes = {name: getattr(range_, end) for name, range_ in profile.dims.items()}
+            parts += [f"{spec.name}:{'x'.join(map(str, spec.shape(sizes)))}" for spec in dynamic]
+        shapes[f"{prefix}_profile_{end}_shapes"] = ",".join(parts)
+    return shapes
+
+
 def choose_profile(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int:
     """Return the index of the profile that runs an input of these sizes.
 

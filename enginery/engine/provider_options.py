@@ -25,13 +25,11 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.home import enginery_home
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import Profile, dim_terms
+from enginery.core.shapes import Profile, enclosing_profile, profile_shapes
 from enginery.engine.profiles.parse import check_profiles, read_profiles
 from enginery.runtime.engines.selection import flavor_for_provider
 from enginery.runtime.providers.known import full_name, short_name
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
-
-_ENDS = ("min", "opt", "max")
 
 
 def provider_options(
@@ -83,7 +81,7 @@ def provider_options(
         options = {"nv_runtime_cache_path": str(cache)}
         if len(chosen) > 1:
             options["nv_multi_profile_enable"] = "1"
-        return {**options, **_shapes("nv", record, chosen)}
+        return {**options, **profile_shapes("nv", record.inputs, chosen)}
     options = {
         "trt_engine_cache_enable": "True",
         "trt_engine_cache_path": str(cache),
@@ -102,7 +100,7 @@ def provider_options(
             "trt_ep_context_file_path": str(cache),
             "trt_ep_context_embed_mode": "0",
         }
-    return {**options, **_shapes("trt", record, chosen)}
+    return {**options, **profile_shapes("trt", record.inputs, chosen)}
 
 
 def to_python(provider: str, options: Mapping[str, str]) -> str:
@@ -159,7 +157,7 @@ def _profiles(
         raise ShapeError(
             f"found {len(profiles)} profiles, but TensorRT's provider in ONNX Runtime 1.31 uses "
             "only the first (github.com/microsoft/onnxruntime/pull/31624).",
-            do="Use one that covers them all: --profile " + str(_smallest_enclosing(profiles)),
+            do="Use one that covers them all: --profile " + str(enclosing_profile(profiles)),
         )
     return profiles
 
@@ -175,32 +173,3 @@ def _built_profiles(artifact: Artifact, record: GraphRecord, flavor: Flavor) -> 
             for profile in engine.profiles
         )
     )
-
-
-def _smallest_enclosing(profiles: Sequence[Profile]) -> Profile:
-    """Return the smallest profile that covers all of these, with the first one's optimum."""
-    parts = []
-    for name, sizes in profiles[0].dims.items():
-        low = min(profile.dims[name].min for profile in profiles)
-        high = max(profile.dims[name].max for profile in profiles)
-        parts.append(f"{name}={low}:{sizes.opt}:{high}")
-    return Profile.parse(",".join(parts))
-
-
-def _shapes(prefix: str, record: GraphRecord, profiles: Sequence[Profile]) -> dict[str, str]:
-    """Return the options `…_profile_{min,opt,max}_shapes`: `input_ids:1x1,attention_mask:1x1`.
-
-    Each further profile names the inputs again, as ParseProfileShapes of both providers expects.
-    Inputs with a fixed shape are omitted.
-    """
-    inputs = [spec for spec in record.inputs if any(dim_terms(dim) for dim in spec.dims)]
-    if not profiles:
-        return {}
-    shapes = {}
-    for end in _ENDS:
-        parts = []
-        for profile in profiles:
-            sizes = {name: getattr(range_, end) for name, range_ in profile.dims.items()}
-            parts += [f"{spec.name}:{'x'.join(map(str, spec.shape(sizes)))}" for spec in inputs]
-        shapes[f"{prefix}_profile_{end}_shapes"] = ",".join(parts)
-    return shapes

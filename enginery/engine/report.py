@@ -15,10 +15,15 @@ from enginery.core.figures import save_figure
 from enginery.engine.build import GraphCoverage
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.requests import RequestedEngines
+from enginery.runtime.tensorrt.options import RTX
 
 _FIRST_PROFILE = (
     "ONNX Runtime uses only the first profile of an engine; without --no-engine-per-profile each "
     "profile gets its own engine"
+)
+_ONLY_CLASSIC = (
+    "Triton and KServe's Triton runtime load only engines of classic TensorRT: build those with "
+    "--flavor tensorrt on the GPU that runs them"
 )
 _MAX_BARS = 60
 _HEADROOM = 1.8
@@ -47,6 +52,8 @@ def make_report(
     notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
     if any(len(engine.record.profiles) > 1 for engine, _ in engines):
         notes.append(_FIRST_PROFILE)
+    if any(engine.record.flavor == RTX.name for engine, _ in engines):
+        notes.append(_ONLY_CLASSIC)
     if requested.buckets:
         notes.append(f"profiles from data: {requested.buckets}")
     notes += [

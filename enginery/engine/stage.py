@@ -43,7 +43,7 @@ from enginery.engine.requests import RequestedEngines, resolve_requests
 from enginery.runtime.tensorrt.options import get_flavor
 
 STAGE = "build"
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 """Incremented when the same engines give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{BuildReport.FILE}"

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from enginery.bench.config import BenchConfig
-from enginery.core.errors import EngineryError, InputError, nearest
+from enginery.core.errors import EngineryError, InputError, OptionError, nearest
 from enginery.deploy.kserve.options import KserveConfig
+from enginery.deploy.providers import resolve_provider
 from enginery.deploy.triton.options import TritonConfig
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig
@@ -236,10 +237,25 @@ def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | 
             f"publish follows {made.by} without a validation, which it requires.",
             "Put - validate before it, or set allow_failed: true.",
         )
-    runs_engine = (stage == "export-triton" and options.needs_engine) or (
-        stage == "export-kserve" and options.provider == "tensorrt"
-    )
-    if runs_engine and not made.has_engine:
+    if stage in ("export-triton", "export-kserve"):
+        return _find_provider_problem(made, stage, options)
+    return None
+
+
+def _find_provider_problem(made: _State, stage: str, options: Any) -> tuple[str, str] | None:
+    """Return why another server cannot run the result so far as the options say."""
+    runs_plan = stage == "export-triton" and (options.backend == "tensorrt" or options.engine)
+    if not runs_plan:
+        try:
+            provider = resolve_provider(
+                options.provider, precision=made.precision, target=made.target
+            )
+        except OptionError as error:
+            return error.message, error.do
+        # Triton can build the engine itself, `enginery serve` cannot.
+        serves = stage == "export-kserve" and options.runtime == "enginery"
+        runs_plan = serves and provider == "tensorrt"
+    if runs_plan and not made.has_engine:
         return (
             f"{stage} requires an engine of classic TensorRT, and no stage builds one.",
             "Put - build: {flavor: tensorrt} before it, or name another provider.",

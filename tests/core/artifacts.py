@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,18 @@ def fill(directory: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint =
 def make(out: Path, *, graph: bytes = b"graph", fingerprint: Fingerprint = FINGERPRINT) -> Artifact:
     with staging(out) as directory:
         fill(directory, graph=graph, fingerprint=fingerprint)
+    return Artifact.open(out)
+
+
+def made_for(artifact, out, *, precision="int8", residual="fp32", target="tensorrt"):
+    """Copy an artifact, and let its manifest say how it was quantized."""
+    shutil.copytree(artifact.path, out)
+    (first, *_) = artifact.manifest.stages
+    scheme = "dynamic" if target == "cpu" else precision
+    stage = first.model_copy(update={"stage": "quantize", "options": {"scheme": scheme}})
+    said = {"precision": precision, "residual": residual, "target": target}
+    stages = (*artifact.manifest.stages, stage)
+    commit_artifact(out, artifact.manifest.model_copy(update={**said, "stages": stages}))
     return Artifact.open(out)
 
 

@@ -16,7 +16,7 @@ from enginery.core.errors import ArtifactError, OptionError, RejectedArtifactErr
 from enginery.deploy.kserve.options import SCHEMES, KserveConfig
 from enginery.deploy.kserve.stage import service_name
 from enginery.serve.config import ServeConfig
-from tests.core.artifacts import make, verdict
+from tests.core.artifacts import made_for, make, verdict
 from tests.engine.made import with_engines
 from tests.publish.products import large
 
@@ -191,17 +191,38 @@ def test_every_storage_scheme_of_kserve_is_supported(manifest, scheme, runtime):
 # Refused
 
 
-@pytest.mark.parametrize("runtime", ["enginery", "triton"])
-def test_tensorrt_needs_an_engine(exported, tmp_path, runtime):
+def test_tensorrt_needs_an_engine_except_in_triton(exported, tmp_path):
     plain = exported("bert", "fill-mask")
     of_rtx = with_engines(plain, tmp_path / "built", {})
-    options = {"storage_uri": URI, "image": IMAGE, "runtime": runtime, "provider": "tensorrt"}
+    options = {"storage_uri": URI, "image": IMAGE, "provider": "tensorrt"}
     for artifact in (plain, of_rtx):
         with pytest.raises(ArtifactError, match=r"has no engine of TensorRT 10, found (none|\w+-)"):
             export_kserve(artifact, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     built = with_engines(plain, tmp_path / "classic", CLASSIC)
     assert export_kserve(built, tmp_path / "out", **options).path.is_file()
+    triton = export_kserve(plain, tmp_path / "triton", **options, runtime="triton")
+    assert "nvidia.com/gpu" in triton.path.read_text(), "Triton can build the engine"
+
+
+@pytest.mark.parametrize("runtime", ["enginery", "triton"])
+def test_provider_follows_from_the_artifact(artifact, tmp_path, runtime):
+    options = {"storage_uri": URI, "image": IMAGE, "runtime": runtime}
+    dynamic = made_for(artifact, tmp_path / "dynamic", target="cpu")
+    found = export_kserve(dynamic, tmp_path / "out", **options).path.read_text()
+    assert "nvidia.com/gpu" not in found
+    with pytest.raises(OptionError, match="option 'gpus' is 2, but provider 'cpu' uses no GPU"):
+        export_kserve(dynamic, tmp_path / "out", **options, gpus=2)
+    for_tensorrt = made_for(artifact, tmp_path / "int8")
+    with pytest.raises(OptionError, match=r"option 'provider' is cuda, but the artifact is int8"):
+        export_kserve(for_tensorrt, tmp_path / "out", **options, provider="cuda")
+    if runtime == "triton":
+        found = export_kserve(for_tensorrt, tmp_path / "out", **options).path.read_text()
+        assert "nvidia.com/gpu" in found
+    else:
+        with pytest.raises(ArtifactError, match=r"has no engine of TensorRT 10, found none"):
+            export_kserve(for_tensorrt, tmp_path / "out", **options)
+        assert "--providers=cuda" in export_kserve(artifact, tmp_path, **options).path.read_text()
 
 
 def test_changed_artifact_is_an_error_even_if_it_is_already_open(artifact, tmp_path):
@@ -338,7 +359,24 @@ def test_command_prints_the_result(artifact, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["name"], found["model"]) == ("name", "name")
     assert Path(found["path"]).is_file()
-    with pytest.raises(SystemExit) as ended:
-        main(words[:3])
-    assert ended.value.code == 2
-    assert "--storage-uri" in capsys.readouterr().err
+
+
+def test_all_missing_and_wrong_options_are_in_one_message(artifact, tmp_path, capsys):
+    def said(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["export-kserve", *words])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    words = (str(artifact.path), str(tmp_path / "out"))
+    found = said(*words)
+    assert found.startswith("error: found 2 problems:\n- ")
+    assert "parameter --storage-uri requires an argument. See: enginery export-kserve" in found
+    assert "option 'image' is empty" in found
+    assert "parameters --artifact, --out, --storage-uri require arguments" in said("--cpu=0")
+    assert "option 'cpu' is '0'" in said("--cpu=0")
+    found = said(*words, "--storage-uri", URI)
+    assert found.startswith("error: option 'image' is empty")
+    assert found.count("enginery") == 2, "a single problem is as it was"
+    assert "--storage-uri requires an argument" in said(*words, "--image=i", "--storage-uri")
+    assert not (tmp_path / "out").exists()

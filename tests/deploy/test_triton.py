@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from enginery import load_model
-from enginery.api import export_triton
+from enginery.api import export_triton, quantize_model
 from enginery.cli import main
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.errors import (
@@ -30,9 +30,10 @@ from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.steps import TextSteps, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
 from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries
+from enginery.runtime.providers.options import read_options
 from enginery.runtime.tasks import find_task
 from enginery.runtime.tasks.tag import TokenSpan
-from tests.core.artifacts import start, verdict
+from tests.core.artifacts import made_for, start, verdict
 from tests.deploy.triton_server import (
     Request,
     Tensor,
@@ -46,7 +47,7 @@ from tests.deploy.triton_server import (
 from tests.engine.made import with_engines
 from tests.engine.products import product
 from tests.publish.products import large
-from tests.tiny import TEXT_TASKS
+from tests.tiny import TEXT, TEXT_TASKS
 from tests.tolerances import OUTPUTS, SCORES
 
 ASKED = ["The engine is warm.", "Marie Curie lived in Paris, not far from the Seine.", "Rain."]
@@ -564,14 +565,157 @@ def test_onnxruntime_loads_an_engine_through_its_wrapper(mood, tmp_path, models)
     assert profiles == PROFILES[0]
 
 
-@pytest.mark.parametrize("options", [{"backend": "tensorrt"}, {"provider": "tensorrt"}])
-def test_engine_of_tensorrt_for_rtx_is_an_error(mood, tmp_path, models, options):
+def test_engine_of_tensorrt_for_rtx_is_an_error(mood, tmp_path, models):
     artifact = with_engines(mood, tmp_path / "built", {})
-    with pytest.raises(ArtifactError, match=r"has no engine of model.onnx for Triton"):
-        export_triton(artifact, models, **options)
+    name = next(artifact.path.glob("engines/*")).name
+    for options in ({"backend": "tensorrt"}, {"engine": name}):
+        with pytest.raises(ArtifactError, match=r"has no engine of model.onnx for Triton"):
+            export_triton(artifact, models, **options)
     with pytest.raises(ArtifactError, match="found none"):
-        export_triton(mood, models, **options)
+        export_triton(mood, models, backend="tensorrt")
     assert not models.exists()
+
+
+# The provider that an artifact is made for
+
+
+def accelerator_of(directory):
+    """Return the parameters of TensorRT's execution accelerator; None without one."""
+    found = read_config(directory).optimization.execution_accelerators.gpu_execution_accelerator
+    for accelerator in found:
+        assert accelerator.name == "tensorrt"
+        # Except for precision_mode and the workspace, the backend passes the names on.
+        read_options("tensorrt", dict(accelerator.parameters))
+        return dict(accelerator.parameters)
+    return None
+
+
+@pytest.fixture
+def int8(mood):
+    """A classifier in INT8 for TensorRT, with FP16 elsewhere."""
+    return quantize_model(mood, TEXT, capability=(), curve=False, min_cosine=-1)
+
+
+def test_int8_for_tensorrt_is_built_by_the_server(int8, models):
+    found = export_triton(int8, models, name="m")
+    assert accelerator_of(models / "m-graph") == {
+        "trt_engine_cache_enable": "0",
+        "trt_profile_min_shapes": "input_ids:1x1,attention_mask:1x1,token_type_ids:1x1",
+        "trt_profile_opt_shapes": "input_ids:8x128,attention_mask:8x128,token_type_ids:8x128",
+        "trt_profile_max_shapes": "input_ids:32x128,attention_mask:32x128,token_type_ids:32x128",
+    }
+    config = read_config(models / "m-graph")
+    assert list(config.dynamic_batching.preferred_batch_size) == [8]
+    assert config.model_warmup[0].batch_size == 8
+    assert (models / "m-graph/1/model.onnx").read_bytes() == (int8.path / "model.onnx").read_bytes()
+    (said,) = (note for note in found.notes if "the server builds one" in note)
+    assert "for batch=1:8:32,sequence=1:128:128 (--profile sets other shapes) at every load" in said
+    command = f"enginery build {int8.path} --flavor tensorrt --capability current --profile"
+    assert f"{command} batch=1:8:32,sequence=1:128:128 --out {int8.path}" in said
+
+
+def test_profile_and_cache_of_the_engine_that_the_server_builds(int8, mood, models, tmp_path):
+    options = {"profile": ("batch=1:4:8,sequence=16:32:64",), "engine_cache": "/opt/engines"}
+    found = export_triton(int8, models, name="m", **options)
+    parameters = accelerator_of(models / "m-graph")
+    assert parameters["trt_profile_min_shapes"].startswith("input_ids:1x16,")
+    assert parameters["trt_profile_max_shapes"].startswith("input_ids:8x64,")
+    assert parameters["trt_engine_cache_enable"] == "1"
+    assert parameters["trt_engine_cache_path"] == "/opt/engines"
+    assert read_config(models / "m-graph").max_batch_size == 8
+    profiles = read_config(models / "m-tokenizer").parameters["profiles"].string_value
+    assert profiles == options["profile"][0], "texts that do not fit would build another engine"
+    (said,) = (note for note in found.notes if "the server builds one" in note)
+    assert "at its first load, and keeps it in /opt/engines" in said
+    export_triton(mood, tmp_path / "fp32", name="m", provider="tensorrt", **options)
+    other = accelerator_of(tmp_path / "fp32/m-graph")
+    assert other["trt_engine_cache_prefix"] != parameters["trt_engine_cache_prefix"]
+
+
+def test_classic_engine_is_used_instead_of_a_build_in_the_server(int8, tmp_path, models):
+    built = with_engines(int8, tmp_path / "built", {**CLASSIC, "profiles": PROFILES[:1]})
+    found = export_triton(built, models, name="m")
+    assert accelerator_of(models / "m-graph") == {"trt_engine_cache_enable": "0"}
+    assert (models / "m-graph/1/model.onnx/model.plan").is_file()
+    assert not any("the server builds" in note for note in found.notes)
+    name = next(built.path.glob("engines/*")).name
+    with pytest.raises(OptionError) as error:
+        export_triton(built, models, profile=PROFILES[:1], engine_cache="/opt/engines")
+    assert "found 2 problems:\n- option 'profile' is set" in str(error.value)
+    assert f"- option 'engine_cache' is set, but the artifact has the engine {name}" in str(
+        error.value
+    )
+
+
+def test_server_builds_for_one_profile_that_covers_every_request(int8, models, tmp_path):
+    said = r"set 2 times.*Use one that covers them all: --profile batch=1:8:32,sequence=8:64:128"
+    with pytest.raises(OptionError, match=said):
+        export_triton(int8, models, profile=PROFILES)
+    with pytest.raises(ShapeError, match="needs at least 2 rows"):
+        export_triton(int8, models, profile=("batch=2:4:8,sequence=8:16:64",))
+    assert not models.exists()
+    relative = shutil.copytree(int8.path, tmp_path / "relative")
+    settings = json.loads((relative / "config.json").read_text())
+    (relative / "config.json").write_text(json.dumps({**settings, "model_type": "t5"}))
+    commit_artifact(relative, int8.manifest)
+    with pytest.raises(ShapeError, match=r"the largest size of the dim 'sequence' is unknown"):
+        export_triton(relative, models)
+    assert not models.exists()
+    fixed = product(tmp_path / "fixed", batch=4)
+    found = export_triton(fixed, models, name="m", provider="tensorrt")
+    assert accelerator_of(models / "m") == {"trt_engine_cache_enable": "0"}
+    assert any("the server builds one at every load" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("made", "provider", "said"),
+    [
+        ({}, "cuda", "is int8, fp32 elsewhere, made for TensorRT: ONNX Runtime's CUDA provider"),
+        ({"residual": "fp16"}, "cuda", "multiplies it in floating point. Leave out --provider"),
+        ({"precision": "fp8"}, "cuda", "is fp8, fp32 elsewhere, made for TensorRT"),
+        ({"precision": "fp8"}, "cpu", "has no FP8 products on the CPU"),
+        ({"target": "cpu"}, "cuda", "is dynamic int8, fp32 elsewhere: ONNX Runtime has these"),
+        ({"target": "cpu"}, "tensorrt", "TensorRT cannot parse its operators"),
+    ],
+)
+def test_provider_that_the_artifact_is_not_made_for_is_an_error(
+    mood, tmp_path, models, made, provider, said
+):
+    artifact = made_for(mood, tmp_path / "made", **made)
+    with pytest.raises(OptionError) as error:
+        export_triton(artifact, models, provider=provider)
+    assert said in str(error.value)
+    assert not models.exists()
+
+
+def test_provider_follows_from_the_artifact(mood, int8, tmp_path, models):
+    def kind():
+        export_triton(made, models, name="m")
+        accelerated = accelerator_of(models / "m-graph") is not None
+        group = read_config(models / "m-graph").instance_group[0]
+        return "tensorrt" if accelerated else group.Kind.Name(group.kind)
+
+    made = mood
+    assert kind() == "KIND_GPU"
+    made = made_for(mood, tmp_path / "dynamic", target="cpu")
+    assert kind() == "KIND_CPU"
+    made = made_for(mood, tmp_path / "fp8", precision="fp8", residual="fp16")
+    assert kind() == "tensorrt"
+    fp16 = mood.manifest.model_copy(update={"precision": "fp16", "target": "tensorrt"})
+    shutil.copytree(mood.path, tmp_path / "fp16")
+    commit_artifact(tmp_path / "fp16", fp16)
+    made = Artifact.open(tmp_path / "fp16")
+    assert kind() == "KIND_GPU", "its operators are standard ones"
+
+
+def test_int8_on_the_cpu_says_how_it_multiplies(mood, int8, tmp_path, models):
+    found = export_triton(int8, models, name="m", provider="cpu")
+    assert any("multiplies INT8 with FP16 elsewhere in floating point" in n for n in found.notes)
+    full = made_for(mood, tmp_path / "full")
+    found = export_triton(full, models, name="m", provider="cpu")
+    assert any("without VNNI, ONNX Runtime's INT8 products saturate" in n for n in found.notes)
+    found = export_triton(mood, models, name="m", provider="cpu")
+    assert not any("INT8" in note for note in found.notes)
 
 
 def test_one_of_several_engines_must_be_chosen(mood, tmp_path, models):
@@ -752,7 +896,7 @@ import os, sys
 from pathlib import Path
 artifact, models, name, home, pause = sys.argv[1:]
 os.environ["ENGINERY_HOME"] = home
-from enginery.api import export_triton
+from enginery.api import export_triton, quantize_model
 from enginery.deploy.triton import repository as triton_repository
 from enginery.deploy.triton import stage as triton
 write, place = triton_repository._write, triton.install_models
@@ -800,7 +944,7 @@ def killed_after(run):
     return once
 os.replace = killed_after(replace)
 staging._exchange = killed_after(exchanged) if exchanges else lambda *_: False
-from enginery.api import export_triton
+from enginery.api import export_triton, quantize_model
 export_triton(artifact, models, name="m", provider="cpu")
 """
 
@@ -872,6 +1016,13 @@ def test_artifact_without_tokenizer_exports_only_the_graph(mood, copied, models)
             "contains 16, but batches have at most 8 rows. Use sizes up to 8",
         ),
         ({"backend": "tensorrt", "provider": "cpu"}, "needs a GPU"),
+        (
+            {"engine": "e", "provider": "cuda"},
+            "'engine' is set, but provider 'cuda' uses no engine",
+        ),
+        ({"engine_cache": "/e"}, "'engine_cache' is set, but provider 'cuda' uses no engine"),
+        ({"engine_cache": "/e", "backend": "tensorrt"}, "gets an engine and builds none"),
+        ({"engine_cache": "/e\n", "provider": "tensorrt"}, "expected one line of text"),
         ({"execution_env": " /env"}, "expected one line of text"),
         ({"profile": ("batch=1,seq=8",)}, "no dynamic dim 'seq'"),
         ({"profile": ("batch=1,sequence=8:16:500",)}, "positions end at 128"),
@@ -883,6 +1034,20 @@ def test_options_that_triton_rejects_are_errors(mood, models, options, said):
         export_triton(mood, models, **options)
     assert said in str(error.value)
     assert not models.exists()
+
+
+def test_all_wrong_options_are_in_one_message(mood, models, capsys):
+    with pytest.raises(OptionError) as error:
+        export_triton(mood, models, name="a b", version=0, execution_env=" /env")
+    first, *listed = str(error.value).splitlines()
+    assert first == "found 3 problems:"
+    assert [line.split("'")[1] for line in listed] == ["name", "version", "execution_env"]
+    with pytest.raises(SystemExit) as ended:
+        main(["export-triton", "--threads=-1"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "parameters --artifact, --out require arguments" in said
+    assert "option 'threads' is -1" in said
 
 
 def test_python_models_import_neither_onnxruntime_nor_a_framework():

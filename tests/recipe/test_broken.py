@@ -183,8 +183,22 @@ BROKEN = {
         "Put - validate before it",
     ),
     "Triton without an engine": (
-        HEAD + EXPORT + "  - export-triton: {out: triton, provider: tensorrt}\n",
+        HEAD + EXPORT + "  - export-triton: {out: triton, backend: tensorrt}\n",
         5,
+        "no stage builds one",
+        "build: {flavor: tensorrt}",
+    ),
+    "Triton with a provider that the artifact is not made for": (
+        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n"
+        "  - export-triton: {out: triton, provider: cuda}\n",
+        6,
+        "the artifact is int8, made for TensorRT",
+        "Leave out --provider",
+    ),
+    "KServe with INT8 and without an engine": (
+        HEAD + EXPORT + "  - quantize: {data: reviews.csv}\n"
+        "  - export-kserve: {out: k, storage_uri: s3://a/b, image: i}\n",
+        6,
         "no stage builds one",
         "build: {flavor: tensorrt}",
     ),

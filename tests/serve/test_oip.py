@@ -4,16 +4,19 @@ import base64
 import io
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from google.protobuf.json_format import ParseDict
 from PIL import Image
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from enginery import load_model
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.oip_tensors import DATATYPES, BinaryData, InferTensor, read_tensor
+from tests.deploy.triton_server import PROTO
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Où est la clé du bateau ?"]
@@ -74,6 +77,97 @@ def test_model_metadata_has_the_tasks_tensors_and_the_graphs(client):
     assert found["versions"] == ["1"]
     vectors = client.get_model_metadata("vectors")["outputs"]
     assert vectors[0]["shape"] == [-1, 32]
+
+
+# Triton's extensions
+
+
+def test_configuration_is_one_of_tritons(client):
+    found = client.get_model_config("mood")
+    config = ParseDict(found, PROTO.ModelConfig())
+    assert (config.name, config.platform, config.backend) == (
+        "mood",
+        "onnxruntime_onnx",
+        "onnxruntime",
+    )
+    metadata = client.get_model_metadata("mood")
+    for tensors, described in (
+        (config.input, metadata["inputs"]),
+        (config.output, metadata["outputs"]),
+    ):
+        assert [(each.name, list(each.dims)) for each in tensors] == [
+            (each["name"], each["shape"]) for each in described
+        ], "max_batch_size is 0, so that dims are whole shapes"
+    assert config.max_batch_size == 0
+    types = {each.name: PROTO.DataType.Name(each.data_type) for each in config.input}
+    assert (types["text"], types["input_ids"]) == ("TYPE_STRING", "TYPE_INT64")
+    assert all(each.optional for each in config.input), "those of the task or of the graph"
+    assert client.get_model_config("mood", "1") == found
+    for model, version in (("mood", "2"), ("nobody", "")):
+        with pytest.raises(InferenceServerException, match="404"):
+            client.get_model_config(model, version)
+
+
+def stats_of(client, model, version=""):
+    (found,) = client.get_inference_statistics(model, version)["model_stats"]
+    return found
+
+
+def test_statistics_count_requests_inputs_and_time(client, running):
+    before = stats_of(client, "mood")
+    client.infer("mood", [bytes_input("text", TEXTS * 20)])
+    with pytest.raises(InferenceServerException):
+        client.infer("mood", [bytes_input("text", TEXTS)], parameters={"top_k": -1})
+    after = stats_of(client, "mood", "1")
+    assert (after["name"], after["version"]) == ("mood", "1")
+    assert after["inference_count"] - before["inference_count"] == 40
+    assert 1 <= after["execution_count"] - before["execution_count"] < 40
+    assert 0 <= time.time() * 1e3 - after["last_inference"] < 60_000
+    for part, more in {
+        "success": 1,
+        "fail": 1,
+        "queue": 1,
+        "compute_input": 1,
+        "compute_infer": 1,
+    }.items():
+        old, new = before["inference_stats"][part], after["inference_stats"][part]
+        assert new["count"] - old["count"] == more, part
+        assert new["ns"] > old["ns"], part
+    spent = {part: after["inference_stats"][part]["ns"] for part in after["inference_stats"]}
+    assert spent["compute_infer"] < spent["success"]
+    # Neither metadata nor tokenizing is an inference.
+    client.get_model_metadata("mood")
+    running("POST", "/models/mood/tokenize", {"inputs": TEXTS})
+    assert stats_of(client, "mood")["inference_stats"] == after["inference_stats"]
+
+
+def test_statistics_are_of_all_models_without_a_name(client, running):
+    found = client.get_inference_statistics()["model_stats"]
+    assert [each["name"] for each in found] == list(running.models.names)
+    assert running("GET", "/v2/models/nobody/stats").status == 404
+
+
+def test_index_has_the_state_of_every_model(client, running, monkeypatch):
+    found = client.get_model_repository_index()
+    assert found == [
+        {"name": name, "version": "1", "state": "READY", "reason": ""}
+        for name in running.models.names
+    ]
+    mood = running.models.get("mood")
+    monkeypatch.setattr(mood, "state", "failed")
+    monkeypatch.setattr(mood, "reason", "a worker thread has ended")
+    (entry,) = (each for each in client.get_model_repository_index() if each["name"] == "mood")
+    assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", "a worker thread has ended")
+    ready = running("POST", "/v2/repository/index", {"ready": True}).json
+    assert [each["name"] for each in ready] == [n for n in running.models.names if n != "mood"]
+    assert running("POST", "/v2/repository/index", {"ready": "yes"}).status == 422
+
+
+def test_extensions_are_those_that_have_routes(client):
+    found = client.get_server_metadata()["extensions"]
+    assert {"model_configuration", "statistics", "model_repository(index)"} <= set(found)
+    with pytest.raises(InferenceServerException, match="404"):
+        client.load_model("mood")
 
 
 # Tasks

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.utils import reset_sessions
 
 from enginery import load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
@@ -233,6 +235,19 @@ def test_rerank_requires_a_model_with_one_label(running):
 def test_similarity_is_the_cosine(running, vectors):
     inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS}
     found = running("POST", "/models/vectors/similarity", {"inputs": inputs}).json
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/similarity"])
+def test_similarity_for_the_client_of_huggingface_hub(running_one, vectors, monkeypatch, path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the server is here
+    reset_sessions()
+    client = InferenceClient(model=f"{running_one.url}{path}", token="s3cret")
+    try:
+        found = client.sentence_similarity(TEXTS[0], other_sentences=TEXTS)
+    finally:
+        reset_sessions()
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     np.testing.assert_allclose(found, unit @ unit[0], atol=SCORES)
 

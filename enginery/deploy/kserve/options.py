@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from enginery.core.errors import OptionError, nearest
+from enginery.core.errors import OptionError, join_problems, nearest
 from enginery.core.paths import is_portable_name
+from enginery.deploy.providers import DeployProvider
 
 Runtime = Literal["enginery", "triton"]
-KserveProvider = Literal["cuda", "cpu", "tensorrt"]
 
 # SupportedStorageURIPrefixList in pkg/controller/v1beta1/inferenceservice/utils/utils.go of KServe
 # v0.20.0.
@@ -74,9 +75,10 @@ class KserveConfig:
     image: str = ""
     """Container image, required for enginery, see docs/deploy. For Triton, empty for KServe's
     image, which lacks enginery for the ensemble's Python models."""
-    provider: KserveProvider = "cuda"
-    """Execution provider. With cpu no GPU is requested; with tensorrt the artifact needs an
-    engine."""
+    provider: DeployProvider = "auto"
+    """Execution provider; `auto` is tensorrt for static INT8 and FP8, cpu for what was made for
+    it, else cuda. With cpu no GPU is requested; with tensorrt, the runtime enginery needs an engine
+    in the artifact."""
     gpus: int = 1
     """GPUs per replica; not used with provider cpu."""
     cpu: str = "2"
@@ -93,103 +95,108 @@ class KserveConfig:
     """Accept an artifact whose validation failed."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError for a value that Kubernetes or KServe rejects."""
+        """Raise OptionError for the values that Kubernetes or KServe rejects."""
+        found = (*self._sources(), *self._names(), *self._quantities(), *self._counts())
+        if found:
+            raise join_problems(found)
+
+    def _sources(self) -> Iterator[OptionError]:
         scheme, found, rest = self.storage_uri.partition("://")
         if not found or not rest or not self.storage_uri.isprintable() or " " in self.storage_uri:
-            raise OptionError(
+            yield OptionError(
                 f"option 'storage_uri' is {self.storage_uri!r}, expected an address.",
                 do=f"Supported: {', '.join(f'{name}://' for name in SCHEMES)}.",
                 option="storage_uri",
             )
-        if scheme not in SCHEMES:
-            raise OptionError(
+        elif scheme not in SCHEMES:
+            yield OptionError(
                 f"option 'storage_uri': unknown scheme '{scheme}'{nearest(scheme, SCHEMES)}",
                 do=f"Supported: {', '.join(SCHEMES)}.",
                 option="storage_uri",
             )
-        self._check_names()
-        if self.model_name and not is_portable_name(self.model_name):
-            raise OptionError(
-                f"option 'model_name' is {self.model_name!r}, expected letters, digits, '.', '_' "
-                "and '-', with a letter or digit first.",
-                option="model_name",
-            )
         if self.image != "".join(self.image.split()):
-            raise OptionError(
+            yield OptionError(
                 f"option 'image' is {self.image!r}, expected no spaces.", option="image"
             )
         if self.runtime == "enginery" and not self.image:
-            raise OptionError(
+            yield OptionError(
                 "option 'image' is empty, but the runtime enginery needs an image.",
                 do="Build one with docs/deploy/Dockerfile.cuda or Dockerfile.cpu, and pass it: "
                 "--image registry/enginery-serve:cuda",
                 option="image",
             )
-        self._check_quantities()
+
+    def _counts(self) -> Iterator[OptionError]:
         for option, least in (("gpus", 0), ("min_replicas", 0), ("max_replicas", 1)):
             if getattr(self, option) < least:
-                raise OptionError(
+                yield OptionError(
                     f"option '{option}' is {getattr(self, option)}, expected {least} or more.",
                     option=option,
                 )
         if self.max_replicas < self.min_replicas:
-            raise OptionError(
+            yield OptionError(
                 f"option 'max_replicas' is {self.max_replicas}, expected at least min_replicas, "
                 f"{self.min_replicas}.",
                 option="max_replicas",
             )
-        if self.provider != "cpu" and not self.gpus:
-            raise OptionError(
+        if self.provider in ("cuda", "tensorrt") and not self.gpus:
+            yield OptionError(
                 f"option 'gpus' is 0, but provider '{self.provider}' needs a GPU.",
                 do="Pass --provider cpu, or --gpus 1.",
                 option="gpus",
             )
         if self.provider == "cpu" and self.gpus > 1:  # 1 is the default
-            raise OptionError(
+            yield OptionError(
                 f"option 'gpus' is {self.gpus}, but provider 'cpu' uses no GPU.",
                 do="Leave out --gpus.",
                 option="gpus",
             )
 
-    def _check_names(self) -> None:
+    def _names(self) -> Iterator[OptionError]:
         # Only Knative scales to 0 replicas.
         knative = self.min_replicas == 0
         most = MAX_CHARACTERS_KNATIVE if knative else MAX_CHARACTERS
         if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > most):
-            raise OptionError(
+            yield OptionError(
                 f"option 'name' is {self.name!r}, expected at most {most} lowercase letters, "
                 f"digits and '-', with a letter first{', for min_replicas 0' if knative else ''}.",
                 option="name",
             )
         if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
-            raise OptionError(
+            yield OptionError(
                 f"option 'namespace' is {self.namespace!r}, expected at most 63 lowercase letters, "
                 "digits and '-', without '-' at either end.",
                 option="namespace",
             )
         account = self.service_account
         if account and (not _SUBDOMAIN.fullmatch(account) or len(account) > 253):
-            raise OptionError(
+            yield OptionError(
                 f"option 'service_account' is {account!r}, expected at most 253 lowercase letters, "
                 "digits, '-' and '.', with a letter or digit at both ends of each part.",
                 option="service_account",
             )
         if self.runtime == "triton" and self.model_name:
-            raise OptionError(
+            yield OptionError(
                 f"option 'model_name' is {self.model_name!r}, but in Triton the model has its name "
                 "in the repository.",
                 do="Leave it out, and set the name there: enginery export-triton --name "
                 f"{self.model_name}",
                 option="model_name",
             )
+        elif self.model_name and not is_portable_name(self.model_name):
+            yield OptionError(
+                f"option 'model_name' is {self.model_name!r}, expected letters, digits, '.', '_' "
+                "and '-', with a letter or digit first.",
+                option="model_name",
+            )
 
-    def _check_quantities(self) -> None:
-        """Raise OptionError for quantities with which a pod cannot start.
+    def _quantities(self) -> Iterator[OptionError]:
+        """Yield the problems of quantities with which a pod cannot start.
 
         Kubernetes accepts more, such as a memory of 400m, which is less than a byte.
         """
         if not _CPU.fullmatch(self.cpu) or float(self.cpu.rstrip("m")) == 0:
-            raise OptionError(
+            yield OptionError(
                 f"option 'cpu' is {self.cpu!r}, expected CPU cores above 0: 500m, 1.5 or 2.",
                 option="cpu",
             )
@@ -197,7 +204,7 @@ class KserveConfig:
             return
         found = _MEMORY.fullmatch(self.memory)
         if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _MIN_MEMORY_BYTES:
-            raise OptionError(
+            yield OptionError(
                 f"option 'memory' is {self.memory!r}, expected a Kubernetes quantity of at least "
                 "64Mi: 512Mi, 4G or 4Gi.",
                 option="memory",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
@@ -22,6 +22,7 @@ from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
+from enginery.deploy.providers import resolve_provider
 from enginery.runtime.engines.selection import read_engines
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tensorrt.options import CLASSIC
@@ -71,7 +72,14 @@ def run(
             f"supports {', '.join(supported_tasks())}.",
             do="Use --runtime triton.",
         )
-    if config.provider == "tensorrt":
+    provider = resolve_provider(
+        config.provider,
+        precision=artifact.manifest.precision,
+        target=artifact.manifest.target,
+        kind=artifact.manifest.describe_precision(),
+    )
+    config = replace(config, provider=provider)
+    if config.provider == "tensorrt" and config.runtime == "enginery":
         _require_engine(artifact)
     source = portable_name(artifact.manifest.source.name)
     name = config.name or service_name(source)
@@ -124,7 +132,7 @@ def _memory(artifact: Artifact, config: KserveConfig) -> str:
 
 
 def _require_engine(artifact: Artifact) -> None:
-    """Raise ArtifactError if there is no engine of classic TensorRT, which servers do not build."""
+    """Raise ArtifactError without an engine of classic TensorRT: `enginery serve` builds none."""
     engines = read_engines(artifact)
     graphs = {graph.file for graph in artifact.manifest.graphs}
     if any(e.record.flavor == CLASSIC.name and e.record.graph in graphs for e in engines):

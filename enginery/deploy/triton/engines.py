@@ -20,6 +20,8 @@ from enginery.runtime.tensorrt.options import CLASSIC
 def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig) -> list[Engine]:
     """Return the engines for Triton: one, or one per compute capability.
 
+    Without `backend` tensorrt or `engine`, the result may be empty: the server can build one.
+
     Raises:
         ArtifactError: there is no suitable engine, engines for several capabilities have different
             profiles, or a file of an engine was changed.
@@ -39,11 +41,12 @@ def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig)
         for engine in found
         if engine.record.flavor == CLASSIC.name and engine.record.graph == graph.file
     ]
-    if not fitting:
+    if not fitting and (config.backend == "tensorrt" or config.engine):
         raise _no_engine_error(artifact, graph, found)
     if config.backend == "onnxruntime" and len(fitting) > 1:
         raise _ambiguous_error(artifact, fitting, "ONNX Runtime's backend loads only one")
-    _check_shared_config(artifact, fitting)
+    if fitting:
+        _check_shared_config(artifact, fitting)
     return fitting
 
 

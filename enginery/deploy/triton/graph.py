@@ -8,16 +8,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import graph_sha256
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.errors import ArtifactError, OptionError, ShapeError, join_problems
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import Profile
+from enginery.core.shapes import (
+    DimRange,
+    Profile,
+    canonical_dim,
+    dynamic_dims,
+    enclosing_profile,
+)
 from enginery.deploy.triton.engines import largest_batch, parse_profiles
 from enginery.deploy.triton.models import GraphInfo, TritonModel, graph_model, plan_file
 from enginery.deploy.triton.options import TritonConfig
@@ -26,7 +33,10 @@ from enginery.deploy.triton.warmup import warmup_samples
 from enginery.runtime.engines.selection import wrapper_path
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import LabelResults, label_names
+from enginery.runtime.tensorrt.options import CLASSIC
 
+_USUAL_BATCH, _USUAL_SEQUENCE = 8, 128
+"""Optimum of an engine that the server builds, if no profile is given."""
 _NO_BATCH = "the first dims of the tensors are not the same dynamic dim"
 
 
@@ -53,29 +63,34 @@ def read_graph_info(
     """Return the facts about the graph, and messages for the user.
 
     Raises:
-        OptionError: a profile is given although an engine has profiles, or a preferred batch size
-            is larger than the maximum.
-        ShapeError: a profile does not fit the graph.
+        OptionError: an option is for an engine that the server builds although the artifact has
+            one, there are several profiles for it, or a preferred batch size is larger than the
+            maximum.
+        ShapeError: a profile does not fit the graph, or the server builds an engine and the largest
+            size of a dim is unknown.
     """
     settings = ModelConfig.read(artifact.path)
+    limits = FeedLimits.from_config(settings)
+    builds = config.backend == "onnxruntime" and config.provider == "tensorrt" and not engines
     notes = [f"{engine.name} is {engine.record.hardware_target}" for engine in engines]
-    if engines and config.profile:
-        raise OptionError(
-            f"option 'profile' is set, but the engine {engines[0].name} has its own profiles.",
-            do="Leave out --profile.",
-        )
+    if engines and (config.profile or config.engine_cache):
+        raise join_problems(_engine_conflicts(engines[0], config))
     profiles = parse_profiles(engines)
     if engines and config.backend == "onnxruntime" and len(profiles) > 1:
         notes.append(f"ONNX Runtime uses only the first profile, {profiles[0]}")
         profiles = profiles[:1]
     for text in config.profile:
         profile = Profile.parse(text)
-        profile.check(record.inputs, FeedLimits.from_config(settings).max_sizes)
+        profile.check(record.inputs, limits.max_sizes)
         profiles.append(profile)
+    if builds:
+        profiles = _server_profiles(artifact, record, profiles, limits, config)
+        notes.append(_describe_server_build(artifact, profiles, config))
     batch, most = batch_dim(record), 0
     if has_batch_dim(record):
         ends = [profile.dims[batch].max for profile in profiles if batch in profile.dims]
-        limit = largest_batch(profiles, batch) if engines else max(ends, default=0)
+        has_profiles = engines or builds
+        limit = largest_batch(profiles, batch) if has_profiles else max(ends, default=0)
         most = min(config.max_batch_size, limit or config.max_batch_size)
         if most < config.max_batch_size:
             notes.append(f"batches have at most {most} rows, because of the profiles")
@@ -90,7 +105,89 @@ def read_graph_info(
         count = logits.dims[1] if isinstance(logits.dims[1], int) else 0
         labels = label_names(settings, count or len(settings.id2label))
     plain = tuple(" ".join(label.split()) for label in labels)
-    return GraphInfo(record, most, tuple(profiles), tuple(engines), plain), notes
+    sha256 = graph_sha256(record, artifact.manifest.files)
+    info = GraphInfo(record, most, tuple(profiles), tuple(engines), sha256, builds, plain)
+    return info, notes
+
+
+def _engine_conflicts(engine: Engine, config: TritonConfig) -> Iterator[OptionError]:
+    """Yield the problems of options for an engine that the server builds, if there is one."""
+    if config.profile:
+        yield OptionError(
+            f"option 'profile' is set, but the engine {engine.name} has its own profiles.",
+            do="Leave out --profile.",
+            option="profile",
+        )
+    if config.engine_cache:
+        yield OptionError(
+            f"option 'engine_cache' is set, but the artifact has the engine {engine.name}, and the "
+            "server builds none.",
+            do="Leave out --engine-cache.",
+            option="engine_cache",
+        )
+
+
+def _server_profiles(
+    artifact: Artifact,
+    record: GraphRecord,
+    given: Sequence[Profile],
+    limits: FeedLimits,
+    config: TritonConfig,
+) -> list[Profile]:
+    """Return the profile of an engine that the server builds; none for fixed shapes.
+
+    Without a profile, ONNX Runtime would build the engine again, while a request waits, for each
+    shape outside of those so far. The default covers every request.
+
+    Raises:
+        OptionError: there are several profiles, of which ONNX Runtime uses only the first.
+        ShapeError: the largest size of a dim is unknown.
+    """
+    if len(given) > 1:
+        raise OptionError(
+            f"option 'profile' is set {len(given)} times, but ONNX Runtime's TensorRT provider "
+            "uses only the first for an engine that it builds.",
+            do=f"Use one that covers them all: --profile {enclosing_profile(given)}",
+            option="profile",
+        )
+    names = [canonical_dim(name) for name in dynamic_dims(record.inputs)]
+    if given or not names:
+        return list(given)
+    known = {batch_dim(record): config.max_batch_size, **limits.max_sizes}
+    if unknown := [name for name in names if name not in known]:
+        example = ",".join(f"{name}=min:opt:max" for name in names)
+        raise ShapeError(
+            f"{artifact.path}: the server builds the engine for one profile, but the largest size "
+            f"of the dim '{unknown[0]}' is unknown.",
+            do=f"Pass a profile: --profile {example}",
+        )
+    usual = {batch_dim(record): _USUAL_BATCH}
+    return [
+        Profile(
+            {
+                name: DimRange(1, min(usual.get(name, _USUAL_SEQUENCE), known[name]), known[name])
+                for name in names
+            }
+        )
+    ]
+
+
+def _describe_server_build(
+    artifact: Artifact, profiles: Sequence[Profile], config: TritonConfig
+) -> str:
+    shapes = f" for {profiles[0]}" if profiles else ""
+    chosen = "" if config.profile or not profiles else " (--profile sets other shapes)"
+    when = (
+        f"at its first load, and keeps it in {config.engine_cache}"
+        if config.engine_cache
+        else "at every load (--engine-cache FOLDER keeps it)"
+    )
+    return (
+        f"no engine of {CLASSIC.title} {CLASSIC.major} is exported: the server builds one{shapes}"
+        f"{chosen} {when}; to ship it instead, run on the server's GPU: enginery build "
+        f"{artifact.path} --flavor {CLASSIC.name} --capability current"
+        f"{f' --profile {profiles[0]}' if profiles else ''} --out {artifact.path}"
+    )
 
 
 def build_graph_model(

@@ -15,7 +15,7 @@ from typing import Any
 
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.shapes import Profile, TensorSpec
+from enginery.core.shapes import Profile, TensorSpec, profile_shapes
 from enginery.deploy.triton.options import TritonConfig
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
 from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries, parameters
@@ -59,12 +59,21 @@ class GraphInfo:
     profiles: tuple[Profile, ...]
     """Profiles of the engine, or of the options if there is no engine."""
     engines: tuple[Engine, ...]
+    sha256: str
+    """Digest of the graph with its weights."""
+    server_builds: bool
+    """True if ONNX Runtime builds the engine in the server."""
     labels: tuple[str, ...]
     """Labels of the output `logits`; empty if it does not have one score per label."""
 
     @property
     def batched(self) -> bool:
         return self.max_batch_size > 0
+
+    @property
+    def has_engine(self) -> bool:
+        """True if TensorRT runs the graph, so that its inputs must fit the profiles."""
+        return self.server_builds or bool(self.engines)
 
 
 def graph_model(
@@ -100,11 +109,9 @@ def graph_model(
         fields["dynamic_batching"] = _dynamic_batching(info, config)
     if config.backend == "onnxruntime":
         if config.provider == "tensorrt":
-            # ONNX Runtime loads the engine through its EPContext wrapper and must not write a
-            # cache beside it.
             accelerator = {
                 "name": "tensorrt",
-                "parameters": map_entries({"trt_engine_cache_enable": "0"}),
+                "parameters": map_entries(_tensorrt_parameters(info, config)),
             }
             fields["optimization"] = {
                 "execution_accelerators": {"gpu_execution_accelerator": [accelerator]}
@@ -154,7 +161,7 @@ def step_model(
         "graph": info.record.file,
         "pad_multiple": str(config.pad_multiple),
         "max_rows": str(_max_rows(info)),
-        "profiles": "; ".join(str(p) for p in info.profiles) if info.engines else "",
+        "profiles": "; ".join(str(p) for p in info.profiles) if info.has_engine else "",
     }
     if config.execution_env:
         options["EXECUTION_ENV_PATH"] = config.execution_env
@@ -275,6 +282,28 @@ def _runtime_parameters(config: TritonConfig) -> dict[str, str]:
         # the request waits. The backend only reads this parameter: it overwrites the setting of an
         # execution accelerator `cuda` (onnxruntime.cc, LoadModel).
         found["cudnn_conv_algo_search"] = _HEURISTIC
+    return found
+
+
+def _tensorrt_parameters(info: GraphInfo, config: TritonConfig) -> dict[str, str]:
+    """Return the parameters of the ONNX Runtime backend's execution accelerator `tensorrt`.
+
+    There is no `precision_mode`: without one, ONNX Runtime makes a strongly typed network from
+    TensorRT 9 on, whose precision is the graph's, Q/DQ included. With INT8 or FP16, TensorRT would
+    choose it by itself. Names: onnxruntime.cc, LoadModel.
+    """
+    if not info.server_builds or not config.engine_cache:
+        # An engine is loaded through its EPContext wrapper, and no cache is written beside it.
+        found = {"trt_engine_cache_enable": "0"}
+    else:
+        found = {
+            "trt_engine_cache_enable": "1",
+            "trt_engine_cache_path": config.engine_cache,
+            # ONNX Runtime's key has the model's file name, not its weights.
+            "trt_engine_cache_prefix": info.sha256[:16],
+        }
+    if info.server_builds:
+        found |= profile_shapes("trt", info.record.inputs, info.profiles)
     return found
 
 

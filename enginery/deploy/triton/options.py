@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from enginery.core.errors import OptionError
+from enginery.core.errors import OptionError, join_problems
 from enginery.core.paths import is_portable_name
+from enginery.deploy.providers import DeployProvider
 
 Backend = Literal["onnxruntime", "tensorrt"]
-TritonProvider = Literal["cuda", "cpu", "tensorrt"]
+_OTHERS = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,18 @@ class TritonConfig:
     backend: Backend = "onnxruntime"
     """Triton backend of the graph: `tensorrt` loads the artifact's classic TensorRT engines without
     ONNX Runtime."""
-    provider: TritonProvider = "cuda"
-    """Execution provider of the ONNX Runtime backend. `tensorrt` uses the artifact's classic
-    TensorRT engine; the server does not build any."""
+    provider: DeployProvider = "auto"
+    """Execution provider of the ONNX Runtime backend; `auto` is tensorrt for static INT8 and FP8,
+    cpu for what was made for it, else cuda. `tensorrt` uses the artifact's classic TensorRT engine;
+    without one, the server builds it from the graph when it loads the model."""
     graph: str = ""
     """ONNX file of the artifact; empty if there is only one."""
     engine: str = ""
-    """Directory of the engine; empty if there is only one for each compute capability."""
+    """Directory of the engine that Triton must use; empty if there is only one for each compute
+    capability."""
+    engine_cache: str = ""
+    """Folder on the server for an engine that it builds, in an existing folder; empty to build at
+    every load."""
     tokenizer: bool = True
     """For text tasks, add models for preprocessing and postprocessing in the Python backend, and an
     ensemble that takes texts and returns results."""
@@ -35,8 +42,8 @@ class TritonConfig:
     """Version of the model, a folder in Triton's repository. Older versions for the same backend
     are kept, and Triton serves the newest."""
     profile: tuple[str, ...] = ()
-    """Shapes for warm-up and preferred batches if there is no engine with profiles:
-    batch=1:8:32,sequence=8:64:128; repeat it for several."""
+    """Shapes for warm-up, for preferred batches and of an engine that the server builds, if the
+    artifact's engine has no profiles: batch=1:8:32,sequence=8:64:128; repeat it for several."""
     max_batch_size: int = 32
     """Maximum number of rows per batch; a profile may reduce it."""
     preferred_batch_size: tuple[int, ...] = ()
@@ -64,9 +71,13 @@ class TritonConfig:
     """Accept an artifact whose validation failed."""
 
     def __post_init__(self) -> None:
-        """Raise OptionError for a value that Triton rejects."""
+        """Raise OptionError for the values that Triton rejects."""
+        if found := list(self._problems()):
+            raise join_problems(found)
+
+    def _problems(self) -> Iterator[OptionError]:
         if self.name and not is_portable_name(self.name):
-            raise OptionError(
+            yield OptionError(
                 f"option 'name' is {self.name!r}, expected at most 128 letters, digits, '.', '_' "
                 "and '-', with a letter or digit first.",
                 option="name",
@@ -84,33 +95,40 @@ class TritonConfig:
         ):
             found = getattr(self, option)
             if not least <= found < 2**31:  # most are int32 in Triton's model_config.proto
-                raise OptionError(
+                yield OptionError(
                     f"option '{option}' is {found}, expected a whole number from {least} to "
                     f"{2**31 - 1}.",
                     option=option,
                 )
         for size in self.preferred_batch_size:
             if not 1 <= size <= self.max_batch_size:
-                raise OptionError(
+                yield OptionError(
                     f"option 'preferred_batch_size' contains {size}, expected 1 to "
                     f"{self.max_batch_size}, the max_batch_size.",
                     option="preferred_batch_size",
                 )
         if self.backend == "tensorrt" and self.provider == "cpu":
-            raise OptionError(
+            yield OptionError(
                 "option 'provider' is cpu, but the backend tensorrt needs a GPU.",
                 do="Leave out --backend, or --provider.",
                 option="backend",
             )
-        if self.execution_env != self.execution_env.strip() or (
-            self.execution_env and not self.execution_env.isprintable()
-        ):
-            raise OptionError(
-                f"option 'execution_env' is {self.execution_env!r}, expected one line of text.",
-                option="execution_env",
+        for option in ("engine", "engine_cache"):
+            if getattr(self, option) and self.backend == "onnxruntime" and self.provider in _OTHERS:
+                yield OptionError(
+                    f"option '{option}' is set, but provider '{self.provider}' uses no engine.",
+                    do=f"Leave out --provider, or --{option.replace('_', '-')}.",
+                    option=option,
+                )
+        if self.engine_cache and (self.engine or self.backend == "tensorrt"):
+            yield OptionError(
+                "option 'engine_cache' is set, but Triton gets an engine and builds none.",
+                do="Leave it out.",
+                option="engine_cache",
             )
-
-    @property
-    def needs_engine(self) -> bool:
-        """True if Triton runs an engine of the artifact."""
-        return self.backend == "tensorrt" or self.provider == "tensorrt"
+        for option in ("engine_cache", "execution_env"):
+            value = getattr(self, option)
+            if value != value.strip() or (value and not value.isprintable()):
+                yield OptionError(
+                    f"option '{option}' is {value!r}, expected one line of text.", option=option
+                )

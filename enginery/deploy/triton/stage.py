@@ -10,7 +10,7 @@ takes texts and returns results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -19,6 +19,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
 from enginery.core.version import __version__
+from enginery.deploy.providers import resolve_provider
 from enginery.deploy.triton.engines import select_engines
 from enginery.deploy.triton.graph import build_graph_model, read_graph_info, select_graph
 from enginery.deploy.triton.models import (
@@ -80,8 +81,11 @@ def run(
     opened.require_passed(allow_failed=config.allow_failed)
     record = select_graph(opened, config)
     check_types(record, config.backend)
-    engines = select_engines(opened, record, config) if config.needs_engine else []
+    config = _with_provider(opened, config)
+    uses_tensorrt = "tensorrt" in (config.backend, config.provider)
+    engines = select_engines(opened, record, config) if uses_tensorrt else []
     info, notes = read_graph_info(opened, record, engines, config)
+    notes += _cpu_notes(opened, config)
     name = config.name or portable_name(opened.manifest.source.name)
     lacking = _why_graph_only(opened, record)
     if config.tokenizer and lacking:
@@ -103,6 +107,40 @@ def run(
     return TritonExport(
         out, name, tuple(model.name for model in models), info.max_batch_size, tuple(notes)
     )
+
+
+def _with_provider(artifact: Artifact, config: TritonConfig) -> TritonConfig:
+    """Return the options with the provider that `auto` means.
+
+    Raises:
+        OptionError: the provider does not fit the artifact.
+    """
+    if config.backend == "tensorrt":
+        return config
+    manifest = artifact.manifest
+    provider = resolve_provider(
+        "tensorrt" if config.engine else config.provider,
+        precision=manifest.precision,
+        target=manifest.target,
+        kind=manifest.describe_precision(),
+    )
+    return replace(config, provider=provider)
+
+
+def _cpu_notes(artifact: Artifact, config: TritonConfig) -> list[str]:
+    """Return what differs on the CPU from what a quantized artifact promises."""
+    manifest = artifact.manifest
+    if config.provider != "cpu" or manifest.precision != "int8":
+        return []
+    if manifest.residual == "fp16":
+        return [
+            "ONNX Runtime's CPU provider multiplies INT8 with FP16 elsewhere in floating point, "
+            "because it fuses no Q/DQ nodes there"
+        ]
+    return [
+        "on x86 processors without VNNI, ONNX Runtime's INT8 products saturate, and Triton cannot "
+        "set session.x64quantprecision as enginery does"
+    ]
 
 
 def _why_graph_only(artifact: Artifact, record: GraphRecord) -> str:

@@ -45,6 +45,8 @@ class Endpoint:
     """Type of the JSON response."""
     statuses: tuple[int, ...] = ()
     """Error statuses of this route."""
+    runs_model: bool = False
+    """A model runs for each request, which Triton's statistics count."""
     public: bool = False
     """No API key is needed."""
     has_optional_body: bool = False

@@ -10,13 +10,13 @@ the graph's outputs. Options of the task are `parameters` of the request. Every 
 version, "1"; /info has the hash of its content.
 
 Sources: KServe's Open Inference Protocol, and Triton's extensions for binary data and
-classification.
+classification, and for the configuration, statistics and index of models.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
@@ -61,11 +61,21 @@ from enginery.serve.api.requests import (
     unknown_field,
 )
 from enginery.serve.models.served_model import ServedModel
+from enginery.serve.observability.metrics import ModelTotals, Total
 
 routes = Routes("oip")
 
 VERSION = "1"
-EXTENSIONS = ("binary_tensor_data", "classification")
+PLATFORM = "onnxruntime_onnx"
+_INDEX_STATES = {"ready": "READY", "loading": "LOADING", "closed": "UNLOADING"}
+# Models are not loaded and unloaded by requests, as the extension model_repository requires.
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "statistics",
+    "model_repository(index)",
+)
 HEADER_LENGTH = "inference-header-content-length"
 # Parameters that Triton's clients send for features of Triton: sequences and priorities.
 _IGNORED = ("sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
@@ -151,6 +161,80 @@ class ModelMetadata(Schema):
     outputs: list[TensorMetadata]
 
 
+class ConfigTensor(Schema):
+    """An input or output in a model's configuration; -1 in its dims for a dynamic dim."""
+
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+class ConfigInput(ConfigTensor):
+    """An input in a model's configuration."""
+
+    optional: bool
+
+
+class ModelConfiguration(Schema):
+    """Fields of Triton's ModelConfig (model_config.proto)."""
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: int
+    input: list[ConfigInput]
+    output: list[ConfigTensor]
+
+
+class Duration(Schema):
+    """Number and total duration of something ($duration_stat in the protocol)."""
+
+    count: int
+    ns: int
+
+
+class InferenceStatistics(Schema):
+    """Durations of a model's requests ($inference_stats in the protocol)."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+
+
+class ModelStatistics(Schema):
+    """What a model has done since the server started ($model_stat in the protocol)."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferenceStatistics
+
+
+class Statistics(Schema):
+    """Statistics of one model or of all."""
+
+    model_stats: list[ModelStatistics]
+
+
+class RepositoryIndexRequest(RequestBody):
+    """Body of /v2/repository/index."""
+
+    ready: bool = False
+
+
+class IndexEntry(Schema):
+    """The state of a model; empty reason if it is ready."""
+
+    name: str
+    version: str
+    state: Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
+    reason: str
+
+
 class Live(Schema):
     """Liveness of the server."""
 
@@ -190,6 +274,7 @@ class OutputSelection:
     response=InferResponse,
     response_types=("application/json", "application/octet-stream"),
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
     other_bodies={"application/octet-stream": {}},
 )
 async def infer(request: Request) -> Response:
@@ -258,6 +343,73 @@ async def model_ready(request: Request) -> Response:
     return json_response({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
+@routes.get("/v2/models/stats", summary="Statistics of all models", response=Statistics)
+async def statistics(request: Request) -> Response:
+    """Answer GET /v2/models/stats."""
+    return json_response({"model_stats": _model_stats(request, list(registry_of(request)))})
+
+
+@routes.get(
+    "/v2/models/{model}/stats",
+    "/v2/models/{model}/versions/{version}/stats",
+    summary="Statistics of a model",
+    response=Statistics,
+    statuses=(404,),
+)
+async def model_statistics(request: Request) -> Response:
+    """Answer GET /v2/models/{model}/stats."""
+    return json_response({"model_stats": _model_stats(request, [_model(request)])})
+
+
+@routes.get(
+    "/v2/models/{model}/config",
+    "/v2/models/{model}/versions/{version}/config",
+    summary="Configuration of a model, as Triton's",
+    response=ModelConfiguration,
+    statuses=(404, 503),
+)
+async def model_configuration(request: Request) -> Response:
+    """Answer GET /v2/models/{model}/config.
+
+    `max_batch_size` is 0, so that `dims` are whole shapes, as in the model's metadata.
+    """
+    model = require_ready(request, _model(request))
+    inputs, outputs = _tensors_of(model)
+    return json_response(
+        {
+            "name": model.name,
+            "platform": PLATFORM,
+            "backend": "onnxruntime",
+            "max_batch_size": 0,
+            # A request has the inputs of the task, or those of the graph.
+            "input": [{**_config_tensor(each), "optional": bool(model.task)} for each in inputs],
+            "output": [_config_tensor(each) for each in outputs],
+        }
+    )
+
+
+@routes.post(
+    "/v2/repository/index",
+    summary="State of every model",
+    body=RepositoryIndexRequest,
+    has_optional_body=True,
+    response=list[IndexEntry],
+    statuses=(422,),
+)
+async def repository_index(request: Request, body: RepositoryIndexRequest) -> Response:
+    """Answer POST /v2/repository/index."""
+    entries = [
+        {
+            "name": model.name,
+            "version": VERSION,
+            "state": _INDEX_STATES.get(model.state, "UNAVAILABLE"),
+            "reason": model.reason,
+        }
+        for model in registry_of(request)
+    ]
+    return json_response([each for each in entries if each["state"] == "READY" or not body.ready])
+
+
 @routes.get(
     "/v2/models/{model}",
     "/v2/models/{model}/versions/{version}",
@@ -268,17 +420,63 @@ async def model_ready(request: Request) -> Response:
 async def model_metadata(request: Request) -> Response:
     """Answer GET /v2/models/{model}: inputs and outputs of the task, then those of the graph."""
     model = require_ready(request, _model(request))
-    inputs, outputs = task_metadata(model.task, model.backend.dim)
-    record = model.backend.runner.record
+    inputs, outputs = _tensors_of(model)
     return json_response(
         {
             "name": model.name,
             "versions": [VERSION],
-            "platform": "onnxruntime_onnx",
-            "inputs": [*inputs, *map(tensor_metadata, record.inputs)],
-            "outputs": [*outputs, *map(tensor_metadata, record.outputs)],
+            "platform": PLATFORM,
+            "inputs": inputs,
+            "outputs": outputs,
         }
     )
+
+
+def _tensors_of(model: ServedModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the metadata of inputs and outputs: of the task, then of the graph."""
+    inputs, outputs = task_metadata(model.task, model.backend.dim)
+    record = model.backend.runner.record
+    return (
+        [*inputs, *map(tensor_metadata, record.inputs)],
+        [*outputs, *map(tensor_metadata, record.outputs)],
+    )
+
+
+def _config_tensor(tensor: dict[str, Any]) -> dict[str, Any]:
+    """Return a tensor of a model's metadata with the names of Triton's ModelConfig."""
+    datatype = "STRING" if tensor["datatype"] == "BYTES" else tensor["datatype"]
+    return {"name": tensor["name"], "data_type": f"TYPE_{datatype}", "dims": tensor["shape"]}
+
+
+def _model_stats(request: Request, models: list[ServedModel]) -> list[dict[str, Any]]:
+    """Return the statistics of models, without `compute_output`, which is not measured."""
+    app = request.app
+    endpoints = (route.endpoint for route in app.router.routes)
+    totals = app.state.metrics.totals({each.pattern for each in endpoints if each.runs_model})
+    stats = []
+    for model in models:
+        found = totals.get(model.name, ModelTotals())
+        stats.append(
+            {
+                "name": model.name,
+                "version": VERSION,
+                "last_inference": round(found.last_inference * 1e3),
+                "inference_count": found.inputs,
+                "execution_count": found.batches,
+                "inference_stats": {
+                    "success": _duration(found.success),
+                    "fail": _duration(found.fail),
+                    "queue": _duration(found.queue),
+                    "compute_input": _duration(found.tokenize),
+                    "compute_infer": _duration(found.inference),
+                },
+            }
+        )
+    return stats
+
+
+def _duration(total: Total) -> dict[str, int]:
+    return {"count": total.count, "ns": round(total.seconds * 1e9)}
 
 
 async def _infer_task(

@@ -99,6 +99,7 @@ class ModelsResponse(Schema):
     body=EmbeddingsRequest,
     response=EmbeddingsResponse,
     statuses=(400, 404, 413, 429, 503),
+    runs_model=True,
 )
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings: embed texts or token ids."""

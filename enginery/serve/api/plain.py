@@ -78,6 +78,7 @@ class PredictInputs:
     body=PredictAnyRequest,
     response=PredictAnyResponse,
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
     other_bodies={
         "multipart/form-data": {
             "type": "object",

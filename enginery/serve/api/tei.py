@@ -235,6 +235,7 @@ class RootRequest(RequestBody):
     body=EmbedRequest,
     response=list[list[float]],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def embed(request: Request, body: EmbedRequest) -> Response:
     """Answer POST /embed: embed texts or token ids."""
@@ -255,6 +256,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     body=SimilarityRequest,
     response=list[float],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def similarity(request: Request, body: SimilarityRequest) -> Response:
     """Answer POST /similarity: cosine similarity of one text to others."""
@@ -277,6 +279,7 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     body=PredictRequest,
     response=list[Prediction] | list[list[Prediction]],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def predict(request: Request, body: PredictRequest) -> Response:
     """Answer POST /predict: classify texts or pairs of texts, best label first."""
@@ -298,6 +301,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     body=RerankRequest,
     response=list[Rank],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Answer POST /rerank: rank texts by relevance to a query."""
@@ -331,18 +335,24 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
 @routes.post(
     "/",
     "/invocations",
-    summary="/embed, /predict or /rerank, depending on the model",
+    summary="/embed, /similarity, /predict or /rerank, depending on the model",
     body=RootRequest,
     other_bodies={"application/json": {"type": "object"}},
     response=list[Any],
     statuses=INFERENCE_STATUSES,
+    runs_model=True,
 )
 async def root(request: Request) -> Response:
-    """Answer POST / like /embed, /predict or /rerank, depending on the model."""
+    """Answer POST / like /embed, /predict or /rerank, depending on the model.
+
+    Inputs of /similarity, which TEI takes here with its task sentence-similarity, are an object.
+    """
     values = json_object(request.scope["state"]["body"])
     name = parse(RootRequest, values).model
     model, task = select_model(request, name, "embed", "classify")
     values["model"] = model.name
+    if task.verb == "embed" and isinstance(values.get("inputs"), dict):
+        return await similarity(request, parse(SimilarityRequest, values))
     if task.verb == "embed":
         return await embed(request, parse(EmbedRequest, values))
     if _has_one_label(model):

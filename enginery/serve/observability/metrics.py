@@ -17,13 +17,16 @@ those of the worker that answers the request.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.record import RequestRecord, refusal_reason
@@ -63,6 +66,33 @@ NO_MODEL = ""
 _BY_MODEL = ("model",)
 
 
+@dataclass(slots=True)
+class Total:
+    """Number and total duration of something."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class ModelTotals:
+    """What a model has done since the server started, in all worker processes."""
+
+    success: Total = field(default_factory=Total)
+    """Requests that were answered."""
+    fail: Total = field(default_factory=Total)
+    """Requests that were rejected or failed."""
+    tokenize: Total = field(default_factory=Total)
+    queue: Total = field(default_factory=Total)
+    inference: Total = field(default_factory=Total)
+    inputs: int = 0
+    """Inputs that were answered."""
+    batches: int = 0
+    """Batches that ran."""
+    last_inference: float = 0.0
+    """Unix time of the last answer, in seconds; 0 if there is none."""
+
+
 class Metrics:
     """The server's counters and histograms, and gauges that are read at each scrape."""
 
@@ -99,6 +129,13 @@ class Metrics:
                 "batch_padding_ratio", "Padding as a share of a batch's padded tokens.", RATIOS
             ),
             self._histogram("batch_seconds", "Time of a batch in a worker.", SECONDS),
+        )
+        self._last_inference = Gauge(
+            "enginery_last_inference_timestamp_seconds",
+            "Unix time of the last answer of the model.",
+            _BY_MODEL,
+            registry=self._counts,
+            multiprocess_mode="max",
         )
         self._refused = self._counter(
             "refused", "Requests that were rejected or failed.", ("model", "reason")
@@ -162,11 +199,30 @@ class Metrics:
             encode, content_type = choose_encoder("")
         registries: list[Collector] = [self._registry]
         if self._counts is not self._registry:
-            from prometheus_client.multiprocess import MultiProcessCollector
-
-            collector: Any = MultiProcessCollector
-            registries.append(collector(None))
+            registries.append(self._all_counts())
         return encode(_WithoutCreated(registries)), content_type
+
+    def totals(self, routes: Collection[str]) -> dict[str, ModelTotals]:
+        """Return what each model has done, by its name.
+
+        Args:
+            routes: patterns of the routes that run models, for the numbers of requests.
+        """
+        found: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
+        for metric in self._all_counts().collect():
+            for sample in metric.samples:
+                if model := sample.labels.get("model"):
+                    _add_sample(found[model], sample, routes)
+        return dict(found)
+
+    def _all_counts(self) -> Collector:
+        """Return the counts of all worker processes."""
+        if self._counts is self._registry:
+            return self._registry
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        collector: Any = MultiProcessCollector
+        return cast("Collector", collector(None))
 
     def _observe_inference(self, model: str, timings: Timings, inputs: int) -> None:
         children = self._inferences.get(model)
@@ -179,6 +235,7 @@ class Metrics:
                 self._inputs.labels(known),
                 self._tokens.labels(known),
                 self._truncated.labels(known),
+                self._last_inference.labels(known),
             )
             if known == model:
                 self._inferences[model] = children
@@ -188,6 +245,7 @@ class Metrics:
         children.inputs.inc(inputs)
         children.tokens.inc(timings.tokens)
         children.truncated.inc(timings.truncated)
+        children.last_inference.set_to_current_time()
 
     def _model_label(self, model: str) -> str:
         return model if any(each.name == model for each in self._models.models()) else NO_MODEL
@@ -201,6 +259,38 @@ class Metrics:
         return Counter(f"enginery_{name}", text, labels, registry=self._counts)
 
 
+_TOTALS = {
+    "enginery_tokenize_seconds": "tokenize",
+    "enginery_queue_seconds": "queue",
+    "enginery_inference_seconds": "inference",
+}
+
+
+def _add_sample(totals: ModelTotals, sample: Sample, routes: Collection[str]) -> None:
+    """Add a sample to the totals of its model, if it is a part of them."""
+    name, _, what = sample.name.rpartition("_")
+    if sample.name == "enginery_inputs_total":
+        totals.inputs = int(sample.value)
+    elif sample.name == "enginery_batch_inputs_count":
+        totals.batches = int(sample.value)
+    elif sample.name == "enginery_last_inference_timestamp_seconds":
+        totals.last_inference = sample.value
+    elif what not in ("count", "sum"):
+        return
+    elif name in _TOTALS:
+        _add(getattr(totals, _TOTALS[name]), what, sample.value)
+    elif name == "enginery_request_duration_seconds" and sample.labels["route"] in routes:
+        answered = sample.labels["status"] == "200"
+        _add(totals.success if answered else totals.fail, what, sample.value)
+
+
+def _add(total: Total, what: str, value: float) -> None:
+    if what == "count":
+        total.count += int(value)
+    else:
+        total.seconds += value
+
+
 class _InferenceMetrics(NamedTuple):
     """The metrics of one model's requests, looked up once per model."""
 
@@ -210,6 +300,7 @@ class _InferenceMetrics(NamedTuple):
     inputs: Counter
     tokens: Counter
     truncated: Counter
+    last_inference: Gauge
 
 
 class _BatchMetrics(NamedTuple):

@@ -1,6 +1,10 @@
 """What `/metrics` says, and what it never has as a label."""
 
+import os
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 from prometheus_client.openmetrics.parser import (
@@ -126,6 +130,45 @@ def test_refusals_are_counted_by_reason(metrics):
         if name == "enginery_refused_total"
     }
     assert reasons == {"overloaded", "too_large", "cancelled", "http", "invalid"}
+
+
+def test_totals_are_of_routes_that_run_models(metrics):
+    timings = Timings(0.001, 0.02, 0.3, tokens=42)
+    metrics.observe(record(timings=timings, inputs=3, ended=0.4))
+    metrics.observe(record(status=429, ended=0.001))
+    metrics.observe(record(status=499, ended=0.002))
+    metrics.observe(record(route="/tokenize", ended=9.0))
+    metrics.observe_batch("minilm", BatchStatistics(3, 42, 48, 0.3))
+    found = metrics.totals({"/embed"})["minilm"]
+    assert (found.inputs, found.batches) == (3, 1)
+    assert 0 <= time.time() - found.last_inference < 60
+    parts = (found.success, found.fail, found.tokenize, found.queue, found.inference)
+    assert [part.count for part in parts] == [1, 2, 1, 1, 1]
+    assert [part.seconds for part in parts] == pytest.approx([0.4, 0.003, 0.001, 0.02, 0.3])
+    assert Metrics().totals({"/embed"}) == {}
+
+
+def test_totals_are_of_all_worker_processes(tmp_path):
+    code = (
+        "from tests.serve.observability.test_metrics import *\n"
+        "made = Metrics(); made.watch_models(lambda: [Hosted('minilm')])\n"
+        "made.observe(record(timings=Timings(0.001, 0.02, 0.3, tokens=42), inputs=3, ended=0.4))\n"
+        "found = made.totals({'/embed'})['minilm']\n"
+        "print(found.inputs, found.success.count, round(found.queue.seconds, 3), "
+        "found.last_inference > 1e9)\n"
+    )
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert said == ["3 1 0.02 True", "6 2 0.04 True"]
 
 
 def test_gauges_are_read_at_each_scrape():
