@@ -205,7 +205,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
     if model.state == "loading" or not model.is_loaded:
         return found
     source = _source_name(model.artifact.manifest.source, model.name)
-    return {**found, "source": source, "verdict": model.backend.validation_status()}
+    return {**found, "source": source, "verdict": model.artifact.validation_status()}
 
 
 def _source_name(source: SourceRecord, served_as: str) -> str:

@@ -43,7 +43,6 @@ from enginery.serve.config import ServeConfig
 
 _log = logging.getLogger(__name__)
 
-ValidationStatus = Literal["passed", "failed", "none"]
 State = Literal["loading", "ready", "stuck", "failed", "closed"]
 Result = TypeVar("Result")
 OnBatch = Callable[[str, BatchStatistics], None]
@@ -242,14 +241,6 @@ class ModelBackend:
             return False
         self.rules = self._rules()
         return True
-
-    def validation_status(self) -> ValidationStatus:
-        """Return the verdict of `enginery validate`; `none` if this content was not validated."""
-        if self.artifact.failed_verdict():
-            return "failed"
-        verdict = self.artifact.manifest.verdict("validate")
-        is_of_this = verdict and verdict.fields.get("artifact") == self.artifact.content_sha256()
-        return "passed" if is_of_this else "none"
 
     def info(self) -> dict[str, Any]:
         """Return the artifact's properties, its providers and its batch rules, as JSON."""
