@@ -172,7 +172,7 @@ def _error(models: Sequence[Model]) -> Measure:
     if not known:
         return Measure(title, [], ["It was not validated. Run: enginery validate"])
     bars = [
-        Bar(_name(m, models), f"{error['share']:.0%} of what is allowed", min(error["share"], 1.0))
+        Bar(_name(m, models), f"{error['share']:.0%} of what is allowed", min(error["share"], 4.0))
         for m, error in known
     ]
     notes = [
@@ -181,7 +181,7 @@ def _error(models: Sequence[Model]) -> Measure:
     missing = [_name(model, models) for model in models if not model.error]
     if missing:
         notes.append(f"not validated: {', '.join(missing)}")
-    return Measure(title, [Bar("allowed", "100%", 1.0, is_base=True), *bars], notes)
+    return Measure(title, _scaled([Bar("allowed", "100%", 1.0, is_base=True), *bars]), notes)
 
 
 def _speed(models: Sequence[Model], result: BenchResult | None) -> Measure:

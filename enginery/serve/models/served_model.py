@@ -210,7 +210,7 @@ class ModelBackend:
                 if self.task.verb == "embed":
                     self.dim = int(output.shape[0])
             else:
-                self.runner(self._synthetic_feeds())
+                self.runner(self.synthetic_feeds())
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
@@ -291,7 +291,8 @@ class ModelBackend:
             raise AssertionError("only texts are probed")
         return self._batches[type(self.task)].run([self.task.probe(tokens)])
 
-    def _synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
+    def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
+        """Return made-up inputs of the graph: one row, of a number of tokens."""
         limits = FeedLimits.from_config(self.config)
         sizes = {
             name: limits.sizes.get(name, max(limits.min_sequence, tokens))
