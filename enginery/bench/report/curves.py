@@ -7,6 +7,7 @@ unclear. A ratio without an interval, because there were too few rounds, is a ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -139,13 +140,15 @@ def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
 def _label_decades(axis: Any, low: float, high: float) -> None:
     """Label a log axis with plain numbers.
 
-    A range below a factor of 30 has at most two powers of ten, so minor ticks are labelled too:
-    all below a factor of 4, otherwise those at 2 and 5 times each power.
+    A range below a factor of 30 has at most two powers of ten, and a wider one may have a single
+    one, so minor ticks are labelled too: all below a factor of 4, otherwise those at 2 and 5 times
+    each power.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if high / low < 30:
+    powers = math.floor(math.log10(high)) - math.ceil(math.log10(low)) + 1
+    if high / low < 30 or powers < 2:
         every = high / low < 4
         axis.set_minor_formatter(
             FuncFormatter(lambda value, _: f"{value:g}" if every else _label_2_and_5(value))

@@ -383,6 +383,16 @@ def test_speedup_has_a_log_axis_and_hollow_markers_without_intervals():
     assert marks == ["full", "none"]
 
 
+def test_axis_with_a_single_power_of_ten_has_other_labels():
+    result = make_sweep_result()
+    wide = [replace(c, interval=(0.15, 6.0)) for c in result.cases[0].comparisons]
+    svg = figure_svg(
+        draw_figures(replace(result, cases=[replace(result.cases[0], comparisons=wide)]))["speedup"]
+    )
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    assert {"0.5", "1", "2", "5"} <= {"".join(text.itertext()) for text in texts}
+
+
 def test_unclear_ratio_is_an_interval_without_a_marker():
     result = make_sweep_result()
     shown = result.cases[0].comparisons[0]
