@@ -98,14 +98,14 @@ def summarize(
         raise ValueError("it has no model")
     models = [_measured(subject, result) for subject in result.subjects] if result else []
     if artifact:
-        graph = artifact.manifest.graphs[0]
-        sha256 = artifact.manifest.files[graph.file].sha256
+        files, graphs = artifact.manifest.files, artifact.manifest.graphs
+        hashes = {files[graph.file].sha256 for graph in graphs}
         subjects = result.subjects if result else []
-        own = next((s["name"] for s in subjects if s["graph_sha256"] == sha256), "")
+        own = next((s["name"] for s in subjects if s["graph_sha256"] in hashes), "")
         this = Model(
             own or artifact.manifest.source.name,
             artifact.manifest.precision,
-            sum(artifact.graph_bytes(record) for record in artifact.manifest.graphs),
+            sum(map(artifact.graph_bytes, graphs)),
             artifact.validation_status(),
             validation.error_use() if validation else None,
             _runner_of(own, result),
@@ -115,7 +115,7 @@ def summarize(
     labels = (result and result.labels) or (validation and validation.labels) or None
     measures = [
         _size(models, validation),
-        _accuracy(labels) if labels else _error(models),
+        _accuracy(labels) if labels and labels.accuracies else _error(models),
         _speed(models, result),
     ]
     return Summary(models, measures)
@@ -157,12 +157,11 @@ def _size(models: Sequence[Model], validation: ValidationReport | None) -> Measu
 
 
 def _accuracy(labels: LabelMetrics) -> Measure:
-    changes = {change.name: change for change in labels.changes}
     bars = [
         Bar(found.name, f"{100 * found.accuracy:.1f} %", found.accuracy, index == 0)
         for index, found in enumerate(labels.accuracies)
     ]
-    notes = [f"{change.name}: {change.describe()}" for change in changes.values()]
+    notes = [f"{change.name}: {change.describe()}" for change in labels.changes]
     return Measure(f"Accuracy on {labels.accuracies[0].rows} labelled rows", bars, notes)
 
 

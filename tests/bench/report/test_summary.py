@@ -6,7 +6,12 @@ import pytest
 
 from enginery.bench.report.summary import summarize
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import ValidationReport
+from enginery.core.artifact.reports import (
+    AccuracyChange,
+    LabelAccuracy,
+    LabelMetrics,
+    ValidationReport,
+)
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 
 
@@ -126,6 +131,35 @@ def test_artifact_is_summarized_from_its_manifest_and_validation(exported, copie
     assert [bar.name for bar in size.bars] == ["this model, fp32"]
     assert error.bars[1].share == pytest.approx(report.worst()[1].limit_ratio)
     assert speed.notes == ["It was not measured. Run: enginery bench"]
+
+
+def test_accuracy_on_labels_replaces_the_error():
+    accuracies = [
+        LabelAccuracy("PyTorch", 90, 100, (0.8, 0.95)),
+        LabelAccuracy("this artifact", 85, 100, (0.75, 0.9)),
+    ]
+    change = AccuracyChange("this artifact", "PyTorch", 6, 1, -0.05, (-0.1, 0.0))
+    result = make_comparison({"m: enginery": 5.0}, pairs=[], precisions={"m": "int8"})
+    labelled = replace(result, labels=LabelMetrics("label", accuracies, [change]))
+    accuracy = summarize(None, None, labelled).measures[1]
+    assert accuracy.title == "Accuracy on 100 labelled rows"
+    assert bars_of(accuracy) == [
+        ("PyTorch", "90.0 %", 0.9, True),
+        ("this artifact", "85.0 %", 0.85, False),
+    ]
+    assert accuracy.notes == ["this artifact: -5.0 % (-10.0 to +0.0 %)"]
+
+
+def test_error_beyond_what_is_allowed_is_the_longer_bar():
+    error = {"found": "mean cosine 0.9", "allowed": "at least 0.95", "share": 2.0}
+    result = make_comparison(
+        {"m: enginery": 5.0}, pairs=[], precisions={"m": "int8"}, m={"error": error}
+    )
+    bars = summarize(None, None, result).measures[1].bars
+    assert [(bar.value, bar.share) for bar in bars] == [
+        ("100%", 0.5),
+        ("200% of what is allowed", 1.0),
+    ]
 
 
 def test_size_in_fp32_follows_from_the_weights(exported, copied):
