@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,17 @@ def test_python_of_a_page_names_what_is_there(page):
 
 
 # Reference
+
+
+def test_index_opens_with_a_picture_and_three_commands():
+    before_pages = (DOCS / "index.md").read_text(encoding="utf-8").partition("```{toctree}")[0]
+    assert re.findall(r"^\$ make (\w+)", before_pages, re.MULTILINE) == ["setup", "run", "serve"]
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", before_pages)
+    drawn = ET.fromstring((DOCS / picture).read_text(encoding="utf-8"))
+    texts = ["".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    stages = ("model", "export", "validate", "optimize", "quantize", "build", "serve", "publish")
+    for stage in stages:
+        assert any(stage in text for text in texts), stage
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,7 +1,7 @@
 """The bench stage: measure an artifact against PyTorch, plain ONNX Runtime and Optimum.
 
     result = run([Artifact.open("minilm")], BenchConfig(batch="1,8", sequence="128"))
-    result.cases[0].comparisons[0].words  # '1.21 times as fast (1.18 to 1.24)'
+    result.cases[0].comparisons[0].words  # '1.21x as fast (1.18x to 1.24x)'
 
 The stage writes `reports/benchmark.json`, figures and `reports/report.html` into each artifact (for
 an .onnx file: into `out`) and changes nothing else.
@@ -52,6 +52,7 @@ from enginery.core.artifact.reports import (
     ContenderRecord,
     ImagesResult,
     Machine,
+    SubjectRecord,
 )
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
@@ -165,12 +166,17 @@ def finished(
         return None
     target = Target.open(artifact, config.graph, allow_failed=True)
     now = (
-        target.as_json(),
+        _identity(target.as_json()),
         options_dict(_with_resolved_providers(config)),
         _without_load(describe_machine()),
     )
-    then = (*found.subjects, found.options, _without_load(found.machine))
+    then = (*map(_identity, found.subjects), found.options, _without_load(found.machine))
     return found if json.loads(json.dumps(now)) == json.loads(json.dumps(then)) else None
+
+
+def _identity(subject: SubjectRecord) -> dict[str, Any]:
+    """Return what tells a model from others: a new verdict changes nothing of its speed."""
+    return {n: value for n, value in subject.items() if n not in ("size_bytes", "verdict", "error")}
 
 
 def _without_load(machine: Machine) -> dict[str, Any]:

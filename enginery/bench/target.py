@@ -9,6 +9,7 @@ PyTorch model and no tokenizer, and its dims are those that the file names.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
-from enginery.core.artifact.reports import SubjectRecord
+from enginery.core.artifact.reports import SubjectRecord, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
@@ -89,7 +90,7 @@ class Target:
     def as_json(self) -> SubjectRecord:
         """Return the target's record for the result."""
         manifest = self.artifact.manifest
-        return {
+        found: SubjectRecord = {
             "name": self.name,
             "path": str(self.model if self.is_onnx_file else self.artifact.path),
             "graph": self.record.file,
@@ -99,6 +100,15 @@ class Target:
             "precision": manifest.precision,
             "target": manifest.target,
         }
+        if self.is_onnx_file:
+            return found
+        found["size_bytes"] = self.artifact.graph_bytes(self.record)
+        found["verdict"] = self.artifact.validation_status()
+        with suppress(ArtifactError):  # the page of that artifact says that the report is damaged
+            report = ValidationReport.of(self.artifact)
+            if error := report and report.error_use():
+                found["error"] = error
+        return found
 
 
 def number_duplicate_names(targets: list[Target]) -> list[Target]:

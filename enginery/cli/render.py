@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 from enginery.cli.console import human_bytes
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine import Engine
-from enginery.core.artifact.engine_record import EngineRecord, engine_directories
+from enginery.core.artifact.engine_record import (
+    EngineRecord,
+    describe_products,
+    engine_directories,
+)
 from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import BadRowsError
 from enginery.core.options import options_dict
@@ -403,7 +407,7 @@ def engine_list_rows(engines: Sequence[Engine]) -> list[Row]:
             "GPUs": _targets(engine.record),
             "profiles": "; ".join(engine.record.profiles) or "fixed shapes",
             "layers": str(sum(engine.record.layers.values())),
-            "multiplied in": _multiplied(engine.record),
+            "multiplied in": describe_products(engine.record.layers) or "–",
             "plan": human_bytes(engine.record.plan_size_bytes),
         }
         for engine in engines
@@ -478,12 +482,6 @@ def build_notes(artifact: Artifact) -> list[str]:
 
 def _targets(record: EngineRecord) -> str:
     return ", ".join(record.capabilities) or _PORTABLE
-
-
-def _multiplied(record: EngineRecord) -> str:
-    """Return the layers that multiply: `24 gemm int8, 6 attention fp16`."""
-    counts = {n: c for n, c in record.layers.items() if not n.startswith("other")}
-    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "–"
 
 
 # Results of stages that make no artifact

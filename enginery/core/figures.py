@@ -8,13 +8,15 @@
 
 The same numbers give the same bytes. Matplotlib is not part of the bare install: without it no
 figure is drawn, and the report's JSON has the numbers. Text is written as text, which is smaller
-than paths. Curves differ in their markers as well as in color.
+than paths. Curves differ in their markers as well as in color. The legend stands above the axes,
+where it covers no data.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,12 @@ Draw = Callable[[Any], None]
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colors that people with color blindness can tell apart. Source: Okabe and Ito, 2008."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+_LEGEND_POINTS = 9.0
+_LEGEND_LETTER, _LEGEND_LINE = 0.6 * _LEGEND_POINTS / 72, 1.6 * _LEGEND_POINTS / 72
+"""Width of a letter and height of a line, in inches."""
+_LEGEND_MARK = 0.6
+"""Width of a marker with its space, in inches."""
 
 NOT_DRAWN = "no figures were drawn: matplotlib is not installed (pip install 'enginery[report]')"
 
@@ -52,9 +60,9 @@ def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
     """Return one figure as an SVG document.
 
     Args:
-        draw: function that draws on the given axes.
+        draw: function that draws on the given axes, and labels what the legend has to name.
         width: in inches, of 72 points each.
-        height: in inches.
+        height: in inches, without the legend.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; see `can_draw`.
@@ -68,10 +76,25 @@ def figure_svg(draw: Draw, *, width: float = 6.4, height: float = 3.6) -> str:
     # Without pyplot: it keeps global state and may need a window system.
     with mpl.rc_context({**_STYLE, "axes.prop_cycle": cycle}):
         figure = Figure(figsize=(width, height))
-        draw(figure.subplots())
+        axes = figure.subplots()
+        draw(axes)
+        _add_legend(figure, axes)
         text = io.StringIO()
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     return text.getvalue()
+
+
+def _add_legend(figure: Any, axes: Any) -> None:
+    """Put a legend above the axes; the figure grows by its lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
+    width, height = figure.get_size_inches()
+    columns = min(len(labels), int(width / (_LEGEND_MARK + _LEGEND_LETTER * max(map(len, labels)))))
+    figure.set_size_inches(width, height + _LEGEND_LINE * math.ceil(len(labels) / max(1, columns)))
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=max(1, columns), fontsize=_LEGEND_POINTS
+    )
 
 
 def save_figure(path: Path, draw: Draw, *, width: float = 6.4, height: float = 3.6) -> bool:

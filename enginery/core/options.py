@@ -90,6 +90,27 @@ def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
+def changed_options(options: Any) -> tuple[str, ...]:
+    """Return the names of the fields of an options dataclass that differ from their defaults.
+
+    A field without a default counts as changed.
+
+    >>> from enginery.core.datasets.batches import ReadOptions
+    >>> changed_options(ReadOptions(rows=8))
+    ('rows',)
+    """
+    return tuple(
+        field.name
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name)
+        != (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
+    )
+
+
 def options_dict(options: Any) -> dict[str, Any]:
     """Return an options dataclass as plain JSON values, for a manifest or a fingerprint."""
     from pydantic import TypeAdapter

@@ -27,7 +27,7 @@ from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, too
 from enginery.core.artifact.manifest import StageRecord
 from enginery.core.artifact.reports import BuildReport
 from enginery.core.artifact.staging import CARD, LISTING, staging
-from enginery.core.options import options_dict
+from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.engine.build import (
@@ -165,6 +165,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=options_dict(config),
+            changed_options=changed_options(config),
             tools=tool_versions([get_flavor(config.flavor).package]),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),

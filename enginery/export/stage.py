@@ -18,6 +18,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, SourceError, UntrustedModelError
 from enginery.core.home import enginery_home
 from enginery.core.model.source import ModelSource
+from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import ExportConfig
@@ -111,6 +112,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=asdict(config),
+            changed_options=changed_options(config),
             tools=tool_versions(TOOLS),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),

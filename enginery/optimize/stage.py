@@ -26,6 +26,7 @@ from enginery.core.artifact.fingerprint import (
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.artifact.reports import Report
 from enginery.core.errors import OptionError
+from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
@@ -140,6 +141,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=json.loads(json.dumps(asdict(config))),
+            changed_options=changed_options(config),
             tools={**runtime_version(), **tool_versions(_tools(config))},
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=seconds,

@@ -128,7 +128,6 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
         if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")
         axes.set(xlabel=f"multiply-adds in {scheme.upper()}, %", ylabel=_AXES[budget.kind])
-        axes.legend(loc="lower left")
 
     return save_figure(path, draw)
 

@@ -30,7 +30,7 @@ from enginery.core.artifact.manifest import GraphRecord, StageRecord
 from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
-from enginery.core.options import options_dict
+from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.passes.cast.cast import cast_graph
@@ -166,6 +166,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=options_dict(config),
+            changed_options=changed_options(config),
             tools={**runtime_version(), **tool_versions(TOOLS)},
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),

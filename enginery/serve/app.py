@@ -249,7 +249,7 @@ async def _reload(registry: ModelRegistry) -> None:
 
 
 def _validation_words(model: ServedModel) -> str:
-    status = model.backend.validation_status()
+    status = model.artifact.validation_status()
     return "not validated" if status == "none" else f"validation {status}"
 
 

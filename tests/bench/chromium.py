@@ -23,7 +23,7 @@ JSON.stringify({
   page: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   wide: [...document.querySelectorAll('body *')]
     .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5
-                 && !e.closest('.numbers table'))
+                 && !e.closest('.table table'))
     .map(e => e.tagName + ' ' + e.textContent.trim().slice(0, 40)),
   tiny: Math.min(99, ...[...document.querySelectorAll('figure img')]
     .map(e => e.naturalWidth ? 17 * e.getBoundingClientRect().width / e.naturalWidth : 0)),
@@ -32,19 +32,6 @@ JSON.stringify({
   height: document.documentElement.scrollHeight,
   medians: Math.max(0, ...[...document.querySelectorAll('td[data-label=median]')]
     .map(e => e.getBoundingClientRect().right)),
-  labels: [...document.querySelectorAll('.words td')]
-    .map(e => { const style = getComputedStyle(e, '::before');
-                if (style.content === 'none' || style.display === 'none') return 0;
-                const text = document.createElement('span');
-                text.style.cssText = `position:absolute;white-space:normal;width:min-content;` +
-                  `overflow-wrap:anywhere;font:${style.font}`;
-                text.style.overflowWrap = style.overflowWrap;
-                text.textContent = e.dataset.label;
-                e.appendChild(text);
-                const room = parseFloat(getComputedStyle(e).gridTemplateColumns);
-                const needed = text.scrollWidth - room;
-                text.remove();
-                return needed; }).filter(x => x > 0.5).length,
 })
 """
 
@@ -68,8 +55,6 @@ class Look:
     repeated_ids: list[str]
     medians: float
     """Right edge of the column of medians, in pixels; 0 without such a column."""
-    labels: int
-    """Number of labels in wrapped tables that are wider than their column."""
     logged: list[str]
     """Errors and warnings on the console, and requests to other addresses."""
 
@@ -142,7 +127,6 @@ class Chromium:
             seen["tiny"],
             seen["ids"],
             seen["medians"],
-            seen["labels"],
             self._logged(),
         )
 

@@ -483,7 +483,7 @@ def test_build_adds_an_engine_to_the_artifact_and_shows_it(cli, engine_words):
     assert status == 0, err
     (engine,) = (made / "engines").iterdir()
     assert engine.name in out
-    assert "1 gemm fp32" in out
+    assert "1 FP32 matrix product" in out
     status, out, err = cli(*words, "--out", made, "--json")
     assert "build: nothing to do, product has the engines" in err
     (record,) = json.loads(out)["engines"]

@@ -62,7 +62,10 @@ class StandInModel:
             verdict=lambda _: None,
         )
         self.artifact = SimpleNamespace(
-            manifest=manifest, path=Path("nowhere"), failed=lambda: None
+            manifest=manifest,
+            path=Path("nowhere"),
+            failed=lambda: None,
+            validation_status=lambda: "none",
         )
         self.backend = SimpleNamespace(
             config=ModelConfig.model_validate(config or {"vocab_size": 600}),
@@ -71,7 +74,6 @@ class StandInModel:
             on_cpu=False,
             runner=SimpleNamespace(record=record),
             tensors=object.__new__(Tensors),
-            validation_status=lambda: "none",
         )
 
     def info(self):

@@ -10,7 +10,7 @@ from enginery.core.errors import OptionError
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
 from tests.core.artifacts import verdict as verdict_of
-from tests.serve.conftest import Running
+from tests.serve.conftest import TINY, Running
 from tests.serve.doubles import StandInModel, StandInModels, application, ask
 from tests.tolerances import SCORES
 
@@ -90,6 +90,29 @@ def test_info_has_every_model(running):
     assert models["mood"]["task"] == "text-classification"
     assert "batching" in models["mood"]
     assert "model_id" not in found  # whose would it be?
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_example_of_info_is_answered(running, name):
+    found = running("GET", f"/models/{name}/info").json
+    assert any(not field["optional"] for field in found["fields"])
+    assert found["options"].keys() == running.models.get(name).task.Options.model_fields.keys()
+    answer = running("POST", f"/predict/{name}", found["example"])
+    assert answer.status == 200, answer.body
+
+
+def test_example_of_a_model_of_another_task_is_its_tensors(tiny_paths, tmp_path):
+    path = shutil.copytree(tiny_paths("mood")["mood"], tmp_path / "raw")
+    manifest = Artifact.open(path).manifest.model_copy(update={"task": "audio-xvector"})
+    (path / "manifest.json").write_bytes(manifest.to_bytes())
+    server = Running({"raw": path}, ServeConfig(access_log="off"))
+    try:
+        (found,) = server("GET", "/info").json["models"]
+        assert found["fields"] == []
+        assert {tensor["datatype"] for tensor in found["example"]["inputs"]} == {"INT64"}
+        assert server("POST", "/v2/models/raw/infer", found["example"]).status == 200
+    finally:
+        server.close()
 
 
 def test_info_of_one_model_is_found_by_its_name(running):

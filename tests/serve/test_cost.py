@@ -45,7 +45,12 @@ def test_on_a_gpu_batches_grow_until_their_fixed_cost_is_small():
 def test_on_a_cpu_batches_stay_small():
     tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=True)
     assert tokens == 256
-    assert "1.00 ms + 0.001 ms per token" in why
+    assert "on a CPU larger batches take longer per token" in why
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_explanation_of_a_limit_has_no_cost_that_would_age(on_cpu):
+    assert " ms" not in choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=on_cpu)[1]
 
 
 def test_estimate_follows_batches_that_run():

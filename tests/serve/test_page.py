@@ -4,14 +4,17 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from enginery.runtime.tasks import find_task
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.record import RequestRecord
@@ -26,6 +29,18 @@ TASKS = {
     "reader": "question-answering",
     "filler": "fill-mask",
     "photos": "image-classification",
+    "raw": "audio-classification",
+}
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
+    "gg=="
+)
+EXAMPLES = {
+    "question-answering": {"question": "Who?", "context": "Ada."},
+    "image-classification": PIXEL,
+    "audio-classification": [
+        {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [0.5, -1.0]}
+    ],
 }
 METHODS = {
     "text-classification": "classify",
@@ -49,6 +64,7 @@ OUTPUTS = {
         ]
     },
     "photos": {"labels": [{"label": "cat", "score": 0.75}]},
+    "raw": [{"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [1.0, 2.0, EVIL]}],
 }
 
 
@@ -124,8 +140,10 @@ class Server:
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))
-                name = self.path.removeprefix("/predict/")
+                name = self.path.split("?")[0].removeprefix("/predict/")
+                name = name.removeprefix("/v2/models/").removesuffix("/infer")
                 stub.asked.append((name, body, self.headers["content-type"]))
+                stub.path = self.path
                 if b"too long" in body:
                     error = json.dumps({"error": f"inputs: {EVIL} is too long."}).encode()
                     return self.answer(413, error, "application/json")
@@ -180,13 +198,23 @@ class _Hosted:
     def info(self):
         return {
             "providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
-            "method": METHODS[self.task],
+            "method": METHODS.get(self.task, ""),
+            **self.form(),
             "precision": "fp32",
             "engines": [],
             "task": self.task,
             "max tokens": 262144,
             "seconds": 0.00123456,
             "queue": {"inputs": 3, "tokens": 57},
+        }
+
+    def form(self):
+        """What the real server's /info has for the page's form."""
+        task = find_task(self.task, takes_images=self.name == "photos")
+        return {
+            "fields": [asdict(part) for part in task.inputs] if task else [],
+            "options": task.Options.schemas() if task else {},
+            "example": {"inputs": EXAMPLES.get(self.task, "The engine's warm.")},
         }
 
 
@@ -232,7 +260,7 @@ class Page:
         return self.run("$('answer').innerText")
 
     def shown(self, identity):
-        return self.run(f"$({identity!r}).offsetParent !== null")
+        return self.run(f"Boolean($({identity!r})?.offsetParent)")
 
     def picture(self, path, width):
         seen = json.loads(self.run(_WIDEST))
@@ -267,7 +295,7 @@ def page(server, tmp_path):
 
 @browser_only
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1280, 400, 360])
 def test_text_is_sent_and_its_result_shown(page, server, tmp_path, width, dark):
     """The pictures stay in pytest's temporary directory."""
     page.open(width=width, dark=dark)
@@ -288,7 +316,9 @@ def test_text_is_sent_and_its_result_shown(page, server, tmp_path, width, dark):
     assert widths == [5, 10, 75, 10]
     page.until("$('chart-batch').innerText.startsWith('6')")
     assert page.run("$('state').innerText") == "ready"
-    facts = page.run("$('facts').innerText")
+    assert "262144" not in page.run("$('facts').innerText")
+    page.run("$('details').parentElement.open = true")
+    facts = page.run("$('details').innerText")
     assert "262144" in facts  # whole numbers whole
     assert "0.001235" in facts
     picture = tmp_path / f"page-{width}-{'dark' if dark else 'light'}.png"
@@ -320,7 +350,7 @@ def test_every_task_has_inputs_and_results(page, server, tmp_path):
     page.choose("reader")
     assert page.shown("question")
     page.type("question", "Where?")
-    page.type("text", "Marie in Paris.")
+    page.type("context", "Marie in Paris.")
     page.press()
     sent = json.loads(server.asked[-1][1])
     assert sent == {"inputs": {"question": "Where?", "context": "Marie in Paris."}}
@@ -331,10 +361,109 @@ def test_every_task_has_inputs_and_results(page, server, tmp_path):
     assert "warm" in page.answer()
     page.choose("mood")
     page.type("text", "One.")
-    page.type("pair", "Two.")
+    page.run("$('more').open = true")
+    page.type("text_pair", "Two.")
+    page.type("option-top_k", "2")
+    page.run("$('option-truncate').value = 'false'")
     page.press()
-    assert json.loads(server.asked[-1][1]) == {"inputs": {"text": "One.", "text_pair": "Two."}}
+    assert json.loads(server.asked[-1][1]) == {
+        "inputs": {"text": "One.", "text_pair": "Two."},
+        "parameters": {"top_k": 2, "truncate": False},
+    }
+    page.choose("raw")
+    page.press()
+    assert server.path == "/v2/models/raw/infer"
+    assert json.loads(server.asked[-1][1]) == {"inputs": EXAMPLES["audio-classification"]}
+    assert "FP32 1 × 3" in page.answer()
+    assert EVIL in page.answer()
     assert page.complaints() == []
+
+
+@browser_only
+@pytest.mark.parametrize("name", TASKS)
+def test_example_of_every_task_can_be_sent_as_it_is(page, server, name):
+    page.open()
+    page.choose(name)
+    page.press()
+    assert page.shown("result"), page.run("$('error').innerText")
+    asked, body, kind = server.asked[-1]
+    assert (asked, kind) == (name, "application/json")
+    assert json.loads(body)["inputs"] == EXAMPLES.get(TASKS[name], "The engine's warm.")
+
+
+@browser_only
+def test_only_what_a_person_needs_is_unfolded(page):
+    def visible():
+        return page.run(
+            "[...document.querySelectorAll('form :is(input, textarea, select)')]"
+            ".filter(e => e.checkVisibility()).map(e => e.id)"
+        )
+
+    page.open()
+    for name, fields in {
+        "minilm": ["text"],
+        "mood": ["text"],
+        "names": ["text"],
+        "filler": ["text"],
+        "reader": ["question", "context"],
+        "photos": ["image"],
+        "raw": ["tensors"],
+    }.items():
+        page.choose(name)
+        assert visible() == ["model", *fields]
+    page.choose("minilm")
+    page.run("$('more').open = true")
+    assert set(visible()) == {
+        "model",
+        "text",
+        *(f"option-{n}" for n in ("normalize", "dimensions", "truncate", "prompt_name")),
+        "key",
+    }
+
+
+@browser_only
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+@pytest.mark.parametrize("name", TASKS)
+def test_curl_line_of_the_page_works_as_it_is(page, server, name):
+    page.open()
+    page.choose(name)
+    if name == "mood":
+        page.type("text", 'It\'s "odd" $HOME `x` \\ \n é')
+        page.run("$('more').open = true")
+        page.type("option-top_k", "1")
+    page.press()
+    sent = server.asked[-1]
+    line = page.run("$('curl').textContent")
+    found = subprocess.run(
+        ["sh", "-c", f"{line} --silent --fail"], capture_output=True, check=True, timeout=60
+    )
+    assert server.asked[-1] == sent
+    assert json.loads(found.stdout)["model"] == name
+
+
+@browser_only
+def test_curl_line_has_the_name_of_the_key_and_not_the_key(page, server):
+    page.open()
+    page.run("$('more').open = true")
+    page.type("key", "s3cret")
+    line = page.run("$('curl').textContent")
+    assert '-H "Authorization: Bearer $ENGINERY_API_KEY"' in line
+    assert "s3cret" not in line
+
+
+@browser_only
+def test_charts_move_while_the_page_is_open(page, server):
+    page.open()
+    page.press()
+    page.until("$('chart-batch').innerText.startsWith('6')")
+    line = "$('chart-batch').querySelector('.line').getAttribute('d')"
+    grid = "$('chart-queue').querySelector('.grid').getAttribute('d')"
+    before = page.run(line), page.run(grid)
+    page.until(f"{line} !== {before[0]!r} && {grid} !== {before[1]!r}")
+    first, later = (float(re.match(r"M([\d.]+)", d)[1]) for d in (before[0], page.run(line)))
+    assert later < first
+    page.press()
+    page.until("$('chart-requests').innerText.split('\\n')[0] > 0")
 
 
 @browser_only
@@ -344,13 +473,18 @@ def test_image_is_sent_as_it_is(page, server, tmp_path):
     page.open()
     page.choose("photos")
     assert (page.shown("image"), page.shown("text")) == (True, False)
-    page.press()
-    assert page.run("$('error').innerText") == "choose an image first."
+    assert page.run("$('picture').naturalWidth") == 1
     root = page.browser.ask("DOM.getDocument", session=True)["root"]["nodeId"]
     node = page.browser.ask("DOM.querySelector", session=True, nodeId=root, selector="#image")
     page.browser.ask("DOM.setFileInputFiles", session=True, files=[str(file)], **node)
     page.press()
     assert server.asked[-1] == ("photos", file.read_bytes(), "image/png")
+    assert not page.shown("picture")
+    assert page.run("$('curl').textContent").endswith("--data-binary '@cat.png'")
+    page.run("$('more').open = true")
+    page.type("option-top_k", "1")
+    page.press()
+    assert server.path == "/predict/photos?top_k=1"
     assert page.answer().split() == ["cat", "0.75"]
 
 
@@ -450,6 +584,16 @@ def test_page_and_the_real_server_agree(exported, tmp_path):
             facts = page.run("$('facts').innerText")
             assert "CPUExecutionProvider" in facts
             assert "fp32" in facts
+            assert not page.shown("model")
+            line = page.run("$('curl').textContent")
+            found = subprocess.run(
+                ["sh", "-c", f"{line} --silent --fail"], capture_output=True, check=True
+            )
+            assert len(json.loads(found.stdout)["outputs"]["labels"]) == 3
+            assert "max tokens" in page.run("$('details').textContent")
+            costs = page.run("$('details').textContent.match(/seconds per token/g).length")
+            assert costs == 1
+            assert "ms per token" not in page.run("$('details').textContent")
             page.type("text", "long " * 1000)
             page.press()
             assert page.run("$('error').innerText").startswith("413: ")

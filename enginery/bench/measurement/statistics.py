@@ -3,7 +3,7 @@
 >>> median_interval([5.1, 5.0, 5.3, 5.2, 5.1, 5.4, 5.2, 5.1])
 (5.0, 5.4)
 >>> compare([[2.0, 2.1]] * 8, [[1.0, 1.0]] * 8, confidence=0.95, smallest=0.02).words
-'2.05 times as fast (2.05 to 2.05)'
+'2.05x as fast (2.05x to 2.05x)'
 
 Intervals are computed over the medians of the turns. The single runs of a turn follow one another
 directly, so they are not independent.
@@ -15,7 +15,13 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from enginery.core.artifact.reports import Comparison, Interval, Latency
+from enginery.core.artifact.reports import (
+    Comparison,
+    Interval,
+    Latency,
+    format_ratio,
+    is_clear_ratio,
+)
 
 Turns = Sequence[Sequence[float]]
 """Times of each turn's runs in ms."""
@@ -62,6 +68,10 @@ def compare(
         confidence: confidence level of the interval.
         smallest: a ratio within this share of 1 is no difference.
         names: names of the backend and of the base.
+
+    Returns:
+        The comparison. Its words have no ratio if the interval is wider than the ratio itself:
+        such a number would say less than it seems to.
     """
     pairs = zip(base, backend, strict=False)
     ratios = [median(theirs) / median(ours) for theirs, ours in pairs]
@@ -72,16 +82,14 @@ def compare(
         return Comparison(*names, middle, None, False, few)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
-    span = f"({_ratio(low)} to {_ratio(high)})"
-    words = f"{_ratio(middle)} times as fast {span}" if different else f"no difference seen {span}"
-    return Comparison(*names, middle, interval, different, words)
-
-
-def _ratio(value: float) -> str:
-    """Format a ratio: with three decimals near 1, and with two significant digits below 0.1."""
-    if value < 0.1:
-        return f"{value:.2g}"
-    return f"{value:.3f}" if abs(value - 1) < 0.1 else f"{value:.2f}"
+    span = f"({format_ratio(low)} to {format_ratio(high)})"
+    if is_clear_ratio(middle, interval):
+        words = f"{format_ratio(middle)} as fast" if different else "no difference seen"
+    elif different:
+        words = f"{'faster' if low > 1 else 'slower'}, unclear by how much"
+    else:
+        words = "unclear"
+    return Comparison(*names, middle, interval, different, f"{words} {span}")
 
 
 def median_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval | None:

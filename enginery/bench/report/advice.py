@@ -16,6 +16,7 @@ from enginery.core.artifact.reports import (
     BenchResult,
     ContenderRecord,
     Measurement,
+    describe_ratio,
 )
 from enginery.runtime.onnxruntime import session
 from enginery.runtime.onnxruntime.binding import BUCKETS
@@ -154,11 +155,10 @@ def gpu_slower_than_cpu(result: BenchResult) -> Iterator[Advice]:
         gpu_is_faster = (found.speedup > 1) == (gpu is pair[0])
         if gpu is None or cpu is None or not found.different or gpu_is_faster:
             continue
-        times = found.speedup if cpu is pair[0] else 1 / found.speedup
         yield Advice(
             "GPU slower than CPU",
             f"the GPU is slower than the CPU at {where}",
-            f"the CPU is {times:.2f} times as fast; "
+            f"the CPU is {describe_ratio(*found.speedup_of(cpu.name))} as fast; "
             + ("; ".join(_why_slow(result, gpu)) or "the result shows no reason"),
             "Fix the causes that are listed, run larger batches, or keep this model on the CPU.",
         )
@@ -177,12 +177,12 @@ def int8_slower_than_fp16(result: BenchResult) -> Iterator[Advice]:
                 "fp16",
             }:
                 continue
-            int8_speedup = found.speedup if kinds[0] == "int8" else 1 / found.speedup
-            if int8_speedup < 1 and found.different:
+            int8_speedup = found.speedup_of(pair[kinds.index("int8")].name)
+            if int8_speedup[0] < 1 and found.different:
                 yield Advice(
                     "INT8 slower than FP16",
                     f"INT8 is slower than FP16 at {_describe(case)}",
-                    f"INT8 is {int8_speedup:.2f} times as fast as FP16",
+                    f"INT8 is {describe_ratio(*int8_speedup)} as fast as FP16",
                     "Use FP16 for these shapes. Memory and kernel launches limit small batches; "
                     "ONNX Runtime's CUDA provider does not fuse Q/DQ: run INT8 in TensorRT.",
                 )

@@ -1,18 +1,19 @@
 """Figures of a benchmark: latency, throughput and speedup.
 
 A figure is a function that draws on matplotlib axes. Error bars are the confidence intervals of the
-medians and ratios. A ratio without an interval, because there were too few rounds, is a hollow
-marker.
+medians and ratios. An interval that is wider than its ratio has no marker, because the ratio is
+unclear. A ratio without an interval, because there were too few rounds, is a hollow marker.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from enginery.core.artifact.reports import BenchCase, BenchResult, Measurement
-from enginery.core.figures import Draw
+from enginery.core.artifact.reports import BenchCase, BenchResult, Measurement, is_clear_ratio
+from enginery.core.figures import MARKERS, Draw
 
 Point = tuple[BenchCase, Measurement]
 
@@ -28,10 +29,10 @@ def draw_figures(result: BenchResult) -> dict[str, Draw]:
     for axis, other in (_AXES, _AXES[::-1]):
         sizes = {case.sizes.get(axis) for case in result.cases} - {None}
         if len(sizes) > 1:
-            fixed = _middle_size(result, other)
+            fixed = middle_size(result, other)
             found[f"latency-by-{axis}"] = partial(_latency, result, axis, other, fixed)
     if len({case.rows for case in result.cases}) > 1:
-        fixed = _middle_size(result, "sequence")
+        fixed = middle_size(result, "sequence")
         found["throughput"] = partial(_throughput, result, fixed)
     if any(case.comparisons for case in result.cases):
         found["speedup"] = partial(_speedup, result, reference_of(result))
@@ -48,7 +49,7 @@ def reference_of(result: BenchResult) -> str:
 
 def caption(name: str, result: BenchResult) -> str:
     """Return the caption of a figure, which is also its text alternative."""
-    batch, sequence = _middle_size(result, "batch"), _middle_size(result, "sequence")
+    batch, sequence = middle_size(result, "batch"), middle_size(result, "sequence")
     at = {
         "latency-by-batch": f" at sequence {sequence}" if sequence else "",
         "latency-by-sequence": f" at batch {batch}" if batch else "",
@@ -63,13 +64,13 @@ def caption(name: str, result: BenchResult) -> str:
     }
     if name == "speedup":
         return (
-            f"{words[name]}; bars are confidence intervals, hollow markers have too few rounds for "
-            "one"
+            f"{words[name]}; bars are confidence intervals. A bar without a marker is wider than "
+            "the ratio, which is unclear; a hollow marker has too few rounds for a bar"
         )
     return f"{words[name]}{at}"
 
 
-def _middle_size(result: BenchResult, dim: str) -> int | None:
+def middle_size(result: BenchResult, dim: str) -> int | None:
     """Return the middle one of the sizes of a dim, or None if the graph does not have it."""
     sizes = sorted({case.sizes[dim] for case in result.cases if dim in case.sizes})
     return sizes[len(sizes) // 2] if sizes else None
@@ -110,7 +111,6 @@ def _latency(result: BenchResult, axis: str, other: str, fixed: int | None, axes
         )
     _log_axes(axes, sorted({case.sizes[axis] for case in result.cases if axis in case.sizes}))
     axes.set(xlabel=axis, ylabel="latency, ms")
-    axes.legend(fontsize=9)
 
 
 def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
@@ -125,7 +125,6 @@ def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
         )
     _log_axes(axes, sorted({case.rows for case in result.cases}))
     axes.set(xlabel="batch", ylabel="inputs/s")
-    axes.legend(fontsize=9)
 
 
 def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
@@ -141,13 +140,15 @@ def _log_axes(axes: Any, sizes: Sequence[int]) -> None:
 def _label_decades(axis: Any, low: float, high: float) -> None:
     """Label a log axis with plain numbers.
 
-    A range below a factor of 30 has at most two powers of ten, so minor ticks are labelled too:
-    all below a factor of 4, otherwise those at 2 and 5 times each power.
+    A range below a factor of 30 has at most two powers of ten, and a wider one may have a single
+    one, so minor ticks are labelled too: all below a factor of 4, otherwise those at 2 and 5 times
+    each power.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if high / low < 30:
+    powers = math.floor(math.log10(high)) - math.ceil(math.log10(low)) + 1
+    if high / low < 30 or powers < 2:
         every = high / low < 4
         axis.set_minor_formatter(
             FuncFormatter(lambda value, _: f"{value:g}" if every else _label_2_and_5(value))
@@ -165,8 +166,9 @@ def _label_2_and_5(value: float) -> str:
 def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     """Draw a row for each shape, with a marker and an interval for each backend."""
     names = [record.name for record in result.contenders if record.name != reference]
+    for place, name in enumerate(names):
+        axes.plot([], [], f"C{place}{MARKERS[place % len(MARKERS)]}", label=name)
     labels = []
-    labelled: set[str] = set()
     for row, case in enumerate(result.cases):
         labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
         for place, name in enumerate(names):
@@ -175,26 +177,24 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
             )
             if found is None:
                 continue
-            flipped = found.contender == reference
-            value = 1 / found.speedup if flipped else found.speedup
-            low, high = found.interval or (found.speedup, found.speedup)
-            low, high = (1 / high, 1 / low) if flipped else (low, high)
+            value, interval = found.speedup_of(name)
+            low, high = interval or (value, value)
             offset = (place - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
             style = {
                 "color": f"C{place}",
-                "marker": "os^DvPX"[place % 7],
+                "marker": MARKERS[place % len(MARKERS)],
                 "linestyle": "none",
-                "fillstyle": "full" if found.interval else "none",
+                "fillstyle": "full" if interval else "none",
             }
-            axes.errorbar(
+            mark = axes.errorbar(
                 [value],
                 [row + offset],
-                xerr=[[max(0, value - low)], [max(0, high - value)]],
+                xerr=[[max(0, value - low)], [max(0, high - value)]] if interval else None,
                 capsize=2,
-                label=None if name in labelled else name,
                 **style,
             )
-            labelled.add(name)
+            if interval and not is_clear_ratio(value, interval):
+                mark.lines[0].set_visible(False)  # the interval alone: the ratio is unclear
     axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -203,7 +203,6 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     # On a log axis, half as fast is as far from 1 as twice as fast.
     axes.set_xscale("log")
     _label_decades(axes.xaxis, *axes.get_xlim())
-    axes.legend(fontsize=9, loc="best")
 
 
 def _images(result: BenchResult, axes: Any) -> None:
@@ -218,7 +217,6 @@ def _images(result: BenchResult, axes: Any) -> None:
         axes.plot(*zip(*points, strict=True), linestyle="none", label=name)
     axes.set(xlabel="input, megapixels", ylabel="time, ms")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=9)
 
 
 def height_of(name: str, result: BenchResult) -> float:

@@ -6,10 +6,10 @@ The input is a directory with `manifest.json`, `reports/benchmark.json` or both.
 to `reports/report.html`, and the figures are written beside it as SVG files.
 
 The page is self-contained: it loads no scripts, fonts or network resources. The template engine
-escapes all text. Figures may come from an artifact that somebody else made, so they are embedded as
-images, in which browsers neither run scripts nor load resources, and the page's content security
-policy forbids both as well. A damaged report of another stage is mentioned on the page; a damaged
-benchmark is an error.
+escapes all text, and paths of the machine become the names of their files. Figures may come from an
+artifact that somebody else made, so they are embedded as images, in which browsers neither run
+scripts nor load resources, and the page's content security policy forbids both as well. A damaged
+report of another stage is mentioned on the page; a damaged benchmark is an error.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from enginery.bench.config import BenchConfig
 from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of
 from enginery.bench.report.rows import Row, lines, tables
+from enginery.bench.report.summary import Summary, summarize
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
+from enginery.core.artifact.engine_record import describe_products
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.artifact.reports import (
     BenchResult,
@@ -41,6 +46,7 @@ from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
+from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
 
 PAGE = f"{REPORTS}/report.html"
@@ -49,9 +55,17 @@ _WIDTH = 4.8
 """Width of a figure in inches: on a screen of 360 pixels, its text is still 9 pixels high."""
 _MAX_FIGURE_BYTES = 4 * 2**20
 """Limit for a stored figure; the figures of this stage have 0.1 MB."""
-_SHORT = 38
-"""Number of characters up to which a cell counts as short."""
 _NOTHING = "–"
+
+_ROOTS = (
+    "(?:home|Users|root|tmp|var|mnt|media|opt|srv|data|scratch|work|workspace|private|run|Volumes)"
+)
+"""Top directories that people keep files in. The name of an ONNX node may look like a path, too."""
+_NODES = ("exclude", "keep_fp32")
+"""Options with names of nodes."""
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
@@ -65,10 +79,10 @@ def write_report(path: Path) -> Path:
     """
     result = BenchResult.below(path)
     has_manifest = (path / MANIFEST).is_file() or result is None
-    manifest = Artifact.open(path).manifest if has_manifest else None
+    artifact = Artifact.open(path) if has_manifest else None
     try:
         drawn = draw_bench_figures(result) if result else {}
-        files = {PAGE: _page(path, manifest, result, drawn).encode(), **drawn}
+        files = {PAGE: _page(path, artifact, result, drawn).encode(), **drawn}
     except (ArithmeticError, LookupError, ValueError) as error:  # e.g. an empty list of backends
         raise ArtifactError(
             f"{path / REPORTS / BenchResult.FILE} is inconsistent: {error!r}.",
@@ -116,28 +130,19 @@ def draw_bench_figures(result: BenchResult) -> dict[str, bytes]:
 
 
 def _page(
-    path: Path, manifest: Manifest | None, result: BenchResult | None, drawn: Mapping[str, bytes]
+    path: Path, artifact: Artifact | None, result: BenchResult | None, drawn: Mapping[str, bytes]
 ) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"gpus": gpu_names, "number": _number, "versions": named_versions}
-    environment.tests["narrow"] = _is_narrow
+    manifest = artifact.manifest if artifact else None
+    environment = _environment(_local_paths(path, manifest, result))
     validation, no_validation = _read(ValidationReport, path)
     weights = validation.weights if validation else None
     quantization, no_quantization = _read(QuantizationReport, path)
     engines, no_engines = _read(BuildReport, path)
-    subject = result.subjects[0] if result and not manifest else None
+    summary = summarize(artifact, validation, result)
     return environment.get_template("page.html").render(
         style=(_TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        title=subject["name"] if subject else manifest.source.name if manifest else "",
-        subject=subject,
+        title=_title(manifest, summary),
+        summary=summary,
         manifest=manifest,
         validation=validation,
         quantization=quantization,
@@ -150,11 +155,14 @@ def _page(
         },
         interface=_interface_rows(manifest) if manifest else [],
         stages=_stage_rows(manifest) if manifest else [],
+        stage_options=_option_rows(manifest) if manifest else [],
         outputs=_output_rows(validation) if validation else [],
         differing_weights=_differing_weights(weights) if weights else [],
         untraced_weights=_untraced_weights(weights) if weights else [],
         mixes=_mix_rows(quantization) if quantization else [],
         engine_rows=_engine_rows(engines) if engines else [],
+        layer_rows=_layer_rows(engines) if engines else [],
+        bench_options=_bench_options(result) if result else "",
         tables=tables(result) if result else {},
         notes=[*lines(result)[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
         drawn=[
@@ -167,6 +175,79 @@ def _page(
             path, "lengths.svg", "Lengths of the data and the profiles' buckets"
         ),
     )
+
+
+def _title(manifest: Manifest | None, summary: Summary) -> str:
+    if manifest:
+        return manifest.source.name
+    return ", ".join(model.name for model in summary.models)
+
+
+def _environment(local_paths: re.Pattern[str]) -> Environment:
+    """Return the template engine, which escapes text and shortens paths of this machine."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def shorten(value: Any) -> Any:
+        if not isinstance(value, str) or isinstance(value, Markup):
+            return value
+        return local_paths.sub(lambda found: _last_part(found[0]), value)
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=shorten,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"gpus": gpu_names, "number": _number, "versions": named_versions}
+    return environment
+
+
+def _local_paths(
+    path: Path, manifest: Manifest | None, result: BenchResult | None
+) -> re.Pattern[str]:
+    """Return a pattern of paths on the machine that made the reports, or that writes the page.
+
+    It matches the paths that the reports name, with all that is below them, and those in the usual
+    directories.
+    """
+    known = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
+    if manifest:
+        known += [manifest.source.id, *_strings([stage.options for stage in manifest.stages])]
+    if result:
+        subjects = [[subject["path"], subject["source"]] for subject in result.subjects]
+        images = result.images.folder if result.images else ""
+        known += _strings([subjects, images, result.options])
+    absolute = {text for text in known if _is_absolute(text)}
+    whole = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
+    below = r"(?:[/\\][^\s/\\'\",;:()<>]+)*"
+    usual = rf"(?:/{_ROOTS}|[A-Za-z]:[/\\]Users)(?=[/\\])"
+    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{whole})(?![\w-])|{usual}){below}")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in nested lists and objects of options, names of nodes aside."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            if name not in _NODES:
+                yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _is_absolute(text: str) -> bool:
+    """Return True for a path from the root, of more than one part."""
+    found = PureWindowsPath(text) if "\\" in text else PurePath(text)
+    return found.is_absolute() and len(found.parts) > 1
+
+
+def _last_part(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def _read(kind: type[AnyReport], path: Path) -> tuple[AnyReport | None, str]:
@@ -187,7 +268,11 @@ class Figure:
     @property
     def address(self) -> str:
         """The figure as a `data:` URL."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg.encode()).decode()}"
+        from markupsafe import Markup
+
+        # Base64 needs no escapes, and may contain what looks like a path.
+        content = base64.b64encode(self.svg.encode()).decode()
+        return Markup(f"data:image/svg+xml;base64,{content}")  # noqa: S704
 
 
 def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
@@ -222,17 +307,45 @@ def _interface_rows(manifest: Manifest) -> list[Row]:
 
 
 def _stage_rows(manifest: Manifest) -> list[Row]:
+    """Return a row for each stage, with the options that are not the defaults."""
     return [
         {
             "stage": stage.stage,
-            "options": ", ".join(f"{name}={_plain(value)}" for name, value in stage.options.items())
-            or "none",
-            "tools": named_versions(stage.tools),
+            "changed options": _option_list(
+                {name: stage.options.get(name) for name in stage.changed_options}
+            )
+            or "none"
+            if stage.changed_options is not None
+            else "not recorded",
             "time, memory": f"{stage.seconds:.1f} s, {stage.peak_rss_bytes / 1e6:,.0f} MB",
-            "finished": stage.finished,
+            "finished": stage.finished.replace("T", " ").replace("+00:00", " UTC"),
         }
         for stage in manifest.stages
     ]
+
+
+def _option_rows(manifest: Manifest) -> list[Row]:
+    """Return a row for each stage, with all options and the versions of its tools."""
+    return [
+        {
+            "stage": stage.stage,
+            "options": _option_list(stage.options) or "none",
+            "tools": named_versions(stage.tools),
+        }
+        for stage in manifest.stages
+    ]
+
+
+def _bench_options(result: BenchResult) -> str:
+    """Return the options of the benchmark that are not the defaults."""
+    defaults = options_dict(BenchConfig())
+    return _option_list(
+        {n: value for n, value in result.options.items() if value != defaults.get(n)}
+    )
+
+
+def _option_list(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_plain(value)}" for name, value in options.items())
 
 
 def _output_rows(report: ValidationReport) -> list[Row]:
@@ -300,16 +413,20 @@ def _engine_rows(report: BuildReport) -> list[Row]:
             "engine": engine["directory"],
             "capability": ", ".join(engine["capabilities"]) or "8.0 and above",
             "profiles": "; ".join(engine["profiles"]) or "fixed shapes",
-            "layers": ", ".join(f"{count} {kind}" for kind, count in engine["layers"].items()),
+            "multiplied in": describe_products(engine["layers"]) or _NOTHING,
             "size": f"{engine['plan_size_bytes'] / 1e6:,.1f} MB",
         }
         for engine in report.engines
     ]
 
 
-def _is_narrow(rows: Sequence[Row]) -> bool:
-    """Return True if all cells are short: on a small screen such a table scrolls, others wrap."""
-    return all(len(cell) <= _SHORT for row in rows for cell in row.values())
+def _layer_rows(report: BuildReport) -> list[Row]:
+    """Return a row for each kind and precision of layers of each engine."""
+    return [
+        {"engine": engine["directory"], "layers": kind, "count": str(count)}
+        for engine in report.engines
+        for kind, count in engine["layers"].items()
+    ]
 
 
 def _number(value: float | None, form: str, nothing: str = _NOTHING) -> str:

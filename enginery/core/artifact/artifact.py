@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock
 from pydantic import ValidationError
@@ -53,6 +53,8 @@ __all__ = [
     "link_or_copy",
     "staging",
 ]
+
+ValidationStatus = Literal["passed", "failed", "none"]
 
 _REMEDY = "Do not use it. Make it again from its source."
 
@@ -124,6 +126,20 @@ class Artifact:
         """Return the failed verdict because of which later stages reject the artifact, or None."""
         newest = {verdict.stage: verdict for verdict in self.manifest.verdicts}
         return next((verdict for verdict in newest.values() if not verdict.passed), None)
+
+    def validation_status(self) -> ValidationStatus:
+        """Return the verdict of `enginery validate`; `none` if this content was not validated."""
+        if self.failed_verdict():
+            return "failed"
+        verdict = self.manifest.verdict("validate")
+        is_of_this = verdict and verdict.fields.get("artifact") == self.content_sha256()
+        return "passed" if is_of_this else "none"
+
+    def graph_bytes(self, record: GraphRecord) -> int:
+        """Return the size of a graph with its weights."""
+        return sum(
+            self.manifest.files[name].size_bytes for name in (record.file, *record.data_files)
+        )
 
     def require_passed(self, *, allow_failed: bool) -> None:
         """Raise RejectedArtifactError if a check of this artifact failed."""

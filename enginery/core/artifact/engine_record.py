@@ -65,6 +65,36 @@ class LayerRecord:
     tactic: str
 
 
+_PRODUCTS = {
+    "gemm": "matrix product",
+    "convolution": "convolution",
+    "attention": "fused attention",
+}
+"""Kinds of layers that multiply, in words."""
+
+
+def describe_products(layers: Mapping[str, int]) -> str:
+    """Return the layers that multiply, by kind and precision; empty if there are none.
+
+    Args:
+        layers: number of layers by kind and precision, as in `EngineRecord.layers`.
+
+    >>> describe_products({"other fp16": 40, "gemm fp16": 12, "gemm int8": 8, "attention fp16": 6})
+    '12 FP16, 8 INT8 matrix products; 6 FP16 fused attentions'
+    """
+    said = []
+    for kind, words in _PRODUCTS.items():
+        counts = {
+            name.removeprefix(kind).strip().upper(): count
+            for name, count in sorted(layers.items(), key=lambda layer: -layer[1])
+            if name.partition(" ")[0] == kind
+        }
+        if counts:
+            listed = ", ".join(f"{count} {name}".rstrip() for name, count in counts.items())
+            said.append(f"{listed} {words}{'s' * (sum(counts.values()) != 1)}")
+    return "; ".join(said)
+
+
 class EngineRecord(_Record):
     """The content of `engine.json`: one plan of one graph."""
 

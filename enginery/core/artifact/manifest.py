@@ -92,6 +92,8 @@ class StageRecord(_Record):
     fields: dict[str, str]
     """Fields of the fingerprint, so that a later cache miss can report which field changed."""
     options: dict[str, Any]
+    changed_options: tuple[str, ...] | None = None
+    """Names of the options that differed from their defaults; None in earlier manifests."""
     tools: dict[str, str]
     finished: str
     """Time in UTC, ISO 8601."""

@@ -477,6 +477,17 @@ class QuantizedAccuracy:
     """Reason of the failure; empty if it passes."""
 
 
+class ErrorUse(TypedDict):
+    """The largest error of a validation beside the one that is allowed."""
+
+    found: str
+    """Such as `mean cosine 0.9708`."""
+    allowed: str
+    """Such as `at least 0.9635`."""
+    share: float
+    """The error by the allowed one; above 1 it fails."""
+
+
 @dataclass(frozen=True)
 class ValidationReport(Report):
     """The content of `reports/validation.json`."""
@@ -520,6 +531,36 @@ class ValidationReport(Report):
         """Return the case and output with the largest error in units of its limit."""
         pairs = [(case, output) for case in self.cases for output in case.outputs]
         return max(pairs, key=lambda pair: pair[1].limit_ratio, default=None)
+
+    def error_use(self) -> ErrorUse | None:
+        """Return how much of the allowed error is used; None if nothing was compared.
+
+        A quantized artifact is judged by its mean cosine, others by their worst output.
+        """
+        worst = self.worst()
+        if self.accuracy:
+            return _cosine_use(
+                "mean cosine", self.accuracy.found.cosine, self.accuracy.cosine_limit
+            )
+        if worst is None or not math.isfinite(worst[1].max_abs):
+            return None
+        output = worst[1]
+        if not math.isfinite(output.limit):
+            return _cosine_use("smallest cosine", output.cosine, output.cosine_limit)
+        share = output.max_abs / output.limit if output.limit else float(output.max_abs > 0)
+        return {
+            "found": f"largest error {output.max_abs:.1e}",
+            "allowed": f"at most {output.limit:.1e}",
+            "share": share,
+        }
+
+
+def _cosine_use(name: str, cosine: float, limit: float) -> ErrorUse | None:
+    """Return the distance of a cosine from 1 beside the allowed one; None if either is unknown."""
+    if not math.isfinite(cosine) or not math.isfinite(limit) or limit >= 1:
+        return None
+    share = (1 - cosine) / (1 - limit)
+    return {"found": f"{name} {cosine:.4f}", "allowed": f"at least {limit:.4f}", "share": share}
 
 
 # quantization.json
@@ -719,6 +760,43 @@ class Comparison:
     different: bool
     """True if the interval lies on one side of 1, beyond the smallest relevant difference."""
     words: str
+
+    def speedup_of(self, contender: str) -> tuple[float, Interval | None]:
+        """Return the speedup of either contender over the other one, with its interval."""
+        if contender == self.contender:
+            return self.speedup, self.interval
+        inverse = (1 / self.interval[1], 1 / self.interval[0]) if self.interval else None
+        return 1 / self.speedup, inverse
+
+
+def is_clear_ratio(ratio: float, interval: Interval | None) -> bool:
+    """Return True if a ratio's interval is known and no wider than the ratio itself.
+
+    >>> is_clear_ratio(1.9, (1.7, 2.1)), is_clear_ratio(1.9, (0.9, 3.0)), is_clear_ratio(1.9, None)
+    (True, False, False)
+    """
+    return interval is not None and interval[1] - interval[0] <= ratio
+
+
+def format_ratio(ratio: float) -> str:
+    """Format a ratio with two decimals, below 0.1 with two significant digits.
+
+    >>> format_ratio(1.869), format_ratio(22.3), format_ratio(0.0418)
+    ('1.87x', '22.30x', '0.042x')
+    """
+    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+
+
+def describe_ratio(ratio: float, interval: Interval | None) -> str:
+    """Return a ratio, or its interval if that is wider than the ratio itself.
+
+    >>> describe_ratio(1.9, (1.7, 2.1)), describe_ratio(1.9, (0.9, 3.0)), describe_ratio(1.9, None)
+    ('1.90x', '0.90x to 3.00x', 'unclear')
+    """
+    if interval is None:
+        return "unclear"
+    low, high = map(format_ratio, interval)
+    return format_ratio(ratio) if is_clear_ratio(ratio, interval) else f"{low} to {high}"
 
 
 class PlacedProvider(TypedDict):
@@ -926,6 +1004,12 @@ class SubjectRecord(TypedDict):
     task: str
     precision: str
     target: str
+    size_bytes: NotRequired[Count]
+    """Size of the graph with its weights. Missing in earlier results, like the next members."""
+    verdict: NotRequired[str]
+    """Of its validation: `passed`, `failed` or `none`."""
+    error: NotRequired[ErrorUse]
+    """Missing if it was not validated."""
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,10 @@ class Fill(TextTask):
             for result in results
         ]
 
+    def example_input(self) -> str:
+        """Return the example with the tokenizer's mask token."""
+        return self.example[0].replace("{mask}", self.tokenizer.mask_token)
+
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Return the sentences with their last word replaced by the tokenizer's mask token."""
         mask = self.tokenizer.mask_token

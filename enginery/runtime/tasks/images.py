@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
@@ -20,6 +23,7 @@ from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_ve
 from enginery.runtime.tasks.task import Arrays, InputField, ModelInputs, Row, Task, require_outputs
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
+_EXAMPLE_SIDE = 64
 # Model types whose first token (CLS) represents the whole image.
 _FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
 
@@ -89,6 +93,18 @@ class ImageTask(Task):
     def probe(self, tokens: int) -> Row:
         """Return a row of a grey image."""
         return self.image_row(np.full((64, 64, 3), 128, np.uint8))
+
+    def example_input(self) -> str:
+        """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
+        height, width = (
+            dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
+        )
+        stripes = np.zeros((height, width, 3), np.uint8)
+        for channel in range(3):  # equal rows, which PNG stores in a few hundred bytes
+            stripes[:, channel * width // 3 : (channel + 1) * width // 3, channel] = 200
+        content = io.BytesIO()
+        Image.fromarray(stripes).save(content, "png")
+        return base64.b64encode(content.getvalue()).decode()
 
     def batch_key(self, row: Row) -> Hashable:
         """Return the shape of the pixels: only images of one size share a batch."""

@@ -332,6 +332,13 @@ class Task(RowTask):
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe each result."""
 
+    def example_input(self) -> Any:
+        """Return one input as JSON has it, for a first request: texts by name, or one text."""
+        names = [part.name for part in self.inputs if not part.optional]
+        if len(names) == 1:
+            return self.example[0]
+        return dict(zip(names, self.example, strict=True))
+
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Turn built-in sentences into inputs of this task; empty if the task takes no texts."""
         return ()

@@ -24,6 +24,7 @@ from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.runtime.text.pooling import read_pooling
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
+from enginery.serve.api.oip_tensors import DATATYPE_OF
 from enginery.serve.api.requests import Schema, StrictRequestBody
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
@@ -34,6 +35,9 @@ routes = Routes("admin")
 # TEI's names of precisions.
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _NOT_LOADED = ("loading", "failed")
+_EXAMPLE_TOKENS = 4
+_MAX_EXAMPLE_ELEMENTS = 1000
+"""Number of elements up to which tensors are shown as an example."""
 _HEALTH_FIELDS = ("providers", "provider", "precision", "verdict")
 
 
@@ -147,7 +151,7 @@ async def info(request: Request) -> Response:
     body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
         body |= _tei_info(request, models[0])
-    body["models"] = [_model_info(model) for model in models]
+    body["models"] = [_model_description(model) for model in models]
     return json_response(body)
 
 
@@ -158,7 +162,7 @@ async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info: all properties of one model."""
     model = registry_of(request).get(request.path_params["model"])
     request.scope["state"]["record"].model = model.name
-    described = _model_info(model)
+    described = _model_description(model)
     if model.state in _NOT_LOADED:
         return json_response(described)
     return json_response({**_tei_info(request, model), **described})
@@ -205,7 +209,41 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
     if model.state == "loading" or not model.is_loaded:
         return found
     source = _source_name(model.artifact.manifest.source, model.name)
-    return {**found, "source": source, "verdict": model.backend.validation_status()}
+    return {**found, "source": source, "verdict": model.artifact.validation_status()}
+
+
+def _model_description(model: ServedModel) -> dict[str, Any]:
+    """Return a model's properties with what a form needs: fields, options and an example.
+
+    `example` is a body for /predict/M or, for a model of no supported task, for /v2/models/M/infer;
+    null if its tensors are too large to read.
+    """
+    found = _model_info(model)
+    loaded = model.state != "loading" and model.is_loaded
+    return {**found, **_request_form(model)} if loaded else found
+
+
+def _request_form(model: ServedModel) -> dict[str, Any]:
+    task = model.task
+    if task is not None:
+        return {
+            "fields": [{"name": part.name, "optional": part.optional} for part in task.inputs],
+            "options": task.Options.schemas(),
+            "example": {"inputs": task.example_input()},
+        }
+    feeds = model.backend.synthetic_feeds(_EXAMPLE_TOKENS)
+    if sum(array.size for array in feeds.values()) > _MAX_EXAMPLE_ELEMENTS:
+        return {"fields": [], "options": {}, "example": None}
+    tensors = [
+        {
+            "name": name,
+            "datatype": DATATYPE_OF[str(array.dtype)],
+            "shape": list(array.shape),
+            "data": array.ravel().tolist(),
+        }
+        for name, array in feeds.items()
+    ]
+    return {"fields": [], "options": {}, "example": {"inputs": tensors}}
 
 
 def _source_name(source: SourceRecord, served_as: str) -> str:

@@ -41,12 +41,6 @@ class BatchCost:
         """The fixed cost in tokens: how many tokens take as long as the fixed part."""
         return self.fixed_seconds / self.seconds_per_token if self.seconds_per_token else 0.0
 
-    def __str__(self) -> str:
-        if not self.seconds_per_token:
-            return "nothing yet"
-        fixed, each = self.fixed_seconds * 1e3, self.seconds_per_token * 1e3
-        return f"{fixed:.2f} ms + {each:.3f} ms per token"
-
 
 def fit_cost(samples: Sequence[tuple[int, float]]) -> BatchCost:
     """Fit a line through the fastest run of the smallest size and that of the largest size.
@@ -155,15 +149,14 @@ def choose_max_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:
 
     On a GPU larger batches are faster per token until the fixed cost no longer matters. With a
     fixed cost of f tokens, its share in a batch of n tokens is f / (f + n), which is `_FIXED_SHARE`
-    at n = f * (1 - _FIXED_SHARE) / _FIXED_SHARE.
+    at n = f * (1 - _FIXED_SHARE) / _FIXED_SHARE. The explanation leaves the cost out: every batch
+    changes it, and /info has what it is now.
     """
     if on_cpu:
-        return _CPU_TOKENS, (
-            f"{_CPU_TOKENS} tokens: on a CPU larger batches take longer per token; measured {cost}"
-        )
+        return _CPU_TOKENS, (f"{_CPU_TOKENS} tokens: on a CPU larger batches take longer per token")
     target = int(cost.fixed_cost_tokens * (1 - _FIXED_SHARE) / _FIXED_SHARE)
     tokens = min(max(target, _MIN_TOKENS), _MAX_TOKENS)
     return tokens, (
         f"{tokens} tokens: from {target} tokens on the fixed cost is below {_FIXED_SHARE:.0%} of a "
-        f"batch; limited to {_MIN_TOKENS} to {_MAX_TOKENS}; measured {cost}"
+        f"batch; limited to {_MIN_TOKENS} to {_MAX_TOKENS}"
     )

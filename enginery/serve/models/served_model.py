@@ -43,7 +43,6 @@ from enginery.serve.config import ServeConfig
 
 _log = logging.getLogger(__name__)
 
-ValidationStatus = Literal["passed", "failed", "none"]
 State = Literal["loading", "ready", "stuck", "failed", "closed"]
 Result = TypeVar("Result")
 OnBatch = Callable[[str, BatchStatistics], None]
@@ -211,7 +210,7 @@ class ModelBackend:
                 if self.task.verb == "embed":
                     self.dim = int(output.shape[0])
             else:
-                self.runner(self._synthetic_feeds())
+                self.runner(self.synthetic_feeds())
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
@@ -242,14 +241,6 @@ class ModelBackend:
             return False
         self.rules = self._rules()
         return True
-
-    def validation_status(self) -> ValidationStatus:
-        """Return the verdict of `enginery validate`; `none` if this content was not validated."""
-        if self.artifact.failed_verdict():
-            return "failed"
-        verdict = self.artifact.manifest.verdict("validate")
-        is_of_this = verdict and verdict.fields.get("artifact") == self.artifact.content_sha256()
-        return "passed" if is_of_this else "none"
 
     def info(self) -> dict[str, Any]:
         """Return the artifact's properties, its providers and its batch rules, as JSON."""
@@ -300,7 +291,8 @@ class ModelBackend:
             raise AssertionError("only texts are probed")
         return self._batches[type(self.task)].run([self.task.probe(tokens)])
 
-    def _synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
+    def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
+        """Return made-up inputs of the graph: one row, of a number of tokens."""
         limits = FeedLimits.from_config(self.config)
         sizes = {
             name: limits.sizes.get(name, max(limits.min_sequence, tokens))

@@ -82,7 +82,7 @@ def test_drift_does_not_change_the_ratio():
     found = ratio([[3.0 * d] for d in drift], [[2.0 * d] for d in drift])
     assert found.speedup == pytest.approx(1.5)
     assert found.interval == (pytest.approx(1.5), pytest.approx(1.5))
-    assert found.words == "1.50 times as fast (1.50 to 1.50)"
+    assert found.words == "1.50x as fast (1.50x to 1.50x)"
 
 
 def test_difference_within_the_noise_is_no_difference():
@@ -100,15 +100,33 @@ def test_difference_below_the_smallest_is_no_difference():
     assert ratio(base, backend, smallest=0.005).different
 
 
+def test_ratio_is_unclear_if_its_interval_is_wider():
+    steady = [[1.0]] * 8
+    found = ratio([[1.0], [9.0]] * 4, steady)
+    assert found.words == "unclear (1.00x to 9.00x)"
+    faster = ratio([[2.0], [9.0]] * 4, steady)
+    assert faster.different
+    assert faster.words == "faster, unclear by how much (2.00x to 9.00x)"
+    slower = ratio(steady, [[2.0], [9.0]] * 4)
+    assert slower.words == "slower, unclear by how much (0.11x to 0.50x)"
+    assert ratio([[1.8], [2.2]] * 4, steady).words == "2.00x as fast (1.80x to 2.20x)"
+
+
+def test_speedup_is_told_from_either_side():
+    found = ratio([[2.0]] * 8, [[1.0]] * 8)
+    assert found.speedup_of("backend") == (2.0, (2.0, 2.0))
+    assert found.speedup_of("base") == (0.5, (0.5, 0.5))
+
+
 def test_slower_backend_is_a_difference():
     found = ratio([[1.0]] * 10, [[4.0]] * 10)
     assert found.different
-    assert found.words == "0.25 times as fast (0.25 to 0.25)"
+    assert found.words == "0.25x as fast (0.25x to 0.25x)"
 
 
 def test_small_and_large_ratios_keep_their_digits():
-    assert ratio([[0.0042]] * 8, [[1.0]] * 8).words == "0.0042 times as fast (0.0042 to 0.0042)"
-    assert ratio([[333.3]] * 8, [[1.0]] * 8).words.startswith("333.30 times")
+    assert ratio([[0.0042]] * 8, [[1.0]] * 8).words == "0.0042x as fast (0.0042x to 0.0042x)"
+    assert ratio([[333.3]] * 8, [[1.0]] * 8).words.startswith("333.30x as fast")
 
 
 def test_rounds_of_only_one_backend_are_ignored():

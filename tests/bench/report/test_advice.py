@@ -138,7 +138,7 @@ def gpu_and_cpu(gpu_ms, cpu_ms):
 def test_gpu_slower_than_cpu_gives_reasons():
     (advice,) = gpu_slower_than_cpu(gpu_and_cpu(100.0, 40.0))
     assert advice.finding == "the GPU is slower than the CPU at height 640"
-    assert advice.evidence.startswith("the CPU is 2.50 times as fast; enginery has 12 convolutions")
+    assert advice.evidence.startswith("the CPU is 2.50x as fast; enginery has 12 convolutions")
 
 
 def test_openvino_does_not_count_as_a_gpu():
@@ -173,7 +173,7 @@ def test_int8_slower_than_fp16(int8_ms, fires, int8_first):
     found = list(int8_slower_than_fp16(result))
     assert len(found) == fires
     if fires:
-        assert found[0].evidence == "INT8 is 0.50 times as fast as FP16"
+        assert found[0].evidence == "INT8 is 0.50x as fast as FP16"
 
 
 def test_padding_over_thirty_percent():

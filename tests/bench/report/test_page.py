@@ -6,9 +6,11 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
+from enginery.bench.config import BenchConfig
 from enginery.bench.report import page
 from enginery.bench.report.curves import draw_figures
 from enginery.bench.report.page import write_report
@@ -24,6 +26,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import figure_svg
+from enginery.core.options import options_dict
 from tests.bench.chromium import Chromium, find_chromium
 from tests.bench.sample_results import (
     make_backend_record,
@@ -129,8 +132,9 @@ def test_page_shows_all_reports_and_loads_nothing(exported, copied):
     } <= words
     assert {"last_hidden_state", "passed", "export"} <= words
     assert "opset=20" in text
-    assert "2.00 times as fast (2.00 to 2.00)" in words
+    assert "2.00x as fast (2.00x to 2.00x)" in words
     assert outline.tags.count("img") == 4 + 2
+    assert outline.words.index("Summary") < outline.words.index("Model", 20)
     assert all(link.startswith(("#", "data:")) for link in outline.links)
     assert not {"script", "svg", "iframe"} & set(outline.tags)
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text)
@@ -141,6 +145,60 @@ def test_page_shows_all_reports_and_loads_nothing(exported, copied):
         "throughput.svg",
         "speedup.svg",
     } <= figures
+
+
+def test_page_has_no_path_of_the_machine(exported, copied, tmp_path):
+    artifact = full_artifact(exported, copied)
+    assert artifact.manifest.source.kind == "directory"
+    home = str(Path.home())
+    stage = artifact.manifest.stages[0]
+    options = {"data": "/elsewhere/my data/reviews.csv", "exclude": ["/encoder/MatMul"]}
+    changed = stage.model_copy(
+        update={
+            "options": options,
+            "changed_options": ("data", "exclude"),
+            "notes": ("read /elsewhere/my data/reviews.csv, not /encoder/layer.0/MatMul",),
+        }
+    )
+    manifest = artifact.manifest.model_copy(update={"stages": (changed,)})
+    (artifact.path / "manifest.json").write_bytes(manifest.to_bytes())
+    result = make_sweep_result()
+    subjects = [{**s, "path": str(tmp_path / "models" / s["name"])} for s in result.subjects]
+    notes = [f"{home}/x/model.onnx: odd", r"C:\Users\me\model.onnx: odd", f"see {tmp_path}/a.log."]
+    left_out = {"optimum": "libcudnn.so was not found in /opt/cuda/lib64:/srv/lib"}
+    result = replace(result, subjects=subjects, notes=notes, left_out=left_out)
+    save_result(artifact.path, result)
+    text = re.sub(r"data:image[^\"]+", "", write_report(artifact.path).read_text())
+    assert not re.search(r"/(tmp|home|root|Users|elsewhere|opt|srv)\b", text), text
+    assert artifact.manifest.source.id not in text
+    assert "Users" not in text
+    words = " ".join(Outline(text).words)
+    assert artifact.manifest.source.name in words
+    assert "data=reviews.csv, exclude=[&#34;/encoder/MatMul&#34;]" in text
+    assert "export: read reviews.csv, not /encoder/layer.0/MatMul" in words
+    assert "note: model.onnx: odd" in words
+    assert "not found in lib64:lib" in words
+
+
+def test_page_lists_changed_options_and_folds_the_rest(exported, copied):
+    artifact = full_artifact(exported, copied)
+    result = replace(make_sweep_result(), options=options_dict(BenchConfig(batch="4")))
+    save_result(artifact.path, result)
+    shown, _, folded = write_report(artifact.path).read_text().partition("<details>")
+    assert set(artifact.manifest.stages[0].changed_options) >= {"task"}
+    assert "task=feature-extraction" in shown
+    assert "opset=20" not in shown
+    assert "opset=20" in folded.partition("</details>")[0]
+    assert "batch=4" in folded
+    assert "max_rounds" not in folded
+
+
+def test_page_counts_layers_in_words(exported, copied):
+    text = write_report(full_artifact(exported, copied).path).read_text()
+    shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    assert "14 FP16 matrix products" in shown
+    assert "gemm fp16" not in shown
+    assert "gemm fp16" in text
 
 
 def test_page_is_reproducible(exported, copied):
@@ -325,6 +383,25 @@ def test_speedup_has_a_log_axis_and_hollow_markers_without_intervals():
     assert marks == ["full", "none"]
 
 
+def test_axis_with_a_single_power_of_ten_has_other_labels():
+    result = make_sweep_result()
+    wide = [replace(c, interval=(0.15, 6.0)) for c in result.cases[0].comparisons]
+    svg = figure_svg(
+        draw_figures(replace(result, cases=[replace(result.cases[0], comparisons=wide)]))["speedup"]
+    )
+    texts = ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    assert {"0.5", "1", "2", "5"} <= {"".join(text.itertext()) for text in texts}
+
+
+def test_unclear_ratio_is_an_interval_without_a_marker():
+    result = make_sweep_result()
+    shown = result.cases[0].comparisons[0]
+    unclear = replace(shown, interval=(0.1, 9.0))
+    cases = [replace(result.cases[0], comparisons=[unclear]), *result.cases[1:]]
+    axes = axes_of(draw_figures(replace(result, cases=cases))["speedup"])
+    assert [bar[0].get_visible() for bar in axes.containers][:2] == [False, True]
+
+
 def test_number_of_pixels_with_channels_last():
     result = make_image_result()
     images = [replace(image, shape=[1, 640, 960, 3]) for image in result.images.images]
@@ -359,13 +436,12 @@ def test_page_in_a_browser(exported, copied, tmp_path, dark, kind):
         directory = save_result(tmp_path / "images", make_image_result())
     html = write_report(directory)
     with Chromium(find_chromium(), tmp_path) as browser:
-        for width in (1280, 360):
+        for width in (1280, 400, 360):
             picture = tmp_path / f"{kind}-{width}-{'dark' if dark else 'light'}.png"
             look = browser.look(html, width=width, picture=picture, dark=dark)
             assert look.overflow == 0
             assert look.wide == []
             assert look.medians <= width
-            assert look.labels == 0
             assert look.logged == []
             assert look.repeated_ids == []
             assert look.smallest_text >= 8

@@ -76,10 +76,10 @@ def test_comparisons_mention_a_busy_machine():
         contenders=[make_backend_record("a"), make_backend_record("b")], cases=[case]
     )
     (row,) = tables(result)["Comparison"]
-    assert row["result"] == "2.00 times as fast (2.00 to 2.00)"
+    assert row["result"] == "2.00x as fast (2.00x to 2.00x)"
     busy = replace(result, machine={**result.machine, "load": 8.1})
     (row,) = tables(busy)["Comparison"]
-    assert row["result"] == "2.00 times as fast (2.00 to 2.00); on a busy machine"
+    assert row["result"] == "2.00x as fast (2.00x to 2.00x); on a busy machine"
 
 
 def test_one_line_lists_all_shapes_without_a_cuda_graph():
