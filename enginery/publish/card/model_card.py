@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,8 @@ class CardFacts:
     engines: tuple[EngineRecord, ...]
     problem: str = ""
     """Reason why publishing needed --allow-failed; empty if it did not."""
+    variants: Mapping[str, Artifact] = field(default_factory=dict)
+    """Artifacts of other precisions in the same folder, by name."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -99,6 +101,8 @@ def model_card(facts: CardFacts) -> str:
         manifest=manifest,
         source=manifest.source,
         target=_TARGETS.get(manifest.target, manifest.target),
+        targets=_TARGETS,
+        variants=[manifest, *(other.manifest for other in facts.variants.values())],
         validation=reports.validation,
         compared=list(_compared_outputs(reports.validation)) if reports.validation else [],
         quantization=reports.quantization,
