@@ -39,8 +39,9 @@ from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, V
 from enginery.core.errors import ArtifactError, OptionError, nearest
 from enginery.core.json_file import load_json
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
-from enginery.runtime.text.pooling import Pooling, read_pooling
+from enginery.runtime.text.pooling import Pooling
 
 _FP32 = "fp32"
 _CONFIG = "config.json"
@@ -171,6 +172,11 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Return the artifacts by `variant_name`; raise ArtifactError if they do not go together."""
     first, found = artifacts[0], dict[str, Artifact]()
     for artifact in artifacts:
+        if read_variants(artifact):
+            raise ArtifactError(
+                f"{artifact.path} has several precisions already.",
+                do="Publish it as it is, without --layout, or pull each with --variant.",
+            )
         for what in ("id", "revision", "sha256"):
             one, two = (getattr(a.manifest.source, what) for a in (first, artifact))
             if one != two:
@@ -306,12 +312,13 @@ def _with_pooling(model: Any, pooling: Pooling, tokens: str) -> Any:
 
 
 def _read_pooling(artifact: Artifact) -> Pooling:
-    if not (artifact.path / "modules.json").is_file():
+    pooling = read_model_pooling(artifact.path)
+    if pooling is None:
         raise ArtifactError(
             f"{artifact.path} has no modules.json, so how it pools is not known.",
             do="Leave out --pooling-in-graph.",
         )
-    return read_pooling(artifact.path)
+    return pooling
 
 
 def _declare_external_data(out: Path, graphs: Sequence[GraphRecord]) -> None:
