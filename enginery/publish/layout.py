@@ -33,11 +33,16 @@ from enginery.core.artifact.artifact import (
     copy_file,
     link_or_copy,
 )
-from enginery.core.artifact.external_data import load_graph, rename_external_data
+from enginery.core.artifact.external_data import (
+    external_data_files,
+    load_graph,
+    rename_external_data,
+)
 from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, Verdict
 from enginery.core.errors import ArtifactError, OptionError, nearest
 from enginery.core.json_file import load_json
+from enginery.core.paths import is_portable_name
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
@@ -58,11 +63,14 @@ def variant_name(manifest: Manifest) -> str:
         if manifest.target == "cpu":
             return "quantized"
         return "int8" if manifest.residual == _FP32 else "q8f16"
-    is_fused = manifest.target in ("cuda", "cpu")
-    if manifest.precision == _FP32 and is_fused:
+    if manifest.precision == _FP32 and manifest.target in ("cuda", "cpu"):  # fused by Optimum
+        options = {
+            name: value for stage in manifest.stages for name, value in stage.options.items()
+        }
+        if options.get("quantize") == "dynamic":
+            return "quantized"
         # As sentence-transformers calls the graphs of Optimum's levels.
-        levels = [stage.options.get("level") for stage in manifest.stages]
-        return str(next(filter(None, reversed(levels)), manifest.target))
+        return str(options.get("level", manifest.target))
     return manifest.precision
 
 
@@ -125,11 +133,15 @@ def read_variants(artifact: Artifact) -> dict[str, Artifact]:
             manifest = Manifest.from_bytes((artifact.path / report).read_bytes())
         except (OSError, ValueError) as error:
             raise ArtifactError(f"{artifact.path / report} is damaged: {error}") from error
-        listed = artifact.manifest.files.items() >= manifest.files.items() and all(
-            artifact.manifest.reports.get(_report_path(name, f"{parts[1]}/")) == record
-            for name, record in manifest.reports.items()
+        graphs = {name for graph in manifest.graphs for name in _files(graph)}
+        reports = {
+            _report_path(name, f"{parts[1]}/"): file for name, file in manifest.reports.items()
+        }
+        is_listed = (
+            artifact.manifest.files.items() >= manifest.files.items()
+            and artifact.manifest.reports.items() >= reports.items()
         )
-        if not manifest.graphs or not listed:
+        if not graphs or not graphs <= manifest.files.keys() or not is_listed:
             raise ArtifactError(
                 f"{artifact.path / report} lists files that {artifact.path / MANIFEST} does not.",
                 do="It cannot be trusted: publish the model again.",
@@ -200,6 +212,11 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
                 do="Make them from the same export.",
             )
         name = variant_name(artifact.manifest)
+        if not is_portable_name(name):
+            raise ArtifactError(
+                f"{artifact.path / MANIFEST}: {name!r} is no precision or level.",
+                do="Make the artifact again.",
+            )
         if name in found:
             raise ArtifactError(
                 f"{found[name].path} and {artifact.path} would both be "
@@ -285,12 +302,18 @@ def _rewrite(
         model = _with_pooling(model, pooling, tokens.name)
         vector = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
         after = after.model_copy(update={"outputs": (*before.outputs, vector)})
-    here, there = (PurePosixPath(record.file).parent for record in (before, after))
-    names = {
-        str(PurePosixPath(old).relative_to(here)): str(PurePosixPath(new).relative_to(there))
-        for old, new in zip(before.data_files, after.data_files, strict=True)
+    here = PurePosixPath(before.file).parent
+    used = {
+        str(here / name): name for name in external_data_files(artifact.path / before.file, model)
     }
-    rename_external_data(model, names)
+    if used.keys() != set(before.data_files):
+        raise ArtifactError(
+            f"{artifact.path / before.file} has the external data {', '.join(used) or 'none'}, but "
+            f"{MANIFEST} lists {', '.join(before.data_files) or 'none'}.",
+            do="Make the artifact again.",
+        )
+    moved = zip(before.data_files, after.data_files, strict=True)
+    rename_external_data(model, {used[old]: PurePosixPath(new).name for old, new in moved})
     (out / after.file).parent.mkdir(exist_ok=True)
     # External data are not loaded, so this writes the graph only.
     (out / after.file).write_bytes(model.SerializeToString())

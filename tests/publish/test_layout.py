@@ -42,8 +42,8 @@ def of_precision(out, precision="fp32", *, target="onnx", residual="", graph=b""
     )
 
 
-def levelled(manifest, level):
-    stage = manifest.stages[0].model_copy(update={"stage": "optimize", "options": {"level": level}})
+def optimized(manifest, **options):
+    stage = manifest.stages[0].model_copy(update={"stage": "optimize", "options": options})
     return manifest.model_copy(update={"stages": (*manifest.stages, stage)})
 
 
@@ -140,8 +140,9 @@ def test_names_are_those_of_transformers_js(values, name):
 def test_fused_fp32_is_named_by_its_level():
     from tests.core.artifacts import manifest
 
-    fused = levelled(manifest().model_copy(update={"target": "cpu"}), "O2")
-    assert variant_name(fused) == "O2"
+    cpu = manifest().model_copy(update={"target": "cpu"})
+    assert variant_name(optimized(cpu, level="O2", quantize="none")) == "O2"
+    assert variant_name(optimized(cpu, level="O2", quantize="dynamic")) == "quantized"
 
 
 def test_without_fp32_the_first_artifact_is_the_folders(three, tmp_path):
@@ -201,7 +202,9 @@ def test_later_stages_do_not_take_other_precisions_along(three, tmp_path):
     assert names(tmp_path / "copied") == ["config.json"]
 
 
-@pytest.mark.parametrize("what", ["a file of another model", "another report", "no manifest"])
+@pytest.mark.parametrize(
+    "what", ["a file of another model", "another report", "a graph without a hash", "no manifest"]
+)
 def test_manifest_of_a_variant_that_lists_other_files_is_an_error(three, tmp_path, what):
     made = arrange(three, tmp_path / "made")
     inner = made.path / "reports/fp16/manifest.json"
@@ -209,6 +212,9 @@ def test_manifest_of_a_variant_that_lists_other_files_is_an_error(three, tmp_pat
     if what == "a file of another model":
         record = manifest.files["config.json"]
         changed = manifest.model_copy(update={"files": {**manifest.files, "x.json": record}})
+    elif what == "a graph without a hash":
+        graph = manifest.graphs[0].model_copy(update={"file": "onnx/model.onnx"})
+        changed = manifest.model_copy(update={"graphs": (graph,)})
     else:
         record = manifest.reports["reports/validate.json"]
         changed = manifest.model_copy(update={"reports": {"reports/other.json": record}})
@@ -256,6 +262,11 @@ def test_different_side_files_are_an_error(three, tmp_path):
     commit_artifact(three[1].path, three[1].manifest)
     other = validated(Artifact.open(three[1].path))
     refuse(three, tmp_path, other, ArtifactError, r"differ in config\.json")
+
+
+def test_precision_that_is_a_path_is_an_error(three, tmp_path):
+    other = of_precision(tmp_path / "other", "../../fp16", target="tensorrt")
+    refuse(three, tmp_path, other, ArtifactError, "'../../fp16' is no precision")
 
 
 def test_altered_variant_is_an_error_with_its_name(three, tmp_path):
@@ -370,6 +381,15 @@ def test_external_data_follow_the_graph_under_the_names_of_transformers_js(embed
     assert back.external_data() == {"model.onnx_data"}
     np.testing.assert_array_equal(outputs(back.path / "model.onnx").popitem()[1], expected)
     assert back.manifest.verdict("validate").fields["artifact"] == back.content_sha256()
+
+
+def test_external_data_that_the_manifest_does_not_list_are_an_error(embedder, tmp_path):
+    artifact = embedder("large", external=True)
+    graph = artifact.manifest.graphs[0].model_copy(update={"data_files": ("config.json",)})
+    commit_artifact(artifact.path, artifact.manifest.model_copy(update={"graphs": (graph,)}))
+    with pytest.raises(ArtifactError, match=r"data model\.onnx\.data, but .* lists config\.json"):
+        run(validated(Artifact.open(artifact.path)), str(tmp_path / "registry"), HUB)
+    assert not (tmp_path / "registry").exists()
 
 
 def test_weights_of_every_precision_are_a_group_of_their_own(embedder, tmp_path):
