@@ -11,7 +11,7 @@ under the lock of their cache key; `out` gets a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -282,6 +282,7 @@ def publish_model(
     artifact: Artifact | str | Path,
     url: str,
     *,
+    variants: Sequence[Artifact | str | Path] = (),
     progress: Progress = SILENT,
     config: PublishConfig | None = None,
     **options: Any,
@@ -292,6 +293,8 @@ def publish_model(
         artifact: the artifact or its path.
         url: the registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
             `oci://registry/name:tag`.
+        variants: artifacts of the same model in other precisions, published in the same folder
+            with `layout="hub"`.
         progress: receives progress messages.
         config: the options.
         options: the options as keywords, in place of `config`; see `PublishConfig`.
@@ -303,13 +306,15 @@ def publish_model(
     from enginery.publish import stage as publish
 
     config = _config(PublishConfig, "publish", config, options)
-    return publish.run(_open(artifact), str(url), config, progress=progress)
+    others = [_open(variant) for variant in variants]
+    return publish.run(_open(artifact), str(url), config, variants=others, progress=progress)
 
 
 def pull_model(
     url: str,
     out: str | Path,
     *,
+    variant: str = "",
     insecure: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
@@ -318,6 +323,8 @@ def pull_model(
     Args:
         url: the address that `publish_model` returned; also with an alias, or without a version.
         out: where the artifact goes. An artifact that is there is replaced.
+        variant: one of several artifacts that were published together with the layout `hub`, such
+            as `fp16`, as it was before; empty for the whole version.
         insecure: use plain HTTP for an OCI registry.
         progress: receives progress messages.
 
@@ -327,7 +334,8 @@ def pull_model(
     """
     from enginery.publish import stage as publish
 
-    return publish.pull(str(url), Path(out), PublishConfig(insecure=insecure), progress=progress)
+    config = PublishConfig(insecure=insecure)
+    return publish.pull(str(url), Path(out), config, variant=variant, progress=progress)
 
 
 def export_triton(

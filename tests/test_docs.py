@@ -94,7 +94,8 @@ class Shelf:
             kind, task = MODELS[name]
             # As many positions as all-MiniLM-L6-v2 has: the pages' profiles end at 512.
             longer = {"max_position_embeddings": 512} if kind == "bert" else {}
-            return save_tiny(kind, task, path, **longer)
+            made = save_tiny(kind, task, path, **longer)
+            return self._with_pooling(made) if name == "all-minilm" else made
         if name in ARTIFACTS:
             model = ARTIFACTS[name]
             artifact = export_model(str(self.has(model)), task=MODELS[model][1], out=path)
@@ -116,6 +117,17 @@ class Shelf:
         if path.suffix in (".csv", ".jsonl"):
             return self._table(path)
         return None
+
+    def _with_pooling(self, path):
+        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+        listed = [
+            {"path": folder, "type": f"sentence_transformers.models.{kind}"}
+            for folder, kind in kinds.items()
+        ]
+        (path / "modules.json").write_text(json.dumps(listed))
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
+        return path
 
     def _table(self, path):
         texts = [" ".join((TEXT[i % 10] * 2).split()[: 2 + i]) for i in range(64)]

@@ -90,7 +90,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "publish": (
         "enginery publish build/minilm registry --alias production",
-        "enginery publish build/minilm oci://registry.example/minilm:1.0",
+        "enginery publish build/minilm build/minilm-fp16 hf://org/minilm --layout hub",
     ),
     "pull": (
         "enginery pull registry/minilm@production build/pulled",

@@ -14,11 +14,11 @@ from enginery.publish.config import PublishConfig
 _DEFAULT = PublishConfig()
 
 
-@app.command
+@app.command(usage="enginery publish [OPTIONS] ARTIFACT [ARTIFACT...] URL")
 def publish(
     artifact: Path,
-    url: str,
-    *,
+    /,
+    *url: Annotated[str, Parameter(required=True)],
     config: Annotated[PublishConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
@@ -29,7 +29,8 @@ def publish(
     Parameters
     ----------
     artifact
-        The artifact's directory.
+        The artifact's directory. With --layout hub, artifacts of the same model in other precisions
+        may follow.
     url
         The registry: file:///path or a plain path, mlflow:/name, hf://org/name or
         hf://org/name@branch, oci://registry/name or oci://registry/name:tag.
@@ -38,13 +39,16 @@ def publish(
     from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    published = publish_model(artifact, url, progress=console, config=config)
+    *variants, address = url
+    published = publish_model(artifact, address, variants=variants, progress=console, config=config)
     console.json(result_json("publish", published))
     show_result(console, "publish", published)
 
 
 @app.command
-def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT) -> None:
+def pull(
+    url: str, out: Path, *, variant: str = "", insecure: Flag = False, output: Output = OUTPUT
+) -> None:
     """Fetch a published artifact, and check every byte of it against its listing.
 
     Parameters
@@ -54,13 +58,16 @@ def pull(url: str, out: Path, *, insecure: Flag = False, output: Output = OUTPUT
         version for the newest: the branch main for hf://, the tag latest for oci://.
     out
         Where the artifact goes. An artifact that is there is replaced.
+    variant
+        One of several artifacts that were published together with --layout hub: fp32, fp16,
+        quantized, … It becomes the artifact that it was. Without it, the whole version is written.
     insecure
         Use plain HTTP for an OCI registry.
     """
     from enginery.api import pull_model
 
     console = output.console()
-    artifact = pull_model(url, out, insecure=insecure, progress=console)
+    artifact = pull_model(url, out, variant=variant, insecure=insecure, progress=console)
     manifest = artifact.manifest
     console.json({"path": str(artifact.path), **manifest.model_dump(mode="json")})
     console.line(

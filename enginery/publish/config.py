@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from enginery.core.errors import OptionError
 from enginery.core.paths import is_portable_name
@@ -28,6 +28,12 @@ class PublishConfig:
     name of a version."""
     allow_failed: bool = False
     """Publish an artifact whose validation is missing or failed; the card says so."""
+    layout: Literal["enginery", "hub"] = "enginery"
+    """Where the graphs are. `enginery`: in the root, as in the artifact. `hub`: in `onnx/`, several
+    artifacts of a model side by side, as transformers.js and sentence-transformers expect."""
+    pooling_in_graph: bool = False
+    """Add the output `sentence_embedding` to the graphs, pooled as the model's modules say; only
+    with the layout `hub`."""
     license: str = ""
     """Licence of the model, `apache-2.0`; empty for the one on the source's card."""
     base_model: str = ""
@@ -54,6 +60,18 @@ class PublishConfig:
                     f"option '{option}' is '{LATEST}', which is reserved for the newest version.",
                     option=option,
                 )
+        if self.layout not in ("enginery", "hub"):
+            raise OptionError(
+                f"option 'layout' is {self.layout!r}, expected 'enginery' or 'hub'.",
+                option="layout",
+            )
+        if self.pooling_in_graph and self.layout != "hub":
+            raise OptionError(
+                "option 'pooling_in_graph' is set, but the layout 'enginery' publishes graphs "
+                "unchanged.",
+                do="Use --layout hub, or leave the option out.",
+                option="pooling_in_graph",
+            )
         for option in ("license", "base_model"):
             value = getattr(self, option)
             if value != value.strip() or not value.isprintable():

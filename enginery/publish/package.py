@@ -14,6 +14,7 @@ the rights cannot be read, they are not compared.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -35,6 +36,7 @@ from enginery.publish.card.metrics import metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig
+from enginery.publish.layout import read_variants
 from enginery.publish.package_files import PackageFile, collect_files, package_file
 from enginery.publish.publication import (
     CARD,
@@ -102,23 +104,21 @@ class Package:
                 "published model has this name.",
                 do=f"Remove {CARD} from the source, and export the model again.",
             )
-        problem = _validation_problem(opened)
-        if problem and not config.allow_failed:
-            raise RejectedArtifactError(
-                f"{opened.path} was not published: {problem}.",
-                do=f"Validate it with: enginery validate {opened.path}. Or pass "
-                "--allow-failed; the card will say so.",
-            )
+        variants = read_variants(opened)
+        problem = require_validated(opened, allow_failed=config.allow_failed)
+        for variant, other in variants.items():
+            if found_problem := require_validated(other, allow_failed=config.allow_failed):
+                problem = problem or f"{variant}: {found_problem}"
         found = [Engine.open(path) for path in engine_directories(opened.path)]
         engines = tuple(engine.record for engine in found)
         reports = Reports.of(opened)
         rights = resolve_rights(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
-        card = model_card(CardFacts(opened, name, rights, reports, engines, problem))
+        card = model_card(CardFacts(opened, name, rights, reports, engines, problem, variants))
         stated = _rights_record(rights)
-        content = _content(opened, reports, stated, problem)
+        content = _content(opened, variants, reports, stated, problem)
         (scratch / CARD).write_text(card, encoding="utf-8")
-        files, left_out = collect_files(opened, scratch / CARD)
+        files, left_out = collect_files(opened, scratch / CARD, variants)
         publication = Publication(
             name=name,
             version=config.version,
@@ -214,6 +214,22 @@ def _published_rights(artifact: Artifact) -> Rights | None:
     return listing.rights if is_same else None
 
 
+def require_validated(artifact: Artifact, *, allow_failed: bool) -> str:
+    """Return why an artifact counts as not validated; empty if it is validated.
+
+    Raises:
+        RejectedArtifactError: it is not validated, and `allow_failed` is off.
+    """
+    problem = _validation_problem(artifact)
+    if problem and not allow_failed:
+        raise RejectedArtifactError(
+            f"{artifact.path} was not published: {problem}.",
+            do=f"Validate it with: enginery validate {artifact.path}. Or pass "
+            "--allow-failed; the card will say so.",
+        )
+    return problem
+
+
 def _validation_problem(artifact: Artifact) -> str:
     """Return why the artifact counts as not validated; empty if it is validated."""
     if failed := artifact.failed_verdict():
@@ -227,7 +243,11 @@ def _validation_problem(artifact: Artifact) -> str:
 
 
 def _content(
-    artifact: Artifact, reports: Reports, rights: Rights | None, problem: str
+    artifact: Artifact,
+    variants: Mapping[str, Artifact],
+    reports: Reports,
+    rights: Rights | None,
+    problem: str,
 ) -> dict[str, str]:
     """Return the parts of the content with their digests, without dates and durations."""
     manifest = artifact.manifest
@@ -237,16 +257,20 @@ def _content(
         "precision": manifest.describe_precision(),
         "target": manifest.target,
     }
-    said = sorted((v.stage, v.passed, v.summary) for v in manifest.verdicts)
     return {
         **{name: record.sha256 for name, record in manifest.files.items()},
         "model": _sha256(made),
-        "verdicts": _sha256(said),
+        "verdicts": _sha256(_verdicts(artifact)),
+        **{f"verdicts of {name}": _sha256(_verdicts(other)) for name, other in variants.items()},
         "benchmark": reports.benchmark_sha256 or "none",
         # A validated package is never the same version as one that is not.
         "validated": "no" if problem else "yes",
         "rights": _sha256(rights.model_dump()) if rights else "not read",
     }
+
+
+def _verdicts(artifact: Artifact) -> list[tuple[str, bool, str]]:
+    return sorted((v.stage, v.passed, v.summary) for v in artifact.manifest.verdicts)
 
 
 def _sha256(value: object) -> str:

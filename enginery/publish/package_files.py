@@ -2,7 +2,7 @@
 
 >>> card = tmp_path / "README.md"
 >>> _ = card.write_text("# MiniLM")
->>> files, left_out = collect_files(artifact, card)
+>>> files, left_out = collect_files(artifact, card, {})
 >>> next(file.group for file in files if file.name == "tokenizer.json")
 'tokenizer'
 """
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.staging import STAGING_PREFIX
 from enginery.core.errors import ArtifactError
 from enginery.publish.publication import CARD, LISTING
@@ -67,16 +69,24 @@ def write_file(file: PackageFile, target: Path) -> None:
     part.replace(target)
 
 
-def collect_files(artifact: Artifact, card: Path) -> tuple[list[PackageFile], list[str]]:
+def collect_files(
+    artifact: Artifact, card: Path, variants: Mapping[str, Artifact]
+) -> tuple[list[PackageFile], list[str]]:
     """Return the package's files without its listing, and the names of files left out.
+
+    Args:
+        artifact: the artifact.
+        card: the file of its card.
+        variants: artifacts of other precisions in its folder, by name.
 
     Raises:
         ArtifactError: the card or the manifest cannot be read.
     """
     root, manifest = artifact.path, artifact.manifest
+    graphs = [g for one in (artifact, *variants.values()) for g in one.manifest.graphs]
     files = [package_file(CARD, card, "card")]
     files += [
-        PackageFile(name, root / name, record.sha256, record.size_bytes, _group(artifact, name))
+        PackageFile(name, root / name, record.sha256, record.size_bytes, _group(graphs, name))
         for name, record in manifest.files.items()
         if name != CARD
     ]
@@ -98,13 +108,13 @@ def package_file(name: str, path: Path, group: str) -> PackageFile:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _group(artifact: Artifact, name: str) -> str:
+def _group(graphs: Sequence[GraphRecord], name: str) -> str:
     parts = PurePosixPath(name)
     if parts.parts[0] == ENGINES and len(parts.parts) > 2:
         return f"engine:{parts.parts[1]}"
-    if any(name == graph.file for graph in artifact.manifest.graphs):
+    if any(name == graph.file for graph in graphs):
         return "graph"
-    if any(name in graph.data_files for graph in artifact.manifest.graphs):
+    if any(name in graph.data_files for graph in graphs):
         return "weights"
     is_tokenizer = parts.name.startswith(_TOKENIZER) or parts.suffix == ".model"
     return "tokenizer" if is_tokenizer else "config"

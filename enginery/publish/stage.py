@@ -12,20 +12,30 @@ The same content is published as one version only.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact, staging
-from enginery.core.errors import ArtifactError, RegistryError
+from enginery.core.artifact.engine_record import engine_directories
+from enginery.core.artifact.staging import STAGING_PREFIX
+from enginery.core.errors import ArtifactError, OptionError, RegistryError
 from enginery.core.progress import SILENT, Progress
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import Published, open_destination
-from enginery.publish.package import Package
+from enginery.publish.layout import arrange, extract_variant
+from enginery.publish.package import Package, require_validated
 from enginery.publish.publication import LISTING, Publication
 
 
 def run(
-    artifact: Artifact, url: str, config: PublishConfig, *, progress: Progress = SILENT
+    artifact: Artifact,
+    url: str,
+    config: PublishConfig,
+    *,
+    variants: Sequence[Artifact] = (),
+    progress: Progress = SILENT,
 ) -> Published:
     """Publish an artifact; return the existing version if its content is published already.
 
@@ -33,19 +43,31 @@ def run(
         artifact: the artifact, which is not changed.
         url: address of the registry; `destination` has the kinds.
         config: the options.
+        variants: artifacts of the same model in other precisions, for the layout `hub`.
         progress: receives progress messages.
 
     Raises:
         OptionError: the address or an option cannot be used.
-        ArtifactError: a file of the artifact is missing or was changed.
+        ArtifactError: a file of an artifact is missing or was changed, or the artifacts are of
+            different models.
         RejectedArtifactError: the artifact's validation failed or is missing.
         RegistryError: the registry cannot be reached, rejects the request, or has other content
             under this name.
         MissingPackageError: the registry's client is not installed.
     """
+    if variants and config.layout != "hub":
+        raise OptionError(
+            f"{len(variants) + 1} artifacts were given, but the layout '{config.layout}' has one.",
+            do="Publish them together with --layout hub, or one by one.",
+            option="layout",
+        )
     destination = open_destination(url, config)
     with tempfile.TemporaryDirectory(prefix="enginery-publish-") as scratch:
         with progress.task(f"checking {artifact.name}"):
+            if config.layout == "hub":
+                artifact = _arranged(
+                    [artifact, *variants], Path(scratch, "layout"), config, progress
+                )
             package = Package.of(artifact, config, Path(scratch))
         if package.problem:
             progress.say(
@@ -60,7 +82,32 @@ def run(
     return published
 
 
-def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SILENT) -> Artifact:
+def _arranged(
+    artifacts: Sequence[Artifact], out: Path, config: PublishConfig, progress: Progress
+) -> Artifact:
+    """Return the artifacts in the layout of the Hub, written to `out`."""
+    for artifact in artifacts:
+        # Here, because a message about the new files would name the scratch directory.
+        require_validated(artifact, allow_failed=config.allow_failed)
+        if engine_directories(artifact.path):
+            progress.say(f"publish: left out the engines of {artifact.path}")
+    made = arrange(artifacts, out, pooling_in_graph=config.pooling_in_graph)
+    if made.manifest.precision != "fp32":
+        progress.say(
+            "publish: no artifact is FP32, so there is no onnx/model.onnx, which readers open "
+            "unless they are given another name"
+        )
+    return made
+
+
+def pull(
+    url: str,
+    out: Path,
+    config: PublishConfig,
+    *,
+    variant: str = "",
+    progress: Progress = SILENT,
+) -> Artifact:
     """Download a version, verify every file with its listing, and write it to `out`.
 
     Nothing is written if a file is missing or was changed. An existing artifact is replaced.
@@ -70,10 +117,12 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
             newest.
         out: directory of the artifact.
         config: the options of the registry.
+        variant: name of one artifact of several that were published together, such as `fp16`, to
+            get as it was, with its graphs in the root; empty for the whole version.
         progress: receives progress messages.
 
     Raises:
-        OptionError: the address cannot be used.
+        OptionError: the address cannot be used, or the version has no such variant.
         RegistryError: the registry cannot be reached, rejects the request, or has no such version.
         ArtifactError: a file is missing or was changed, and the message names it; or `out` exists
             and is not an artifact.
@@ -87,7 +136,9 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
             publication.verify(directory, url, do=destination.remedy)
         _remove_unlisted_files(directory, publication, progress)
         try:
-            Artifact.open(directory)
+            opened = Artifact.open(directory)
+            if variant:
+                _keep_variant(opened, variant)
         except ArtifactError as error:
             raise RegistryError(
                 f"{url} is not a complete artifact: {error.message.replace(f'{directory}/', '')}",
@@ -96,6 +147,19 @@ def pull(url: str, out: Path, config: PublishConfig, *, progress: Progress = SIL
     if not publication.validated:
         progress.say(f"pull: {url} was published with --allow-failed; see its README.md")
     return Artifact.open(out)
+
+
+def _keep_variant(artifact: Artifact, variant: str) -> None:
+    """Replace the content of an artifact's directory by one of its variants."""
+    directory = artifact.path
+    fresh = directory / f"{STAGING_PREFIX}{variant}"
+    extract_variant(artifact, variant, fresh)
+    for path in directory.iterdir():
+        if path != fresh:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in fresh.iterdir():
+        path.rename(directory / path.name)
+    fresh.rmdir()
 
 
 def _remove_unlisted_files(directory: Path, publication: Publication, progress: Progress) -> None:

@@ -27,7 +27,10 @@ from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
+from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
+from enginery.runtime.text.pooling import Pooling
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
@@ -211,6 +214,7 @@ def run_reference(
         EngineryError: the outputs cannot be written to `scratch`.
     """
     expected: list[ReferenceOutputs] = []
+    pooling = _pooling_in_graph(reference.artifact, record)
     with (
         reference.open(record.file) as model,
         progress.task(reference.description, total=len(cases)) as advance,
@@ -220,7 +224,7 @@ def run_reference(
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
             try:
-                files = _run(model, case, feeds, scratch / f"{record.file}-{index}")
+                files = _run(model, case, feeds, scratch / f"{record.file}-{index}", pooling)
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
@@ -235,12 +239,31 @@ def run_reference(
 
 
 def _run(
-    model: TorchReference | SourceFile, case: ValidationCase, feeds: Feeds, directory: Path
+    model: TorchReference | SourceFile,
+    case: ValidationCase,
+    feeds: Feeds,
+    directory: Path,
+    pooling: Pooling | None,
 ) -> dict[str, Path]:
-    """Run the reference on a case; a step of decoding continues the one before."""
+    """Run the reference on a case; a step of decoding continues the one before.
+
+    The model in PyTorch has no pooling: its token vectors are pooled here, for a graph that pools.
+    """
     if case.decode and isinstance(model, TorchReference):
         return model(feeds, directory, decode=case.decode)
-    return model(feeds, directory)
+    files = dict(model(feeds, directory))
+    tokens = next((name for name in TOKEN_OUTPUTS if name in files), None)
+    if pooling and tokens and SENTENCE_OUTPUT not in files and "attention_mask" in feeds:
+        files[SENTENCE_OUTPUT] = directory / f"{SENTENCE_OUTPUT}.npy"
+        vectors = pooling(np.load(files[tokens]), feeds["attention_mask"])
+        np.save(files[SENTENCE_OUTPUT], vectors)
+    return files
+
+
+def _pooling_in_graph(artifact: Artifact, record: GraphRecord) -> Pooling | None:
+    """Return the pooling of a graph with the output `sentence_embedding`; None for others."""
+    pools = any(spec.name == SENTENCE_OUTPUT for spec in record.outputs)
+    return read_model_pooling(artifact.path) if pools else None
 
 
 def _noise_floors(
@@ -254,6 +277,7 @@ def _noise_floors(
     noise_floors: dict[str, NoiseFloor] = {}
     refusals: dict[str, str] = {}
     specs = {spec.name: spec for spec in record.outputs}
+    pooling = _pooling_in_graph(reference.artifact, record)
     for name, load in reference.open_noisy(record.file).items():
         try:
             with load() as model, progress.task(name, total=len(cases)) as advance:
@@ -261,7 +285,7 @@ def _noise_floors(
                     place = scratch / f"{record.file}-{index}-noisy"
                     try:
                         feeds = case.make()
-                        files = _run(model, case, feeds, place) if wide.files else {}
+                        files = _run(model, case, feeds, place, pooling) if wide.files else {}
                         other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)

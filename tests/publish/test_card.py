@@ -35,6 +35,7 @@ from enginery.publish.card.model_card import (
 from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
+from enginery.publish.layout import arrange
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record
@@ -494,10 +495,19 @@ OTHERS = [
 @pytest.mark.parametrize(("kind", "task"), TEXTS + OTHERS)
 def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsys):
     artifact = tiny_artifact(kind, task, tmp_path / "my-model")
-    rights = SourceCard()
-    card = model_card(CardFacts(artifact, "my-model", rights, Reports.of(artifact), ()))
+    run_snippets(artifact, "my-model", task, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(("kind", "task"), [TEXTS[0], TEXTS[1], *OTHERS[1:]])
+def test_snippets_run_with_the_graphs_in_the_hubs_folder(kind, task, tmp_path, monkeypatch, capsys):
+    made = arrange([tiny_artifact(kind, task, tmp_path / "my-model")], tmp_path / "hub")
+    run_snippets(made, "hub", task, tmp_path, monkeypatch, capsys)
+
+
+def run_snippets(artifact, name, task, tmp_path, monkeypatch, capsys):
+    card = model_card(CardFacts(artifact, name, SourceCard(), Reports.of(artifact), ()))
     snippets = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    ways = loading_snippets(artifact, "my-model")
+    ways = loading_snippets(artifact, name)
     assert [code.strip() for code in snippets] == list(ways.values())
     answers = "generation" not in task
     assert ("enginery" in ways, "Optimum" in ways, "onnxruntime" in ways) == (answers, True, True)

@@ -55,7 +55,8 @@ __all__ = [
 ]
 
 ValidationStatus = Literal["passed", "failed", "none"]
-
+GRAPHS = "onnx"
+"""The folder of the graphs in the layout of the Hub; in other artifacts they are in the root."""
 _REMEDY = "Do not use it. Make it again from its source."
 
 
@@ -214,12 +215,23 @@ class Artifact:
         return resolve_inside(self.path, name, what=f"the artifact {self.path}")
 
     def copy_side_files(self, directory: Path) -> None:
-        """Copy all files except graphs, engines and reports: tokenizer, configuration, pooling."""
+        """Copy the side files."""
+        for name in self.side_files():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.path / name, directory / name)
+
+    def side_files(self) -> dict[str, FileRecord]:
+        """Return all files except graphs, engines and reports: tokenizer, configuration, pooling.
+
+        The graphs of other precisions, which the layout of the Hub has beside the artifact's own,
+        are not side files either.
+        """
         graphs = {n for graph in self.manifest.graphs for n in (graph.file, *graph.data_files)}
-        for name in self.manifest.files:
-            if name not in graphs and not name.startswith("engines/"):
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.path / name, directory / name)
+        return {
+            name: record
+            for name, record in self.manifest.files.items()
+            if name not in graphs and not name.startswith(("engines/", f"{GRAPHS}/"))
+        }
 
     def copy_to(self, out: Path) -> Artifact:
         """Copy the artifact to `out` and return the copy.

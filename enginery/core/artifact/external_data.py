@@ -7,7 +7,7 @@ All files must be in the directory of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def external_data_files(path: Path, model: Any = None) -> list[str]:
         SourceError: a file is missing, or lies outside the directory of the graph.
     """
     model = load_graph(path) if model is None else model
-    names = dict.fromkeys(_locations(model.graph))
+    names = dict.fromkeys(entry.value for entry in _locations(model.graph))
     for name in names:
         try:
             target = resolve_inside(path.parent, name, what="the directory of the model")
@@ -58,12 +58,17 @@ def external_data_files(path: Path, model: Any = None) -> list[str]:
     return list(names)
 
 
-def _locations(graph: Any) -> Iterator[str]:
+def rename_external_data(model: Any, names: Mapping[str, str]) -> None:
+    """Replace the names of external data files in an `onnx.ModelProto`: old name -> new name."""
+    for entry in _locations(model.graph):
+        entry.value = names[entry.value]
+
+
+def _locations(graph: Any) -> Iterator[Any]:
+    """Yield the entry `location` of every external tensor."""
     for tensor in _tensors(graph):
         if tensor.data_location == tensor.EXTERNAL:
-            for entry in tensor.external_data:
-                if entry.key == "location":
-                    yield entry.value
+            yield from (entry for entry in tensor.external_data if entry.key == "location")
 
 
 def _tensors(graph: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from enginery.core.artifact.reports import (
 from enginery.publish.card.metrics import metrics
 from enginery.publish.card.snippets import CPU, loading_snippets
 from enginery.publish.card.source import SourceCard
+from enginery.publish.layout import variant_name
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -62,6 +63,8 @@ class CardFacts:
     engines: tuple[EngineRecord, ...]
     problem: str = ""
     """Reason why publishing needed --allow-failed; empty if it did not."""
+    variants: Mapping[str, Artifact] = field(default_factory=dict)
+    """Artifacts of other precisions in the same folder, by name."""
 
 
 def model_card(facts: CardFacts) -> str:
@@ -85,6 +88,7 @@ def model_card(facts: CardFacts) -> str:
         "local": lambda text: hide_source_path(text, manifest.source),
         "markdown": Markdown,
         "number": _number,
+        "variant_name": variant_name,
         "options": _options,
         "versions": named_versions,
         "zip": zip,
@@ -99,8 +103,11 @@ def model_card(facts: CardFacts) -> str:
         manifest=manifest,
         source=manifest.source,
         target=_TARGETS.get(manifest.target, manifest.target),
+        targets=_TARGETS,
+        variants=[manifest, *(other.manifest for other in facts.variants.values())],
         validation=reports.validation,
         compared=list(_compared_outputs(reports.validation)) if reports.validation else [],
+        not_compared=_outputs_not_compared(artifact, reports.validation),
         quantization=reports.quantization,
         accuracies=list(_accuracy_rows(reports.quantization)) if reports.quantization else [],
         benchmark=reports.benchmark,
@@ -256,6 +263,13 @@ class _ComparedOutput:
     worst: OutputMetrics
     min_cosine: float | None
     failed: int
+
+
+def _outputs_not_compared(artifact: Artifact, report: ValidationReport | None) -> list[str]:
+    """Return the outputs without a comparison, such as one that `publish` has added."""
+    compared = {output.output for case in report.cases for output in case.outputs} if report else {}
+    names = (spec.name for graph in artifact.manifest.graphs for spec in graph.outputs)
+    return [name for name in dict.fromkeys(names) if compared and name not in compared]
 
 
 def _compared_outputs(report: ValidationReport) -> Iterator[_ComparedOutput]:

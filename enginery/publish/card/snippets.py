@@ -10,7 +10,7 @@ The tests run the snippets of every supported task.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.files import ModelConfig, mask_token
@@ -77,6 +77,8 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         "short_provider": short_name(provider),
         "failed": artifact.failed_verdict(),
         "graph": graph,
+        "folder": PurePosixPath(graph.file).parent.name,
+        "file_name": PurePosixPath(graph.file).name,
         "task": task,
         "images": images,
         "image": _IMAGE,

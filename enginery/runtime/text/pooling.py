@@ -30,8 +30,10 @@ _MODES = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-_TINY = 1e-9
+TINY_COUNT = 1e-9
 """Lower bound of the number of tokens in sentence-transformers' divisions."""
+TINY_NORM = 1e-12
+"""Lower bound of a vector's length in torch.nn.functional.normalize."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,7 @@ class Pooling:
         wide = vectors.astype(np.float64)
         norms = np.linalg.norm(wide, axis=1, keepdims=True)
         with np.errstate(invalid="ignore"):  # infinity becomes NaN
-            # torch.nn.functional.normalize has this lower bound.
-            return np.asarray(wide / np.maximum(norms, 1e-12), dtype=np.float32)
+            return np.asarray(wide / np.maximum(norms, TINY_NORM), dtype=np.float32)
 
     def pool(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
@@ -161,7 +162,7 @@ def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
         weights = weights * positions[None, :]
     # A matrix product needs no second array of the size of `tokens`.
     total = np.matmul(weights[:, None, :], tokens)[:, 0]
-    count = np.maximum(weights.sum(axis=1, keepdims=True), _TINY)
+    count = np.maximum(weights.sum(axis=1, keepdims=True), TINY_COUNT)
     return np.asarray(total / (np.sqrt(count) if mode == "mean_sqrt_len_tokens" else count))
 
 

@@ -97,6 +97,21 @@ def test_large_file_of_an_earlier_version_is_not_uploaded_again(hub, artifact, t
     assert len(hub.repositories["org/name"].messages) == 3
 
 
+def test_layout_of_the_hub_replaces_the_other_one(hub, artifact, tmp_path):
+    whole = large(artifact, tmp_path / "large")
+    stage.run(whole, URL, UNVALIDATED)
+    stage.run(whole, URL, replace(UNVALIDATED, layout="hub"))
+    repository = hub.repositories["org/name"]
+    files = repository.commits[repository.branches["main"]]
+    assert {name for name in files if ".onnx" in name} == {
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+    }
+    assert len(hub.uploads) == 1, "the weights are the same under both names"
+    back = stage.pull(URL, tmp_path / "back", UNVALIDATED, variant="fp32")
+    assert back.model == tmp_path / "back/model.onnx"
+
+
 def test_files_of_an_earlier_version_are_removed_and_others_kept(hub, artifact, tmp_path):
     stage.run(altered(artifact, tmp_path / "first"), URL, UNVALIDATED)
     repository = hub.repositories["org/name"]

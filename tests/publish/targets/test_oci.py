@@ -101,6 +101,17 @@ def test_same_content_is_published_once(registry, artifact):
     assert first.url == second.url
 
 
+def test_layout_of_the_hub_is_published_once_and_pulled_as_it_was(registry, artifact, tmp_path):
+    host, _ = registry
+    url, hub = f"oci://{host}/org/hub:1", replace(UNVALIDATED, layout="hub")
+    whole = large(artifact, tmp_path / "large")
+    assert stage.run(whole, url, hub).is_new
+    assert not stage.run(whole, url, hub).is_new
+    assert stage.pull(url, tmp_path / "all", hub).model == tmp_path / "all/onnx/model.onnx"
+    back = stage.pull(url, tmp_path / "one", hub, variant="fp32")
+    assert back.model == tmp_path / "one/model.onnx"
+
+
 def test_version_is_a_tag_that_never_moves(registry, artifact, tmp_path):
     host, _ = registry
     url, other = f"oci://{host}/versions", altered(artifact, tmp_path / "other")

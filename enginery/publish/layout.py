@@ -1,0 +1,372 @@
+"""Lay out artifacts of one model as the readers of the Hugging Face Hub expect them.
+
+>>> made = arrange([artifact], tmp_path / "minilm")
+>>> made.manifest.graphs[0].file, variant_name(made.manifest)
+('onnx/model.onnx', 'fp32')
+
+The folder is an artifact: its manifest is that of the FP32 artifact, or else of the first one. The
+manifests and reports of the others, its variants, are in folders of `reports/`:
+
+    config.json  tokenizer.json  …      the same for all
+    manifest.json                       lists all files
+    onnx/model.onnx                     FP32
+    onnx/model_fp16.onnx                FP16
+    onnx/model_fp16.onnx_data           external data
+    reports/validation.json             of FP32
+    reports/fp16/manifest.json          of FP16: lists the files of this variant
+    reports/fp16/validation.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from enginery.core.artifact.artifact import (
+    GRAPHS,
+    MANIFEST,
+    REPORTS,
+    Artifact,
+    commit_artifact,
+    copy_file,
+    link_or_copy,
+)
+from enginery.core.artifact.external_data import (
+    external_data_files,
+    load_graph,
+    rename_external_data,
+)
+from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
+from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, Verdict
+from enginery.core.errors import ArtifactError, OptionError, nearest
+from enginery.core.json_file import load_json
+from enginery.core.paths import is_portable_name
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.agreement import read_model_pooling
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
+from enginery.runtime.text.pooling import Pooling
+
+_FP32 = "fp32"
+_CONFIG = "config.json"
+
+
+def variant_name(manifest: Manifest) -> str:
+    """Return the name of an artifact among those of its model, such as `fp32` or `quantized`.
+
+    transformers.js loads `model_NAME.onnx` for the dtypes `fp16` and `int8`, and
+    `model_quantized.onnx` for `q8`, its default in a browser. That has to run on a CPU, so it is
+    dynamic INT8. Q/DQ nodes between FP16 tensors, for TensorRT, are none of its dtypes.
+    """
+    if manifest.precision == "int8":
+        if manifest.target == "cpu":
+            return "quantized"
+        return "int8" if manifest.residual == _FP32 else "q8f16"
+    if manifest.precision == _FP32 and manifest.target in ("cuda", "cpu"):  # fused by Optimum
+        options = {
+            name: value for stage in manifest.stages for name, value in stage.options.items()
+        }
+        if options.get("quantize") == "dynamic":
+            return "quantized"
+        # As sentence-transformers calls the graphs of Optimum's levels.
+        return str(options.get("level", manifest.target))
+    return manifest.precision
+
+
+def arrange(
+    artifacts: Sequence[Artifact], out: Path, *, pooling_in_graph: bool = False
+) -> Artifact:
+    """Write the artifacts of one model into a new directory, without their engines.
+
+    A verdict on an artifact's content becomes one on its files here: they are the same, apart from
+    names and an added output.
+
+    Args:
+        artifacts: artifacts of the same source, each of another precision.
+        out: the directory, which must not exist.
+        pooling_in_graph: add the output `sentence_embedding`.
+
+    Raises:
+        ArtifactError: the artifacts are of different models, two have the same precision, a file
+            is missing or was changed, or the pooling is not supported in a graph.
+    """
+    opened = _by_name([Artifact.open(artifact.path, verify=True) for artifact in artifacts])
+    root_name = _FP32 if _FP32 in opened else next(iter(opened))
+    root = opened[root_name]
+    pooling = _read_pooling(root) if pooling_in_graph else None
+    out.mkdir(parents=True)
+    root.copy_side_files(out)
+    graphs = {
+        name: _move_graphs(artifact, out, folder=f"{GRAPHS}/", added=_suffix(name), pooling=pooling)
+        for name, artifact in opened.items()
+    }
+    _declare_external_data(out, [record for records in graphs.values() for record in records])
+    files = _records(out)
+    graph_files = {n for records in graphs.values() for r in records for n in _files(r)}
+    for name, artifact in opened.items():
+        own = {n for record in graphs[name] for n in _files(record)}
+        kept = {n: r for n, r in files.items() if n in own or n not in graph_files}
+        folder = "" if name == root_name else f"{name}/"
+        for report in artifact.manifest.reports:
+            copy_file(artifact.path / report, out / _report_path(report, folder))
+        if folder:
+            manifest = _moved(artifact, graphs[name], kept)
+            (out / REPORTS / name).mkdir(parents=True, exist_ok=True)
+            (out / REPORTS / name / MANIFEST).write_bytes(manifest.to_bytes())
+    commit_artifact(out, _moved(root, graphs[root_name], files))
+    return Artifact.open(out)
+
+
+def read_variants(artifact: Artifact) -> dict[str, Artifact]:
+    """Return the artifacts of other precisions in an artifact's folder by name; most have none.
+
+    Raises:
+        ArtifactError: a manifest is damaged, or lists files that are not the artifact's.
+    """
+    found = {}
+    for report in sorted(artifact.manifest.reports):
+        parts = PurePosixPath(report).parts
+        if len(parts) != 3 or parts[-1] != MANIFEST:
+            continue
+        try:
+            manifest = Manifest.from_bytes((artifact.path / report).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{artifact.path / report} is damaged: {error}") from error
+        graphs = {name for graph in manifest.graphs for name in _files(graph)}
+        reports = {
+            _report_path(name, f"{parts[1]}/"): file for name, file in manifest.reports.items()
+        }
+        is_listed = (
+            artifact.manifest.files.items() >= manifest.files.items()
+            and artifact.manifest.reports.items() >= reports.items()
+        )
+        if not graphs or not graphs <= manifest.files.keys() or not is_listed:
+            raise ArtifactError(
+                f"{artifact.path / report} lists files that {artifact.path / MANIFEST} does not.",
+                do="It cannot be trusted: publish the model again.",
+            )
+        found[parts[1]] = Artifact(artifact.path, manifest)
+    return found
+
+
+def extract_variant(artifact: Artifact, name: str, out: Path) -> None:
+    """Write one of the artifacts that `arrange` has put together, with its graphs in the root.
+
+    Args:
+        artifact: what `arrange` made.
+        name: `fp32`, `fp16`, …; see `variant_name`.
+        out: directory of the artifact, which must not exist.
+
+    Raises:
+        OptionError: there is no such variant.
+    """
+    own_name, others = variant_name(artifact.manifest), read_variants(artifact)
+    names = [own_name, *others]
+    if name not in names:
+        raise OptionError(
+            f"there is no variant '{name}'{nearest(name, names)}", do=f"It has {', '.join(names)}."
+        )
+    chosen = others.get(name, artifact)
+    out.mkdir()
+    chosen.copy_side_files(out)
+    graphs = _move_graphs(chosen, out, removed=_suffix(name))
+    manifest = _moved(chosen, graphs, _records(out))
+    folder = f"{name}/" if name in others else ""
+    inside = tuple(f"{REPORTS}/{other}/" for other in others)
+    for report in chosen.manifest.reports:
+        if folder or not report.startswith(inside):
+            copy_file(artifact.path / _report_path(report, folder), out / report)
+    commit_artifact(out, manifest)
+
+
+def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
+    """Return the artifacts by `variant_name`; raise ArtifactError if they do not go together."""
+    first, found = artifacts[0], dict[str, Artifact]()
+    for artifact in artifacts:
+        if read_variants(artifact):
+            raise ArtifactError(
+                f"{artifact.path} has several precisions already.",
+                do="Publish it as it is, without --layout, or pull each with --variant.",
+            )
+        for what in ("id", "revision", "sha256"):
+            one, two = (getattr(a.manifest.source, what) for a in (first, artifact))
+            if one != two:
+                raise ArtifactError(
+                    f"{first.path} and {artifact.path} are not of one source: its {what} is "
+                    f"{one!r} and {two!r}.",
+                    do="Publish the artifacts of one model together, and others by themselves.",
+                )
+        if artifact.manifest.task != first.manifest.task:
+            raise ArtifactError(
+                f"{first.path} is for {first.manifest.task}, and {artifact.path} for "
+                f"{artifact.manifest.task}; expected one task.",
+                do="Publish them one by one, under different names.",
+            )
+        one_side, two_side = first.side_files(), artifact.side_files()
+        if one_side != two_side:
+            differ = sorted(n for n, _ in one_side.items() ^ two_side.items())
+            raise ArtifactError(
+                f"{first.path} and {artifact.path} differ in {differ[0]}, of which the folder has "
+                "only one.",
+                do="Make them from the same export.",
+            )
+        name = variant_name(artifact.manifest)
+        if not is_portable_name(name):
+            raise ArtifactError(
+                f"{artifact.path / MANIFEST}: {name!r} is no precision or level.",
+                do="Make the artifact again.",
+            )
+        if name in found:
+            raise ArtifactError(
+                f"{found[name].path} and {artifact.path} would both be "
+                f"{GRAPHS}/model{_suffix(name)}.onnx.",
+                do="Publish one of them.",
+            )
+        found[name] = artifact
+    return found
+
+
+def _suffix(name: str) -> str:
+    return "" if name == _FP32 else f"_{name}"
+
+
+def _files(record: GraphRecord) -> tuple[str, ...]:
+    return record.file, *record.data_files
+
+
+def _report_path(report: str, folder: str) -> str:
+    """Return where a report is in the layout: in the folder of its variant."""
+    return f"{REPORTS}/{folder}{report.removeprefix(f'{REPORTS}/')}"
+
+
+def _records(directory: Path) -> dict[str, FileRecord]:
+    return {
+        path.relative_to(directory).as_posix(): FileRecord(
+            sha256=sha256_of(path), size_bytes=path.stat().st_size
+        )
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _move_graphs(
+    artifact: Artifact,
+    out: Path,
+    *,
+    folder: str = "",
+    removed: str = "",
+    added: str = "",
+    pooling: Pooling | None = None,
+) -> tuple[GraphRecord, ...]:
+    """Write an artifact's graphs with their external data under other names.
+
+    Args:
+        artifact: the artifact.
+        out: directory of the new artifact.
+        folder: folder of the graphs, with a slash at the end.
+        removed: end of each graph's name that is left out.
+        added: what is added to each graph's name.
+        pooling: the pooling to append to the graphs with token vectors.
+    """
+    made = []
+    for record in artifact.manifest.graphs:
+        stem = PurePosixPath(record.file).stem.removesuffix(removed)
+        file = f"{folder}{stem}{added}.onnx"
+        # The names that transformers.js looks for.
+        data = [f"{file}_data{f'_{i}' if i else ''}" for i in range(len(record.data_files))]
+        for old, new in zip(record.data_files, data, strict=True):
+            copy_file(artifact.path / old, out / new)
+        moved = record.model_copy(update={"file": file, "data_files": tuple(data)})
+        if record.data_files or pooling:
+            moved = _rewrite(artifact, record, moved, out, pooling)
+        else:
+            link_or_copy(artifact.path / record.file, out / file)
+        made.append(moved)
+    return tuple(made)
+
+
+def _rewrite(
+    artifact: Artifact, before: GraphRecord, after: GraphRecord, out: Path, pooling: Pooling | None
+) -> GraphRecord:
+    """Write a graph that names its external data anew, and pools if `pooling` is given."""
+    model = load_graph(artifact.path / before.file)
+    outputs = {spec.name: spec for spec in before.outputs}
+    if pooling and SENTENCE_OUTPUT not in outputs:
+        tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
+        if tokens is None:
+            raise ArtifactError(
+                f"{artifact.path / before.file} has no output to pool: it has "
+                f"{', '.join(outputs)}, expected {' or '.join(TOKEN_OUTPUTS)}."
+            )
+        model = _with_pooling(model, pooling, tokens.name)
+        vector = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
+        after = after.model_copy(update={"outputs": (*before.outputs, vector)})
+    here = PurePosixPath(before.file).parent
+    used = {
+        str(here / name): name for name in external_data_files(artifact.path / before.file, model)
+    }
+    if used.keys() != set(before.data_files):
+        raise ArtifactError(
+            f"{artifact.path / before.file} has the external data {', '.join(used) or 'none'}, but "
+            f"{MANIFEST} lists {', '.join(before.data_files) or 'none'}.",
+            do="Make the artifact again.",
+        )
+    moved = zip(before.data_files, after.data_files, strict=True)
+    rename_external_data(model, {used[old]: PurePosixPath(new).name for old, new in moved})
+    (out / after.file).parent.mkdir(exist_ok=True)
+    # External data are not loaded, so this writes the graph only.
+    (out / after.file).write_bytes(model.SerializeToString())
+    if after.outputs != before.outputs:
+        from enginery.passes.ir.graph_file import check_graph
+
+        check_graph(out / after.file)
+    return after
+
+
+def _with_pooling(model: Any, pooling: Pooling, tokens: str) -> Any:
+    import onnx_ir as ir
+
+    from enginery.passes.ir.pooling import append_pooling
+
+    graph = ir.from_proto(model)
+    append_pooling(graph, pooling, tokens=tokens)
+    return ir.to_proto(graph)
+
+
+def _read_pooling(artifact: Artifact) -> Pooling:
+    pooling = read_model_pooling(artifact.path)
+    if pooling is None:
+        raise ArtifactError(
+            f"{artifact.path} has no modules.json, so how it pools is not known.",
+            do="Leave out --pooling-in-graph.",
+        )
+    return pooling
+
+
+def _declare_external_data(out: Path, graphs: Sequence[GraphRecord]) -> None:
+    """List the graphs with external data in config.json: transformers.js reads it from there."""
+    chunks = {PurePosixPath(r.file).name: len(r.data_files) for r in graphs if r.data_files}
+    if not chunks or not (out / _CONFIG).is_file():
+        return
+    config = load_json(out / _CONFIG, error=ArtifactError)
+    settings = {**config.get("transformers.js_config", {}), "use_external_data_format": chunks}
+    config["transformers.js_config"] = settings
+    (out / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _moved(
+    artifact: Artifact, graphs: tuple[GraphRecord, ...], files: dict[str, FileRecord]
+) -> Manifest:
+    """Return the manifest of an artifact whose files were moved, with verdicts on the new ones."""
+    manifest = artifact.manifest.model_copy(update={"graphs": graphs, "files": files})
+    before, after = artifact.content_sha256(), Artifact(artifact.path, manifest).content_sha256()
+
+    def moved(verdict: Verdict) -> Verdict:
+        if verdict.fields.get("artifact") != before:
+            return verdict
+        fields = {**verdict.fields, "artifact": after}
+        key = Fingerprint(verdict.stage, fields).key
+        return verdict.model_copy(update={"fields": fields, "key": key})
+
+    return manifest.model_copy(update={"verdicts": tuple(map(moved, manifest.verdicts))})

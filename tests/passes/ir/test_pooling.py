@@ -1,0 +1,83 @@
+"""Pooling inside a graph equals pooling outside of it."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from enginery.core.errors import ArtifactError
+from enginery.passes.ir.pooling import append_pooling
+from enginery.runtime.text.pooling import Pooling
+
+MASKS = {
+    "padding on the right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]],
+    "padding on the left": [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 1]],
+    "a row of padding only": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]],
+}
+
+
+def identity(dtype="float", opset=20, mask="attention_mask"):
+    """Return a graph that passes token vectors (b, s, 4) on."""
+    return ir.from_onnx_text(
+        f'<ir_version: 9, opset_import: ["" : {opset}]> '
+        f"g (int64[b, s] {mask}, {dtype}[b, s, 4] x) => ({dtype}[b, s, 4] last_hidden_state) "
+        "{ last_hidden_state = Identity (x) }"
+    )
+
+
+def pooling(*modes, normalize=False, include_prompt=True):
+    return Pooling(modes, normalize, include_prompt, note="")
+
+
+def run(model, tokens, mask):
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    return session.run(None, {"x": tokens, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+@pytest.mark.parametrize("opset", [13, 20])
+@pytest.mark.parametrize("padding", MASKS)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("mode", ["mean", "cls"])
+def test_vectors_are_those_of_the_pooling(mode, normalize, padding, opset, dtype):
+    tokens = (
+        np.random.default_rng(0)
+        .standard_normal((3, 5, 4))
+        .astype(np.float16 if dtype == "float16" else np.float32)
+    )
+    mask = np.array(MASKS[padding], np.int64)
+    model = identity(dtype, opset)
+    append_pooling(model, pooling(mode, normalize=normalize), tokens="last_hidden_state")
+    same, found = run(model, tokens, mask)
+    np.testing.assert_array_equal(same, tokens)
+    assert found.dtype == np.float32
+    expected = pooling(mode, normalize=normalize)(tokens, mask)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_other_inputs_outputs_and_opset_stay():
+    model = identity()
+    append_pooling(model, pooling("mean"), tokens="last_hidden_state")
+    assert [value.name for value in model.graph.inputs] == ["attention_mask", "x"]
+    names = [value.name for value in model.graph.outputs]
+    assert names == ["last_hidden_state", "sentence_embedding"]
+    assert dict(model.opset_imports) == {"": 20}
+
+
+@pytest.mark.parametrize(
+    ("model", "of", "said"),
+    [
+        (identity(), pooling("max"), "it pools by max, supported: mean or cls"),
+        (identity(), pooling("cls", "mean"), "it pools by cls and mean"),
+        (identity(), pooling("mean", include_prompt=False), "leaves a prompt's tokens out"),
+        (identity(mask="mask"), pooling("mean"), "the graph has no input attention_mask"),
+        (identity(opset=12), pooling("mean"), "opset 12, expected 13 or later"),
+    ],
+)
+def test_pooling_that_a_graph_cannot_have_is_an_error(model, of, said):
+    with pytest.raises(ArtifactError, match=said) as refused:
+        append_pooling(model, of, tokens="last_hidden_state")
+    assert "--pooling-in-graph" in str(refused.value)
+    assert len(model.graph.outputs) == 1
