@@ -23,8 +23,6 @@ class OptimizeConfig:
     level: Literal["O1", "O2", "O3", "O4"] = "O2"
     """Optimum's level, for cuda and cpu. O1: basic optimizations such as constant folding. O2: also
     fused attention, LayerNorm and GELU. O3: also the tanh approximation of GELU. O4: O3 in FP16."""
-    quantize: Literal["none", "dynamic"] = "none"
-    """`dynamic`: INT8 weights, and activations quantized at run time; only for cpu."""
     data: str = ""
     """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, or a folder of
     images. Empty: built-in sentences or images."""
@@ -43,18 +41,11 @@ class OptimizeConfig:
 
 def check_options(config: OptimizeConfig) -> None:
     """Raise OptionError for invalid values, and for options that contradict each other."""
-    if config.quantize == "dynamic" and config.target != "cpu":
-        raise OptionError(
-            f"option 'quantize' is dynamic for the target {config.target}, but scales that are "
-            "computed at run time are only for the CPU; TensorRT requires constant scales.",
-            do="Use: enginery quantize ARTIFACT --data FILE",
-            option="quantize",
-        )
     if config.target == "cpu" and config.precision != "fp32":
         raise OptionError(
             f"option 'precision' is {config.precision} for the target cpu, where ONNX Runtime "
             "would compute in FP32 and only add casts.",
-            do="Use --precision fp32; --quantize dynamic makes the model smaller and faster.",
+            do="Use --precision fp32. For INT8: enginery quantize --scheme dynamic --target cpu",
             option="target",
         )
     if config.target == "tensorrt" and config.level != OptimizeConfig.level:

@@ -20,7 +20,6 @@ from enginery.optimize.inputs import range_feeds
 from enginery.passes.ir.cleanup import clean_graph, non_standard_nodes
 from enginery.passes.ir.graph_file import check_graph, externalize_weights, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
-from enginery.passes.qdq.dynamic import quantize_dynamically
 
 # Relative to an output's largest magnitude. Sums in another order differ by a few FP32 roundoffs
 # per layer; the tanh approximation of GELU by up to 5e-4 of its input per layer.
@@ -102,14 +101,6 @@ def optimize_graphs(
             result.records.append(guard)
             result.notes.append(guard.describe())
             data_files = guard.data_files
-        elif config.quantize == "dynamic":
-            data_files = quantize_dynamically(fp32, out)
-            agreements = _compare_graphs(fp32, out, record, batches, _MAX_ERROR_APPROXIMATED)
-            said = "; ".join(
-                f"{a.output}: largest error {a.max_abs:.3g}, cosine {a.cosine:.5f}"
-                for a in agreements
-            )
-            result.notes.append(f"{record.file}: dynamic INT8 against FP32: {said}")
         else:
             data_files = write_graph(read_graph(fp32), out)
             check_graph(out)

@@ -67,8 +67,6 @@ def variant_name(manifest: Manifest) -> str:
         options = {
             name: value for stage in manifest.stages for name, value in stage.options.items()
         }
-        if options.get("quantize") == "dynamic":
-            return "quantized"
         # As sentence-transformers calls the graphs of Optimum's levels.
         return str(options.get("level", manifest.target))
     return manifest.precision

@@ -95,14 +95,6 @@ def test_cuda_fp16_is_close_after_fusion(exported, optimized):
     assert one @ other / np.sqrt((one @ one) * (other @ other)) > 0.999
 
 
-def test_cpu_dynamic_quantization_stores_int8(exported, optimized):
-    artifact = optimized(
-        exported("bert", "text-classification"), target="cpu", precision="fp32", quantize="dynamic"
-    )
-    assert "MatMulInteger" in {node.op_type for node in onnx.load(artifact.model).graph.node}
-    assert any("dynamic INT8" in note for note in artifact.manifest.stages[-1].notes)
-
-
 def overflowing(source, out):
     """Return the artifact with a hidden state that exceeds FP16 before a norm."""
     model = onnx.load(source.model)
@@ -187,7 +179,6 @@ def test_fp16_artifact_is_rejected(exported, optimized):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "dynamic"}, "enginery quantize"),
         ({"target": "cpu"}, "and only add casts"),
         ({"level": "O4", "target": "cpu", "precision": "fp32"}, "O3 in FP16 on CUDA"),
         ({"level": "O3"}, "does not use ONNX"),
