@@ -473,7 +473,11 @@ def run_recipe(
         elif isinstance(options, ValidateConfig):
             result = run_validate(artifact, options, force=force, progress=progress)
         else:
-            result = _run_consumer(artifact, step.stage, options, force=force, progress=progress)
+            names = options.variants if step.stage == "publish" else ()
+            variants = [Artifact.open(made[name]) for name in names]
+            result = _run_consumer(
+                artifact, step.stage, options, variants=variants, force=force, progress=progress
+            )
         stages.append(result)
         if step.stage in ARTIFACT_STAGES:
             made[step.stage] = result.artifact.path
@@ -494,7 +498,13 @@ def run_recipe(
 
 
 def _run_consumer(
-    artifact: Artifact, stage: str, options: Any, *, force: bool, progress: Progress
+    artifact: Artifact,
+    stage: str,
+    options: Any,
+    *,
+    variants: Sequence[Artifact],
+    force: bool,
+    progress: Progress,
 ) -> StageResult:
     """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
@@ -522,6 +532,7 @@ def _run_consumer(
         made = predict_file(artifact, *files, force=force, progress=progress, **values)
         worked = made.worked
     elif stage == "publish":
+        values["variants"] = variants
         made = publish_model(artifact, values.pop("url"), progress=progress, **values)
         worked = made.is_new
     else:

@@ -59,6 +59,9 @@ class PublishStage(PublishConfig):
     url: str
     """The registry: `file:///path` or a plain path, `mlflow:/name`, `hf://org/name`,
     `oci://registry/name:tag`."""
+    variants: tuple[str, ...] = ()
+    """Stages whose artifacts are published in the same folder, with the layout `hub`: [optimize,
+    quantize]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,8 @@ def find_order_problem(steps: Sequence[Step]) -> tuple[int, str, str] | None:
         problem = _find_repetition(steps[:place], step) or _find_unknown_source(made_by, step)
         made = made_by.get(step.source, made)
         problem = problem or _find_mismatch(made, step.stage, step.options)
+        if step.stage == "publish":
+            problem = problem or _find_variant_problem(made_by, step.options)
         if problem:
             return place, *problem
         if step.stage == "build":
@@ -239,6 +244,22 @@ def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | 
         )
     if stage in ("export-triton", "export-kserve"):
         return _find_provider_problem(made, stage, options)
+    return None
+
+
+def _find_variant_problem(made_by: Mapping[str, _State], options: Any) -> tuple[str, str] | None:
+    """Return why `publish` cannot take artifacts of other stages."""
+    if options.variants and options.layout != "hub":
+        return "publish has variants, which only the layout hub holds.", "Set layout: hub."
+    for name in options.variants:
+        if name not in made_by:
+            known = f"Stages that make an artifact: {', '.join(made_by)}."
+            return f"variants: no {name} stands before it{nearest(name, made_by)}", known
+        if not (made_by[name].validated or options.allow_failed):
+            return (
+                f"publish takes what {name} made without a validation, which it requires.",
+                f"Put - validate: {{from: {name}}} before it, or set allow_failed: true.",
+            )
     return None
 
 

@@ -126,6 +126,26 @@ BROKEN = {
         "publish follows quantize without a validation",
         "Put - validate before it",
     ),
+    "variants in a folder that holds one": (
+        HEAD + EXPORT + "  - validate\n  - publish: {url: registry, variants: export}\n",
+        6,
+        "publish has variants, which only the layout hub holds",
+        "Set layout: hub",
+    ),
+    "variants of no stage": (
+        HEAD + EXPORT + "  - validate\n"
+        "  - publish: {url: registry, layout: hub, variants: [optimise]}\n",
+        6,
+        "variants: no optimise stands before it",
+        "Stages that make an artifact: export",
+    ),
+    "variants without a validation": (
+        HEAD + EXPORT + "  - validate\n  - optimize\n"
+        "  - publish: {from: export, url: registry, layout: hub, variants: [optimize]}\n",
+        7,
+        "publish takes what optimize made without a validation",
+        "Put - validate: {from: optimize} before it",
+    ),
     "two copies in one place": (
         HEAD + "  - export:\n      task: fill-mask\n      out: a\n  - optimize:\n      out: ./a\n",
         8,

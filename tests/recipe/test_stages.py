@@ -1,6 +1,7 @@
 """The stages of a recipe that take the artifact and leave something else."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,20 +84,25 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
         "validate",
         "lint: {from: optimize}",
         "publish: {from: optimize, url: registry, name: half}",
+        "publish: {from: export, variants: [optimize, quantize], layout: hub, url: registry}",
     )
     path = write(*stages, out="last")
     result = run_recipe(path)
     assert result.passed, result.failure
     assert [stage.artifact.manifest.precision for stage in result.stages] == [
-        *("fp32", "fp32", "fp16", "fp16", "int8", "int8", "fp16", "fp16"),
+        *("fp32", "fp32", "fp16", "fp16", "int8", "int8", "fp16", "fp16", "fp32"),
     ]
-    for name, precision in (("fp16", "fp16"), ("int8", "int8"), ("last", "fp16")):
+    for name, precision in (("fp16", "fp16"), ("int8", "int8"), ("last", "fp32")):
         copy = Artifact.open(tmp_path / name, verify=True)
         assert copy.manifest.precision == precision
         assert copy.manifest.verdict("validate").passed
     assert set(result.copies) == {tmp_path / name for name in ("fp16", "int8", "last")}
     assert result.artifact.path == tmp_path / "last"
     assert Artifact.open(tmp_path / "registry/half/1").manifest.precision == "fp16"
+    hub = Path(result.stages[-1].made.url.removeprefix("file://"))
+    assert {path.name for path in (hub / "onnx").iterdir()} == {
+        *("model.onnx", "model_fp16.onnx", "model_quantized.onnx"),
+    }
     assert not any(worked(run_recipe(path))[name] for name in ("optimize", "quantize", "publish"))
 
 
