@@ -103,7 +103,11 @@ def execute(tmp_path, monkeypatch, minilm):
             startup_timeout=120,
             resources={"metadata": {"path": str(folder)}},
         )
-        return client.execute()
+        executed = client.execute()
+        for output in outputs(executed):
+            for kind, text in output.get("data", {}).items():
+                output.data[kind] = text.replace(str(folder), "/folder")
+        return executed
 
     yield run
     left = [

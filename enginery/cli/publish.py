@@ -59,7 +59,7 @@ def pull(
     out
         Where the artifact goes. An artifact that is there is replaced.
     variant
-        One of several artifacts that were published together with --layout hub: fp32, fp16,
+        One of several artifacts that were published together in the layout hub: fp32, fp16,
         quantized, … It becomes the artifact that it was. Without it, the whole version is written.
     insecure
         Use plain HTTP for an OCI registry.

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
@@ -96,6 +95,8 @@ class ImageTask(Task):
 
     def example_input(self) -> str:
         """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
+        from PIL import Image
+
         height, width = (
             dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
         )
