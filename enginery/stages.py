@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, OptionError, SourceError
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
@@ -107,7 +107,7 @@ def run_cached(
     """
     started = time.monotonic()
     if out:
-        check_overwritable(Path(out))
+        check_out(Path(out))
     plan: _Plan | None
     if isinstance(config, ExportConfig):
         plan = _plan_export(str(source), config, progress)
@@ -131,6 +131,23 @@ def run_cached(
     if out:
         made = deliver(made, Path(out), progress)
     return StageResult(stage, made, worked, time.monotonic() - started)
+
+
+def check_out(out: Path) -> None:
+    """Raise an error if a copy of an artifact cannot go to `out`.
+
+    Raises:
+        OptionError: it is inside the store, whose entries belong to their cache keys.
+        ArtifactError: it has files that do not belong to an artifact.
+    """
+    store = Store().artifacts.resolve()
+    if out.resolve().is_relative_to(store):
+        raise OptionError(
+            f"{out} is inside the store {store}, where artifacts belong to their cache keys.",
+            do="Name a directory of your own: --out build/name",
+            option="out",
+        )
+    check_overwritable(out)
 
 
 def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:

@@ -60,6 +60,32 @@ _OLD_OPTIONS = {
     "export-kserve": {"--providers": "--provider"},
 }
 """Other names of options, most of them earlier ones; the help does not have them."""
+_OPTIMUM_OPTIONS = {
+    "export": {
+        "--optimize": "Optimize is a stage of its own: enginery optimize OUT NEW --target cuda "
+        "--precision fp32 --level O2",
+        "--fp16": "Use --dtype fp16, or better: enginery optimize OUT NEW --precision fp16",
+        "--framework": "Leave it out: models are loaded with PyTorch.",
+        "--library": "Leave it out: config.json tells it.",
+        "--library-name": "Leave it out: config.json tells it.",
+        "--monolith": "Leave it out.",
+        "--atol": "Leave it out. To compare with PyTorch: enginery validate OUT",
+        "--sequence_length": "Leave it out: lengths are dynamic. For engines: --profile of build",
+        "--batch_size": "Leave it out: batches are dynamic. For engines: --profile of build",
+        "--pad_token_id": "Leave it out, or set pad_token_id in config.json.",
+    },
+    "optimize": {"--onnx_model": "Name the artifact first: enginery optimize ARTIFACT OUT"},
+    "quantize": {
+        "--onnx_model": "Name the artifact first: enginery quantize ARTIFACT OUT",
+        "--per_channel": "Leave it out: it is the default.",
+        **dict.fromkeys(
+            ("--arm64", "--avx2", "--avx512", "--avx512_vnni"),
+            "For the CPU: enginery quantize ARTIFACT OUT --scheme dynamic --target cpu",
+        ),
+        "--tensorrt": "Leave it out: it is the default target, and takes --data FILE.",
+    },
+}
+"""Options of optimum-cli that enginery does not have -> what to do instead."""
 _PLACEHOLDER = "file:///missing"
 """Replaces a missing argument while the others are checked: a path, a text and an address."""
 _TERMINATED = 128 + signal.SIGTERM
@@ -205,8 +231,16 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
     """Return `export --model M OUT` as `export M OUT`.
 
     Raises:
-        OptionError: the model of `export` is `onnx`, as after `optimum-cli export`.
+        OptionError: the model of `export` is `onnx`, as after `optimum-cli export`, or an option is
+            one that only optimum-cli has.
     """
+    instead = _OPTIMUM_OPTIONS.get(arguments[0] if arguments else "", {})
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        if option in instead:
+            raise OptionError(
+                f"enginery {arguments[0]} has no option '{option}'.", do=instead[option]
+            )
     if arguments[:1] != ["export"]:
         return arguments
     has_format = arguments[1:2] == ["onnx"] and not Path("onnx").exists()

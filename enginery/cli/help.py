@@ -38,7 +38,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "optimize": (
         "enginery optimize build/minilm build/minilm-fp16 --target tensorrt --precision fp16",
-        "enginery optimize build/minilm build/minilm-cpu --target cpu",
+        "enginery optimize build/minilm build/minilm-cpu --target cpu --precision fp32",
     ),
     "quantize": (
         "enginery quantize build/minilm build/minilm-int8 --data reviews.csv --column text",

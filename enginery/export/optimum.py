@@ -10,6 +10,7 @@ import gc
 from contextlib import suppress
 from pathlib import Path
 
+from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.subprocess import report_phase
@@ -56,11 +57,12 @@ def export_with_optimum(
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
     report_phase(f"tracing {model_type} for {task}")
-    _export(source, config, out, task=task, library=library, pickled=pickled)
+    untrained = _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
     _convert_tokenizer(source, out)
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
+    _require_trained(untrained, [out / file for file in files], source, task)
     return ExportedModel(
         files=files,
         task=task,
@@ -74,8 +76,11 @@ def export_with_optimum(
 
 def _export(
     source: Path, config: ExportConfig, out: Path, *, task: str, library: str, pickled: bool
-) -> None:
+) -> tuple[str, ...]:
     """Export local files like Optimum's `main_export`, with less memory.
+
+    Returns:
+        The names of the weights that the files lack, which are random numbers.
 
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
@@ -106,6 +111,24 @@ def _export(
         preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
         do_validation=False,  # the validate stage is stricter and raises
     )
+    return getattr(model, "untrained_weights", ())
+
+
+def _require_trained(
+    untrained: tuple[str, ...], graphs: list[Path], source: Path, task: str
+) -> None:
+    """Raise ExportError if a graph has weights that the model's files lack.
+
+    A pooler that no output reads, for example, is in no graph.
+    """
+    used = {tensor.name for path in graphs for tensor in load_graph(path).graph.initializer}
+    if random := [name for name in untrained if name in used]:
+        raise ExportError(
+            f"{source} has no weights for {task}: {', '.join(random[:4])}"
+            f"{', …' if len(random) > 4 else ''} would be random numbers.",
+            do="Name the task that the model was trained for: --task, or --task auto.",
+            option="task",
+        )
 
 
 def _pad_token_id(source: Path) -> int:

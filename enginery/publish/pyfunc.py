@@ -135,6 +135,9 @@ def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
     for index, value in enumerate(rows):
         if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
+        if not task.takes_images and not isinstance(value, str | tuple):
+            found = f"{type(value).__name__} {value!r}"
+            raise InputError(f"row {index} is {found:.80}, expected a text.")
     return rows
 
 

@@ -12,6 +12,7 @@ Measuring every combination of layers is impossible, so the search is greedy:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,7 +74,8 @@ class AccuracyBudget:
             return []
         return [
             f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {allowed:.2%} no "
-            "answer may change; use more rows with --rows"
+            f"answer may change; it takes {math.ceil(1 / (HEADROOM * allowed))} held-out rows, a "
+            "quarter of --rows, or all of a file with fewer"
         ]
 
     def is_met_by(self, found: AccuracyMetrics, *, headroom: float = 1.0) -> bool:

@@ -181,7 +181,8 @@ class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
 def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
     """Load a model like Optimum's TasksManager.get_model_from_task, without its fallback.
 
-    If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights.
+    If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights. The
+    attribute `untrained_weights` has the names of weights that no file has, which are random.
     """
     trust = options["trust_remote_code"]
     config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
@@ -196,7 +197,8 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         library="transformers",
     )
     with torch.device(device):
-        model = model_class.from_pretrained(str(path), **options)
+        model, loaded = model_class.from_pretrained(str(path), output_loading_info=True, **options)
+    model.untrained_weights = tuple(sorted(loaded["missing_keys"]))
     TasksManager.standardize_model_attributes(model, library_name="transformers")
     return model
 

@@ -216,6 +216,32 @@ def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path, mon
     assert Artifact.open(tmp_path / "onnx").manifest.task == "text-classification"
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("export", "--model", "m", "--optimize", "O2", "out"), "enginery optimize OUT NEW"),
+        (("export", "m", "out", "--framework=pt"), "models are loaded with PyTorch"),
+        (("export", "m", "out", "--atol", "1e-4"), "enginery validate OUT"),
+        (("quantize", "--onnx_model", "m", "--avx512"), "enginery quantize ARTIFACT OUT"),
+        (("quantize", "m", "--avx512"), "--scheme dynamic --target cpu"),
+    ],
+)
+def test_options_of_optimum_cli_lead_to_what_there_is_instead(cli, words, instead):
+    status, _, said = cli(*words)
+    assert status == 2
+    assert "has no option '--" in said
+    assert instead in " ".join(said.split())
+
+
+def test_directory_of_the_store_is_no_place_for_a_copy(cli, artifact, tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
+    out = tmp_path / "home/artifacts/mine"
+    status, _, said = cli("optimize", artifact, "--target", "cuda", "--out", out)
+    assert status == 2
+    assert "is inside the store" in " ".join(said.split())
+    assert not out.exists()
+
+
 def test_stages_take_where_to_write_after_the_artifact(cli, artifact, tmp_path):
     out = tmp_path / "fp16"
     status, _, _ = cli("optimize", artifact, out, "--target", "tensorrt", "--precision", "fp16")

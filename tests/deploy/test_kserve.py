@@ -152,7 +152,7 @@ def test_triton_image_without_enginery_is_noted(artifact, tmp_path):
     found = export_kserve(artifact, tmp_path, storage_uri=URI, runtime="triton")
     assert any("has no enginery" in note for note in found.notes)
     named = export_kserve(artifact, tmp_path, storage_uri=URI, runtime="triton", image=IMAGE)
-    assert named.notes == ()
+    assert named.notes == ("each replica requests a GPU; --provider cpu requests none",)
 
 
 def test_triton_model_has_the_name_from_export_triton(artifact, tmp_path):
@@ -340,6 +340,7 @@ def test_valid_names_and_quantities_of_kubernetes(manifest, options):
 def test_names_too_long_for_some_clusters_are_noted(artifact, tmp_path):
     def notes(**options):
         options = {"storage_uri": URI, "image": IMAGE, "name": "m" * 48, **options}
+        options.setdefault("provider", "cpu")
         return export_kserve(artifact, tmp_path, **options).notes
 
     (said,) = notes()

@@ -79,6 +79,17 @@ def test_unknown_option_names_the_nearest(tiny_model):
         export_model(str(tiny_model("bert", "fill-mask")), opsets=17)
 
 
+def test_head_that_the_files_lack_is_an_error_and_not_random_numbers(tiny_model, tmp_path):
+    model = str(tiny_model("bert", "feature-extraction"))
+    for task in ("text-classification", "question-answering"):
+        with pytest.raises(ExportError, match=r"has no weights for .*would be random numbers"):
+            export_model(model, task=task, out=tmp_path / task)
+        assert not (tmp_path / task).exists()
+    # The classifier's files have no pooler that an output of the bare model would read.
+    whole = str(tiny_model("bert", "fill-mask"))
+    assert export_model(whole, task="feature-extraction").manifest.task == "feature-extraction"
+
+
 def test_unknown_task_names_the_nearest(tiny_model):
     with pytest.raises(OptionError, match="did you mean 'text-classification'"):
         export_model(str(tiny_model("bert", "fill-mask")), task="text-clasification")

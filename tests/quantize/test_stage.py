@@ -5,6 +5,7 @@ import numpy as np
 import onnx
 import pytest
 
+from enginery import optimize_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import (
@@ -420,10 +421,12 @@ class TestDynamic:
             quantized(source, out=tmp_path / "no", scheme="dynamic", target="cpu", min_cosine=1.0)
         assert not (tmp_path / "no").exists()
 
-    def test_it_takes_what_optimize_fused_for_the_cpu(self, tiny, quantized):
-        source = tiny(*BERT)
-        fused = replace(source, manifest=source.manifest.model_copy(update={"target": "cpu"}))
-        assert quantized(fused, None, scheme="dynamic", target="cpu").manifest.target == "cpu"
+    def test_it_takes_what_optimize_fused_for_the_cpu(self, exported, quantized):
+        source = exported("bert", "text-classification")  # its head is a Gemm
+        fused = optimize_model(source, target="cpu", precision="fp32")
+        made = quantized(fused, None, scheme="dynamic", target="cpu")
+        assert made.manifest.target == "cpu"
+        assert made.manifest.precision == "int8"
         with pytest.raises(ArtifactError, match="is fp32 for cpu"):
             quantized(fused)
 

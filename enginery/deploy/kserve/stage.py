@@ -147,6 +147,9 @@ def _require_engine(artifact: Artifact) -> None:
 
 def _notes(name: str, config: KserveConfig) -> tuple[str, ...]:
     notes = []
+    if config.provider != "cpu":
+        number = "a GPU" if config.gpus == 1 else f"{config.gpus} GPUs"
+        notes.append(f"each replica requests {number}; --provider cpu requests none")
     if config.runtime == "triton" and not config.image:
         notes.append(
             "KServe's Triton image has no enginery, which the ensemble's Python models need: set "

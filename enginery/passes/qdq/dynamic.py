@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from enginery.core.artifact.external_data import external_data_files, load_graph
 
@@ -28,20 +29,34 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     out.parent.mkdir(parents=True, exist_ok=True)
+    data_files = external_data_files(source)
     logging.disable(logging.WARNING)  # it recommends its pre-processing on every call
     try:
         quantize_dynamic(
-            source,
+            source if data_files else _without_types_of_weights(source),
             out,
             per_channel=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=bool(external_data_files(source)),
+            use_external_data_format=bool(data_files),
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )
     finally:
         logging.disable(logging.NOTSET)
     return tuple(external_data_files(out))
+
+
+def _without_types_of_weights(source: Path) -> Any:
+    """Return the graph without `value_info` for initializers, which the quantizer transposes.
+
+    It replaces Gemm by MatMul, and the earlier shape of the weight then fails ONNX's inference.
+    """
+    model = load_graph(source)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    kept = [value for value in model.graph.value_info if value.name not in weights]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
+    return model
 
 
 def count_integer_nodes(path: Path) -> dict[str, int]:

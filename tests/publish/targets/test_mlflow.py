@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -16,9 +16,15 @@ import pytest
 from enginery import load_model
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.errors import ArtifactError, InputError, OptionError, RegistryError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    InputError,
+    OptionError,
+    RegistryError,
+)
 from enginery.publish import stage
-from enginery.publish.pyfunc import _load_pyfunc
+from enginery.publish.pyfunc import PyfuncConfig, _load_pyfunc
 from tests.publish.products import UNVALIDATED, Heard, altered, large, with_an_engine
 from tests.publish.targets.servers import free_port, mlflow_server
 
@@ -209,7 +215,7 @@ def in_mlflow(tmp_path):
             loader_module="enginery.publish.pyfunc",
             data_path=str(artifact.path),
             signature=signature(artifact.manifest),
-            model_config={"allow_failed": True},
+            model_config=asdict(PyfuncConfig(allow_failed=True)),
             pip_requirements=[],
         )
         if checks_its_inputs(artifact.manifest):
@@ -236,6 +242,27 @@ def test_texts_are_taken_in_every_form_that_mlflow_passes_on(task, exported, in_
     for form in forms:
         np.testing.assert_array_equal(model.predict(form), expected)
     np.testing.assert_array_equal(model.predict(TEXTS[0]), expected[:1])
+
+
+def test_provider_that_cannot_be_had_is_an_error_in_mlflow_too(server, artifact):
+    from mlflow import pyfunc
+
+    published = stage.run(artifact, "mlflow:/strict", UNVALIDATED)
+    url = published.url.replace("mlflow:", "models:")
+    for named, problem in (
+        ("nonsense", "unknown execution provider"),
+        ("tensorrt", "tensorrt requested"),
+    ):
+        with pytest.raises(EngineryError, match=problem):
+            pyfunc.load_model(url, model_config={"providers": named})
+    assert len(pyfunc.load_model(url).predict(TEXTS)) == len(TEXTS)
+
+
+def test_row_that_is_no_text_is_named(exported, in_mlflow):
+    model = in_mlflow(exported("bert", "text-classification"))
+    for rows in (["a", 3], [{"text": "a"}, {"text": 3}]):
+        with pytest.raises(InputError, match=r"row 1 is int 3, expected a text"):
+            model.predict(rows)
 
 
 def test_pairs_reach_a_classifier_in_every_form(exported, in_mlflow):

@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +26,7 @@ from enginery.core.progress import Progress
 from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD
+from enginery.publish.pyfunc import PyfuncConfig
 from enginery.publish.targets.mlflow.model import (
     ARTIFACT,
     CONTENT_TAG,
@@ -162,7 +164,8 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
                 f"enginery=={__version__}",
                 *(f"{name}=={version}" for name, version in versions.items() if version != "none"),
             ],
-            model_config={"allow_failed": True} if package.problem else None,
+            # MLflow takes only options that are named here.
+            model_config=asdict(PyfuncConfig(allow_failed=bool(package.problem))),
             metadata=tags(package),
         )
         if checks_its_inputs(package.artifact.manifest):
