@@ -143,6 +143,8 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
         unfit = [s for s in asked if s.version and not s.fits]
         if not missing and not unfit:
             continue
+        if extra in ("gpu", "cpu") and missing and installed_onnxruntimes():
+            continue  # the other build is installed, and two overwrite each other
         seen = [f"{', '.join(missing)} not installed"] if missing else []
         seen += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
         yield Finding(

@@ -103,6 +103,18 @@ def test_bare_install_lacks_the_export_extra_without_an_error(site):
     assert extra.remedy == "To use it: pip install 'enginery[export]'"
 
 
+def test_other_build_of_onnxruntime_is_not_recommended(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "onnxruntime>=1.31; extra == 'cpu'",
+        "onnxruntime-gpu>=1.31; extra == 'gpu'",
+        extras=["cpu", "gpu"],
+    )
+    site("onnxruntime-gpu", "1.31.1")
+    assert not findings("the extra [cpu]")
+
+
 def test_a_complete_extra_with_a_wrong_version_is_an_error(site):
     site("enginery", "0.1.0", "numpy>=9; extra == 'export'", extras=["export"])
     (extra,) = findings("the extra [export]")

@@ -184,9 +184,10 @@ def _describe_server_build(
     )
     return (
         f"no engine of {CLASSIC.title} {CLASSIC.major} is exported: the server builds one{shapes}"
-        f"{chosen} {when}; to ship it instead, run on the server's GPU: enginery build "
-        f"{artifact.path} --flavor {CLASSIC.name} --capability current"
-        f"{f' --profile {profiles[0]}' if profiles else ''} --out {artifact.path}"
+        f"{chosen} {when}; to ship it instead, copy the artifact {artifact.name} to a machine with "
+        f"the server's GPU, and run: enginery build {artifact.name} --flavor {CLASSIC.name} "
+        f"--capability current{f' --profile {profiles[0]}' if profiles else ''} "
+        f"--out {artifact.name}"
     )
 
 
