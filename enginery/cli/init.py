@@ -81,5 +81,5 @@ def init(
         check_recipe(recipe)
     except EngineryError as error:
         problem = str(error)
-    console.line(f"to mend before it runs: {problem}" if problem else f"next: enginery run {out}")
+    console.line(f"fix before it runs: {problem}" if problem else f"next: enginery run {out}")
     console.json({"recipe": str(out), "stages": stages, "problem": problem})

@@ -128,7 +128,7 @@ def test_command_writes_the_recipe_once_and_says_what_to_mend(init, tiny_model, 
     model = tiny_model("bert", "text-classification")
     status, said = init(model, "--target", "cpu", "--data", "nowhere.csv")
     assert status == 0
-    assert "to mend before it runs: recipe.yaml:" in said.replace("\n", " ")
+    assert "fix before it runs: recipe.yaml:" in said.replace("\n", " ")
     before = (tmp_path / "recipe.yaml").read_text()
     status, said = init(model)
     assert status == 2

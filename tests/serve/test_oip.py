@@ -312,7 +312,7 @@ IDS = {"name": "input_ids", "datatype": "INT64", "shape": [1, 2], "data": [1, 2]
         ({"inputs": [3]}, "inputs[0]: found the number 3"),
         ({"inputs": [TEXT, TEXT]}, "'text' occurs twice"),
         ({"inputs": [{**TEXT, "name": "txet"}]}, "no input 'txet'; did you mean 'text'?"),
-        ({"inputs": [{**TEXT, "shape": [2]}]}, "found 1 elements, expected 2"),
+        ({"inputs": [{**TEXT, "shape": [2]}]}, "found 1 element, expected 2"),
         ({"inputs": [{**TEXT, "shape": [0], "data": []}]}, "has no elements"),
         (
             {"inputs": [{**TEXT, "shape": [-1]}]},

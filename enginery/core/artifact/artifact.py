@@ -147,8 +147,9 @@ class Artifact:
         verdict = self.failed_verdict()
         if verdict and not allow_failed:
             raise RejectedArtifactError(
-                f"{self.path} failed its validation: {verdict.summary}",
-                do=f"Read {self.path / verdict.report}, or pass --allow-failed to use it anyway.",
+                f"{self.path} failed its validation: {verdict.summary}.",
+                do=f"Read {self.path / verdict.report}, or pass --allow-failed (in Python "
+                "allow_failed=True) to use it anyway.",
             )
 
     def annotate(

@@ -236,7 +236,8 @@ def _elements(data: memoryview, count: int, shape: Sequence[int], where: str) ->
 def _check_count(size: int, count: int, shape: Sequence[int], where: str) -> None:
     if size != count:
         raise invalid_field(
-            f"{where}: found {size} elements, expected {count}: shape {list(shape)}.",
+            f"{where}: found {size} element{'s' * (size != 1)}, expected {count}: "
+            f"shape {list(shape)}.",
             field="data",
         )
 
