@@ -186,7 +186,11 @@ SAYS = {
 """What each notebook shows when all goes well, in this order."""
 
 
-def stable(book):
+MEASURED = ("04_benchmark_and_report", "05_serve_and_publish")
+"""Notebooks whose words depend on times: what is faster, how many requests shared a batch."""
+
+
+def stable(book, name):
     """Return the outputs of each cell as a run on any machine has them: without numbers."""
     found = []
     for cell in book.cells:
@@ -195,7 +199,8 @@ def stable(book):
             texts = [data.get("text/markdown", data.get("text/plain", "")) for data in shown]
             kinds = [sorted(data) for data in shown]
             plain = [re.sub(r"\b[0-9a-f]{12,}\b|\d[\d.,e+-]*", "0", text) for text in texts]
-            found.append((kinds, [re.sub(r"[\s-]+", " ", text) for text in plain]))
+            words = [] if name in MEASURED else [re.sub(r"[\s-]+", " ", text) for text in plain]
+            found.append((kinds, words))
     return found
 
 
@@ -220,7 +225,7 @@ def test_a_notebook_shows_what_a_run_shows(path, execute):
 
     if "03" in path.stem or "02" in path.stem:
         assert has_tensorrt(), "pip install 'enginery[tensorrt-rtx]'"
-    committed = stable(nbformat.read(path, as_version=4))
+    committed = stable(nbformat.read(path, as_version=4), path.stem)
     book = execute(path)
     # tqdm, which PyTorch and transformers import, says where widgets are not installed.
     streams = [
@@ -240,4 +245,4 @@ def test_a_notebook_shows_what_a_run_shows(path, execute):
     if os.environ.get("KEEP_NOTEBOOK_OUTPUTS"):
         keep_outputs(book, path)
     else:
-        assert stable(book) == committed, "run: make notebooks"
+        assert stable(book, path.stem) == committed, "run: make notebooks"

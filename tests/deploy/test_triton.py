@@ -610,8 +610,8 @@ def test_int8_for_tensorrt_is_built_by_the_server(int8, models):
     assert (models / "m-graph/1/model.onnx").read_bytes() == (int8.path / "model.onnx").read_bytes()
     (said,) = (note for note in found.notes if "the server builds one" in note)
     assert "for batch=1:8:32,sequence=1:128:128 (--profile sets other shapes) at every load" in said
-    command = f"enginery build {int8.path} --flavor tensorrt --capability current --profile"
-    assert f"{command} batch=1:8:32,sequence=1:128:128 --out {int8.path}" in said
+    command = f"enginery build {int8.name} --flavor tensorrt --capability current --profile"
+    assert f"{command} batch=1:8:32,sequence=1:128:128 --out {int8.name}" in said
 
 
 def test_profile_and_cache_of_the_engine_that_the_server_builds(int8, mood, models, tmp_path):

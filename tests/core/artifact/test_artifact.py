@@ -393,7 +393,7 @@ def test_a_verdict_is_replaced_by_a_newer_one_of_its_stage(tmp_path):
 
 def test_a_failed_artifact_is_closed_unless_allowed(tmp_path):
     artifact = make(tmp_path / "a").annotate(verdict(passed=False, summary="logits differ"), b"{}")
-    with pytest.raises(RejectedArtifactError, match=r"logits differ Read .*validate\.json"):
+    with pytest.raises(RejectedArtifactError, match=r"logits differ\. Read .*validate\.json"):
         artifact.require_passed(allow_failed=False)
     artifact.require_passed(allow_failed=True)
     artifact.annotate(verdict(), b"{}").require_passed(allow_failed=False)
