@@ -195,7 +195,7 @@ def stable(book, name):
     found = []
     for cell in book.cells:
         if cell.cell_type == "code":
-            shown = [output.get("data", {}) for output in cell.outputs]
+            shown = [each.data for each in cell.outputs if each.output_type != "stream"]
             texts = [data.get("text/markdown", data.get("text/plain", "")) for data in shown]
             kinds = [sorted(data) for data in shown]
             plain = [re.sub(r"\b[0-9a-f]{12,}\b|\d[\d.,e+-]*", "0", text) for text in texts]
