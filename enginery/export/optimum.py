@@ -7,8 +7,12 @@ transformers and optimum, and runs in the child process of the stage.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
@@ -20,6 +24,7 @@ from enginery.export.side_files import copy_side_files
 
 try:
     import transformers
+    from onnx import numpy_helper
     from optimum.exporters.onnx import onnx_export_from_model
     from optimum.exporters.tasks import TasksManager
     from optimum.utils.save_utils import maybe_load_preprocessors
@@ -76,11 +81,11 @@ def export_with_optimum(
 
 def _export(
     source: Path, config: ExportConfig, out: Path, *, task: str, library: str, pickled: bool
-) -> tuple[str, ...]:
+) -> dict[str, NDArray[np.float32]]:
     """Export local files like Optimum's `main_export`, with less memory.
 
     Returns:
-        The names of the weights that the files lack, which are random numbers.
+        The weights by name that the files lack, which are random numbers.
 
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
@@ -111,18 +116,43 @@ def _export(
         preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
         do_validation=False,  # the validate stage is stricter and raises
     )
-    return getattr(model, "untrained_weights", ())
+    names = getattr(model, "untrained_weights", ())
+    return {
+        n: weight.detach().cpu().float().numpy()
+        for n, weight in model.named_parameters()
+        if n in names
+    }
 
 
 def _require_trained(
-    untrained: tuple[str, ...], graphs: list[Path], source: Path, task: str
+    untrained: Mapping[str, NDArray[np.float32]], graphs: list[Path], source: Path, task: str
 ) -> None:
     """Raise ExportError if a graph has weights that the model's files lack.
 
-    A pooler that no output reads, for example, is in no graph.
+    A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
+    transposes, so matrices are found by their values.
     """
-    used = {tensor.name for path in graphs for tensor in load_graph(path).graph.initializer}
-    if random := [name for name in untrained if name in used]:
+    random: list[str] = []
+    for path in graphs if untrained else ():
+        tensors = load_graph(path).graph.initializer
+        names = {tensor.name for tensor in tensors}
+        shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}
+        shapes |= {shape[::-1] for shape in shapes}
+        matrices = [
+            numpy_helper.to_array(tensor, str(path.parent)).astype(np.float32)
+            for tensor in tensors
+            if tuple(tensor.dims) in shapes
+        ]
+        random += [
+            name
+            for name, weight in untrained.items()
+            if name in names
+            or (
+                weight.ndim > 1
+                and any(np.array_equal(m, w) for m in matrices for w in (weight, weight.T))
+            )
+        ]
+    if random := sorted(set(random)):
         raise ExportError(
             f"{source} has no weights for {task}: {', '.join(random[:4])}"
             f"{', …' if len(random) > 4 else ''} would be random numbers.",

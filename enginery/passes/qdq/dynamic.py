@@ -47,13 +47,16 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
 
 
 def _without_types_of_weights(source: Path) -> Any:
-    """Return the graph without `value_info` for initializers, which the quantizer transposes.
+    """Return the graph without `value_info` for initializers; its path if it has none.
 
-    It replaces Gemm by MatMul, and the earlier shape of the weight then fails ONNX's inference.
+    The quantizer replaces Gemm by MatMul and transposes the weight, whose earlier shape then fails
+    ONNX's inference. It holds several copies of a graph that is not a path.
     """
     model = load_graph(source)
     weights = {tensor.name for tensor in model.graph.initializer}
     kept = [value for value in model.graph.value_info if value.name not in weights]
+    if len(kept) == len(model.graph.value_info):
+        return source
     del model.graph.value_info[:]
     model.graph.value_info.extend(kept)
     return model
