@@ -48,7 +48,7 @@ def test_outputs_are_there_and_small(path):
     found = [output for cell in cells(path, "code") for output in cell["outputs"]]
     assert found
     assert {output["output_type"] for output in found} <= {"execute_result", "display_data"}
-    assert any("image/svg+xml" in output["data"] for output in found)
+    assert any({"image/svg+xml", "image/png"} & set(output["data"]) for output in found)
     assert [cell["execution_count"] for cell in cells(path, "code")] == [
         count for count, _ in enumerate(cells(path, "code"), 1)
     ]
@@ -227,16 +227,23 @@ def test_a_notebook_shows_what_a_run_shows(path, execute):
         assert has_tensorrt(), "pip install 'enginery[tensorrt-rtx]'"
     committed = stable(nbformat.read(path, as_version=4), path.stem)
     book = execute(path)
-    # tqdm, which PyTorch and transformers import, says where widgets are not installed.
+    # tqdm says where widgets are not installed, and matplotlib that it lists the fonts.
     streams = [
         output.text
         for output in outputs(book)
-        if output.output_type == "stream" and "IProgress not found" not in output.text
+        if output.output_type == "stream"
+        and not re.search("IProgress not found|building the font cache", output.text)
     ]
     assert streams == [], "nothing prints, and nothing warns"
-    figures = [output.data for output in outputs(book) if "image/svg+xml" in output.get("data", {})]
-    assert figures
-    assert all(data["image/svg+xml"].startswith("<svg") for data in figures)
+    figures = {"image/svg+xml": "<svg", "image/png": "iVBORw0KGgo"}
+    shown = [
+        (kind, data)
+        for output in outputs(book)
+        for kind, data in output.get("data", {}).items()
+        if kind in figures
+    ]
+    assert shown
+    assert all(data.startswith(figures[kind]) for kind, data in shown)
     rest = text_of(book)
     for pattern in SAYS[path.stem]:
         found = re.search(pattern, rest, re.MULTILINE)

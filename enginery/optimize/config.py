@@ -20,9 +20,10 @@ class OptimizeConfig:
     """The type of weights and activations. TensorRT follows the types in the graph."""
     io_dtype: Literal["fp32", "same"] = "fp32"
     """The type of float inputs and outputs: `fp32`, or `same` for that of `precision`."""
-    level: Literal["O1", "O2", "O3", "O4"] = "O2"
-    """Optimum's level, for cuda and cpu. O1: basic optimizations such as constant folding. O2: also
-    fused attention, LayerNorm and GELU. O3: also the tanh approximation of GELU. O4: O3 in FP16."""
+    level: Literal["O1", "O2", "O3", "O4"] | None = None
+    """Optimum's level, for cuda and cpu, O2 by default. O1: basic optimizations such as constant
+    folding. O2: also fused attention, LayerNorm and GELU. O3: also the tanh approximation of GELU.
+    O4: O3 in FP16."""
     data: str = ""
     """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, or a folder of
     images. Empty: built-in sentences or images."""
@@ -48,11 +49,11 @@ def check_options(config: OptimizeConfig) -> None:
             do="Use --precision fp32. For INT8: enginery quantize --scheme dynamic --target cpu",
             option="target",
         )
-    if config.target == "tensorrt" and config.level != OptimizeConfig.level:
+    if config.target == "tensorrt" and config.level:
         raise OptionError(
             f"option 'level' is {config.level} for the target tensorrt, which does not use ONNX "
             "Runtime's fusions.",
-            do="Omit --level: it is only for the targets cuda and cpu.",
+            do="Add --target cuda or --target cpu, or omit --level.",
             option="level",
         )
     if config.level == "O4" and (config.target != "cuda" or config.precision != "fp16"):

@@ -74,7 +74,7 @@ def optimize_graphs(
         _check_standard_ops(artifact)
         prepared = scratch / "clean"
     else:
-        notes, result.peak_rss_bytes = fuse_graphs(artifact, config.level, scratch)
+        notes, result.peak_rss_bytes = fuse_graphs(artifact, config.level or "O2", scratch)
         result.notes += notes
         prepared = scratch / "fused"
     for record in artifact.manifest.graphs:

@@ -120,6 +120,7 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
             [100 * chosen.share],
             [budget.value(chosen.accuracy)],
             linestyle="none",
+            marker="o",
             markersize=11,
             markerfacecolor="none",
             label="chosen",

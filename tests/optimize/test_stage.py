@@ -181,7 +181,7 @@ def test_fp16_artifact_is_rejected(exported, optimized):
     [
         ({"target": "cpu"}, "and only add casts"),
         ({"level": "O4", "target": "cpu", "precision": "fp32"}, "O3 in FP16 on CUDA"),
-        ({"level": "O3"}, "does not use ONNX"),
+        ({"level": "O2"}, "does not use ONNX"),
         ({"rows": 0}, "expected 1 or more"),
         ({"max_error": float("nan")}, "expected a number above 0"),
     ],

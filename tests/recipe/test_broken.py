@@ -333,7 +333,7 @@ BROKEN = {
         HEAD + EXPORT + "  - optimize:\n      level: O3\n",
         6,
         "option 'level' is O3",
-        "Omit --level",
+        "--target cuda",
     ),
     "a tolerance that is none": (
         HEAD + EXPORT + "  - validate: {rows: 8,\n      min_cosine: 2}\n",
