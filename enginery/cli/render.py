@@ -259,12 +259,13 @@ def run_rows(result: RunResult) -> list[Row]:
     The cosines of quantize, and of the validation of a quantized graph, are means over real inputs.
     """
     rows = [_stage_row(stage) for stage in result.stages]
-    columns = ("time", "max abs error", "allowed", "cosine", "at least", "provider")
+    columns = ("time", "max abs error", "allowed", "cosine", "at least", "accuracy", "provider")
     blank = dict.fromkeys(columns, _NOTHING)
     rows += [{"stage": name, "result": "refused", **blank} for name in result.refused]
-    if all(row["at least"] == _NOTHING for row in rows):
-        rows = [{name: row[name] for name in row if name != "at least"} for row in rows]
-    return rows
+    empty = {
+        name for name in ("at least", "accuracy") if all(row[name] == _NOTHING for row in rows)
+    }
+    return [{name: row[name] for name in row if name not in empty} for row in rows]
 
 
 _DONE = {"bench": "measured", "predict": "answered", "publish": "published"}
@@ -287,6 +288,7 @@ def _stage_row(stage: StageResult) -> Row:
         "allowed": _limit(worst[1]) if worst else _NOTHING,
         "cosine": f"{cosine[0]:.6f}" if cosine else _NOTHING,
         "at least": _least(cosine[1]) if cosine else _NOTHING,
+        "accuracy": _stage_accuracy(stage),
         "provider": ", ".join(names) or _NOTHING,
     }
 
@@ -303,6 +305,17 @@ def _stage_cosine(stage: StageResult) -> tuple[float, float] | None:
         return compared.found.cosine, compared.cosine_limit
     found = [o.cosine for case in stage.report.cases for o in case.outputs]
     return (min(found), -1.0) if found else None  # its limit is that of the error
+
+
+def _stage_accuracy(stage: StageResult) -> str:
+    """Return the share of labels that the artifact and its reference have right, if measured."""
+    if stage.stage == "quantize" and (made := QuantizationReport.of(stage.artifact)):
+        if made.search and made.search.about == "accuracy" and made.accuracy:
+            return f"{made.accuracy.label_accuracy:.1%} (FP32 {made.search.reference:.1%})"
+    elif stage.report and (labels := stage.report.labels):
+        reference, found = labels.accuracies
+        return f"{found.accuracy:.1%} ({reference.name} {reference.accuracy:.1%})"
+    return _NOTHING
 
 
 def run_json(

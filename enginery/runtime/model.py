@@ -89,7 +89,9 @@ class Model(Closeable):
             return _documented(self)
         if name in TASKS and "method" in self.__dict__:
             return partial(self._refuse, name)
-        raise AttributeError(f"a {type(self).__name__} has no attribute '{name}'")
+        verb = self.__dict__.get("method")
+        hint = "" if verb is None or name.startswith("_") else f"; call {verb}()"
+        raise AttributeError(f"a {type(self).__name__} has no attribute '{name}'{hint}")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), self.method]

@@ -1,12 +1,13 @@
 """The stages of a recipe that take the artifact and leave something else."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from enginery import Artifact, run_recipe
+from enginery import Artifact, load_model, run_recipe
 from enginery.cli import main
 from enginery.core.errors import RejectedArtifactError
 
@@ -152,6 +153,27 @@ def test_bench_measures_accuracy_again_if_the_labels_have_changed(write, tmp_pat
     found = [result.stages[1].made.labels.accuracies[0] for result in (first, again)]
     assert [each.rows for each in found] == [2, 2]
     assert found[0].right + found[1].right <= 2, "no row has two labels"
+
+
+def test_accuracies_of_labelled_rows_stand_beside_those_of_the_reference(write, cli, tmp_path):
+    """The random classifier calls everything by one name; the rows have it 2 of 3 times."""
+    data = tmp_path / "labelled.csv"
+    data.write_text("text,label\nGood value.,calm\n")
+    with load_model(run_recipe(write()).artifact) as model:
+        (top,) = model.classify(["Good value."])
+    other = next(label for label in ("calm", "glad", "angry") if label != top.label)
+    labels = [top.label, top.label, other] * 8
+    data.write_text("text,label\n" + "".join(f"Good value.,{label}\n" for label in labels))
+    labelled = "data: labelled.csv, label_column: label"
+    budget = "accuracy_budget: 100%, rows: 24, smoothing: none, scheme: int8"
+    path = write(f"validate: {{{labelled}}}", f"quantize: {{{labelled}, {budget}}}")
+    status, out, err = cli("run", path)
+    assert status == 0, err
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "accuracy" in rows["stage"]
+    assert "66.7% (PyTorch 66.7%)" in rows["validate"]
+    assert re.search(r"\d+\.\d% \(FP32 \d+\.\d%\)", rows["quantize"])
+    assert "accuracy" not in cli("run", write())[1]
 
 
 def test_validation_of_a_recipe_takes_arrays(write, tmp_path):
