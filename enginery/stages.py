@@ -23,7 +23,7 @@ from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritabl
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError, SourceError
-from enginery.core.model.files import ModelConfig
+from enginery.core.model.files import ModelConfig, module_kinds
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
@@ -163,7 +163,8 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
         cache_dir=config.cache_dir,
     )
     if task == "auto" and not is_file:
-        task = inferred_task(ModelConfig.read(source.path, error=SourceError))
+        settings = ModelConfig.read(source.path, error=SourceError)
+        task = inferred_task(settings, module_kinds(source.path))
     config = replace(config, task=task)
     key = export.fingerprint(source, config)
     return _Plan(

@@ -85,6 +85,22 @@ def tiny_model(shared_directory):
     return make
 
 
+@pytest.fixture(scope="session")
+def reranker(shared_directory):
+    """Return a function: `reranker()` is the directory of a tiny language model that reranks."""
+    from tests.tiny_reranker import save_reranker
+
+    def make(*, scored_by_two: bool = True, pad_left: bool = True) -> Path:
+        name = f"reranker-{scored_by_two}-{pad_left}"
+        directory = shared_directory / name
+        with FileLock(shared_directory / f"{name}.lock"):
+            if not directory.is_dir():
+                save_reranker(directory, scored_by_two=scored_by_two, pad_left=pad_left)
+        return directory
+
+    return make
+
+
 @pytest.fixture
 def exported(tiny_model, home):
     """Return a function: `exported("bert", "fill-mask")` is its artifact in the store."""

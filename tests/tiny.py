@@ -125,6 +125,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
     # Two heads of keys and values for four of queries.
     "llama": {**_COMMON, "num_key_value_heads": 2},
+    "qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
     "opt": {
         "hidden_size": 32,
         "word_embed_proj_dim": 32,
@@ -231,6 +232,7 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "llama": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "opt": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    "qwen3": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "bart": ("bpe", "BartTokenizerFast", _ROBERTA),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
     "deberta-v2": (
@@ -428,7 +430,7 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
     from tokenizers import processors
 
     ids = [(token, index) for index, token in enumerate(specials)]
-    if kind in ("gpt2", "llama", "opt"):
+    if kind in ("gpt2", "llama", "opt", "qwen3"):
         return processors.ByteLevel(trim_offsets=False)
     if kind == "t5":
         return processors.TemplateProcessing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from enginery.core.errors import OptionError, nearest
 from enginery.core.model.files import ModelConfig
 
@@ -99,6 +101,7 @@ _TASK_OF_CLASS = {
     "Model": "feature-extraction",
 }
 """End of a class's name -> the task that Optimum infers."""
+_TASK_OF_MODULE = {"Pooling": "feature-extraction", "LogitScore": "text-classification"}
 
 
 def task_name(task: str) -> str:
@@ -120,8 +123,16 @@ def task_name(task: str) -> str:
     return SYNONYMS.get(base, base) + past
 
 
-def inferred_task(config: ModelConfig) -> str:
-    """Return the task that `auto` stands for if the model's class tells it, and else `auto`."""
+def inferred_task(config: ModelConfig, modules: Collection[str] = ()) -> str:
+    """Return the task that `auto` stands for if the model's files tell it, and else `auto`.
+
+    Args:
+        config: config.json.
+        modules: the kinds of its sentence-transformers modules. One that pools makes embeddings of
+            a decoder, and LogitScore a reranker.
+    """
+    if task := next((_TASK_OF_MODULE[kind] for kind in modules if kind in _TASK_OF_MODULE), ""):
+        return task
     name = config.architectures[0] if config.architectures else ""
     if config.model_type not in _ENCODERS or "LMHead" in name:
         return "auto"

@@ -15,7 +15,7 @@ from typing import Literal
 
 from enginery.core.errors import OptionError, SourceError
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
+from enginery.core.model.files import ModelConfig, module_kinds
 from enginery.core.model.source import find_local
 from enginery.core.paths import portable_name, source_name
 from enginery.export.tasks import inferred_task, task_name
@@ -70,7 +70,7 @@ def draft_recipe(
     settings = None if is_onnx else _model_settings(model, path)
     task = task_name(task)
     if task == "auto" and settings:
-        task = inferred_task(settings)
+        task = inferred_task(settings, module_kinds(path) if path else ())
     if label_column and task not in ("auto", *Classify.tasks, *ClassifyImages.tasks):
         raise OptionError(
             f"option 'label_column' is set, but the task is {task}, expected a classifier.",

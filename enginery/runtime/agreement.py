@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.model.feeds import Feeds
+from enginery.core.model.files import module_kinds
 from enginery.runtime.text.pooling import Pooling, read_pooling
 
 EMBEDDING = "embedding"
@@ -40,7 +41,7 @@ def read_model_pooling(directory: Path) -> Pooling | None:
     Raises:
         ArtifactError: the model uses a pooling that is not supported.
     """
-    return read_pooling(directory) if (directory / "modules.json").is_file() else None
+    return read_pooling(directory) if "Pooling" in module_kinds(directory) else None
 
 
 def answer_rows(outputs: Outputs, feeds: Feeds, pooling: Pooling | None) -> dict[str, Rows]:

@@ -33,6 +33,7 @@ from enginery.core.errors import (
 )
 from enginery.core.model.confinement import Confinement, confined
 from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import LogitScoreConfig, read_logit_score
 from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
@@ -42,7 +43,7 @@ try:
     import torch
     from optimum.exporters.tasks import TasksManager
     from torch.overrides import TorchFunctionMode
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from enginery.runtime.torch_decoder import TorchDecoder
 except ImportError as error:
@@ -196,10 +197,56 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         model_class_name=named,
         library="transformers",
     )
+    score = read_logit_score(path) if task == "text-classification" else None
     with torch.device(device):
-        model, loaded = model_class.from_pretrained(str(path), output_loading_info=True, **options)
+        loader = AutoModelForCausalLM if score else model_class
+        model, loaded = loader.from_pretrained(str(path), output_loading_info=True, **options)
+    if score:
+        model = _as_classifier(model, model_class, score)
     model.untrained_weights = tuple(sorted(loaded["missing_keys"]))
     TasksManager.standardize_model_attributes(model, library_name="transformers")
+    return model
+
+
+def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -> Any:
+    """Turn a language model into the classifier with one label that scores as LogitScore does.
+
+    The difference of two logits is a linear layer over the last token's state, whose weight is the
+    difference of two rows of the language model's head.
+
+    Args:
+        language_model: the model with its head.
+        classes: the Auto class of classifiers.
+        score: the tokens whose logits are read.
+
+    Raises:
+        ExportError: transformers has no classifier for the model's type, or the head lacks a token.
+    """
+    head = language_model.get_output_embeddings()
+    tokens = [score.true_token_id]
+    if score.false_token_id is not None:
+        tokens.append(score.false_token_id)
+    if head is None or head.bias is not None or max(tokens) >= len(head.weight):
+        found = "none" if head is None else f"{len(head.weight)} tokens"
+        raise ExportError(
+            f"the LogitScore module reads the logits of the tokens {tokens}, but the head of "
+            f"{type(language_model).__name__} has {found}{'' if head is None else ', or a bias'}."
+        )
+    config = language_model.config
+    config.num_labels = 1
+    with torch.device("meta"):
+        model = classes.from_config(config)
+    prefix = model.base_model_prefix
+    if not hasattr(model, "score") or not hasattr(language_model, prefix):
+        raise ExportError(
+            f"{type(model).__name__} has another layout than {type(language_model).__name__}, so "
+            "its LogitScore module cannot become a classifier."
+        )
+    rows = head.weight.detach()[tokens]
+    weight = rows[:1] - rows[1:] if len(tokens) > 1 else rows[:1]
+    setattr(model, prefix, getattr(language_model, prefix))
+    model.score = torch.nn.Linear(rows.shape[1], 1, bias=False, dtype=rows.dtype)
+    model.score.weight = torch.nn.Parameter(weight.clone())
     return model
 
 

@@ -84,6 +84,13 @@ def test_class_that_does_not_tell_its_task(name):
     assert inferred_task(decoder) == "auto"
 
 
+def test_modules_of_sentence_transformers_tell_the_task():
+    decoder = ModelConfig(model_type="qwen3", architectures=("Qwen3ForCausalLM",))
+    assert inferred_task(decoder, ["Transformer", "Pooling"]) == "feature-extraction"
+    assert inferred_task(decoder, ["Transformer", "LogitScore"]) == "text-classification"
+    assert inferred_task(decoder, ["Transformer"]) == "auto"
+
+
 def test_auto_is_the_same_artifact_as_its_task(tiny_model, tmp_path):
     model = str(tiny_model("bert", "text-classification"))
     made = export_model(model, task="text-classification")

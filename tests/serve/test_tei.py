@@ -7,8 +7,10 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.utils import reset_sessions
 
-from enginery import load_model
+from enginery import export_model, load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
+from enginery.serve.config import ServeConfig
+from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, application, ask
 from tests.tolerances import OUTPUTS, SCORES
 
@@ -221,6 +223,27 @@ def test_rerank_scores_lie_between_0_and_1_whatever_the_model_was_trained_as():
     model = StandInModel(verb="classify", config=config)
     ask(application(model), "POST", "/rerank", {"query": "a", "texts": ["b"]})
     assert model.calls[0][1].activation == "sigmoid"
+
+
+def test_rerank_of_a_language_model_takes_an_instruction(reranker, home):
+    artifact = export_model(str(reranker()))
+    texts = ["a small cat", "the rain is cold"]
+    server = Running({"judge": artifact.path}, ServeConfig(access_log="off"))
+    try:
+        body = {"query": "Who sleeps?", "texts": texts, "raw_scores": True}
+        found = {item["index"]: item["score"] for item in server("POST", "/rerank", body).json}
+        with load_model(artifact) as model:
+            pairs = [("Who sleeps?", text) for text in texts]
+            results = model.classify(pairs, activation="none")
+        assert [found[0], found[1]] == pytest.approx([r.score for r in results], abs=SCORES)
+        other = server("POST", "/rerank", {**body, "instruction": "Is it a plant?"}).json
+        assert {item["index"]: item["score"] for item in other} != pytest.approx(found, abs=1e-3)
+        alone = server("POST", "/predict/judge", {"inputs": "a small cat"})
+        assert (alone.status, "Pass pairs" in alone.json["error"]) == (422, True)
+        example = server("GET", "/models/judge/info").json["example"]
+        assert server("POST", "/predict/judge", example).status == 200
+    finally:
+        server.close()
 
 
 def test_rerank_requires_a_model_with_one_label(running):

@@ -323,6 +323,8 @@ class ModelConfig(ModelPart, _File):
 class SpecialTokens(_Values):
     """Special tokens by role."""
 
+    bos_token: SpecialToken | None = None
+    eos_token: SpecialToken | None = None
     pad_token: SpecialToken | None = None
     unk_token: SpecialToken | None = None
     cls_token: SpecialToken | None = None
@@ -346,6 +348,13 @@ class AddedTokenValue(_Values):
     special: Flag = False
 
 
+class NamedTemplate(_Values):
+    """One of several chat templates."""
+
+    name: String = ""
+    template: String = ""
+
+
 class TokenizerConfig(SpecialTokens, _File):
     """tokenizer_config.json."""
 
@@ -365,6 +374,14 @@ class TokenizerConfig(SpecialTokens, _File):
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     pad_token_type_id: Count = 0
     clean_up_tokenization_spaces: Flag = False
+    chat_template: String | list[NamedTemplate] = ""
+
+    @property
+    def default_chat_template(self) -> str:
+        """The template for chats; empty if there is none. Some models have others by name."""
+        if isinstance(self.chat_template, str):
+            return self.chat_template
+        return next((each.template for each in self.chat_template if each.name == "default"), "")
 
     def with_map(self, other: SpecialTokensMap) -> SpecialTokens:
         """Return the special tokens of both files; tokenizer_config.json takes precedence."""
@@ -372,6 +389,13 @@ class TokenizerConfig(SpecialTokens, _File):
         found = {role: getattr(other, role) for role in roles}
         found |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
         return SpecialTokens(**found)
+
+
+class ProcessingArguments(_Values):
+    """`processing_kwargs` of sentence_bert_config.json."""
+
+    chat_template: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    """Variables of the chat template."""
 
 
 class SentenceBertConfig(_File):
@@ -382,6 +406,9 @@ class SentenceBertConfig(_File):
     max_seq_length: Count = 0
     """0 if missing."""
     do_lower_case: Flag = False
+    modality_config: dict[String, Any] = Field(default_factory=dict)
+    """Kinds of input, such as `text` and `message`, and how the model takes them."""
+    processing_kwargs: ProcessingArguments = Field(default_factory=ProcessingArguments)
 
 
 class SentenceTransformersConfig(_File):
@@ -419,6 +446,16 @@ class PoolingConfig(_File):
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
 
 
+class LogitScoreConfig(_File):
+    """config.json of a LogitScore module: a reranker whose score is the logit of a token."""
+
+    FILE = "config.json"
+
+    true_token_id: Count
+    false_token_id: Count | None = None
+    """None: the logit of the other token alone is the score."""
+
+
 class SentenceModule(_Values):
     """One entry of modules.json."""
 
@@ -453,6 +490,29 @@ def read_modules(directory: Path) -> list[SentenceModule]:
                 f"{file}: the module path {module.path!r} leads outside the model's directory."
             )
     return modules
+
+
+def read_logit_score(directory: Path) -> LogitScoreConfig | None:
+    """Read the LogitScore module of a sentence-transformers reranker; None if it has none.
+
+    Raises:
+        ArtifactError: a file cannot be read.
+    """
+    paths = [each.path for each in _present_modules(directory) if each.kind == "LogitScore"]
+    return LogitScoreConfig.read(directory / paths[0]) if paths else None
+
+
+def module_kinds(directory: Path) -> list[str]:
+    """Return the kinds of a sentence-transformers model's modules, in order; else nothing.
+
+    Raises:
+        ArtifactError: modules.json cannot be read.
+    """
+    return [each.kind for each in _present_modules(directory)]
+
+
+def _present_modules(directory: Path) -> list[SentenceModule]:
+    return read_modules(directory) if (directory / "modules.json").is_file() else []
 
 
 class PreprocessorConfig(_File):

@@ -17,6 +17,8 @@ from enginery.core.model.files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task, takes_pixels
+from enginery.runtime.tasks.classify import EXAMPLE_PAIR, Classify
+from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
@@ -110,6 +112,8 @@ def example_texts(artifact: Artifact) -> tuple[str, ...]:
     """
     task = manifest_task(artifact.manifest)
     texts = task.example if task else ()
+    if task is Classify and PairTemplate.open(artifact.path):
+        texts = EXAMPLE_PAIR
     return tuple(
         text.replace("{mask}", mask_token(artifact.path)) if "{mask}" in text else text
         for text in texts

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
@@ -20,11 +21,13 @@ from enginery.runtime.tasks.task import (
     Result,
     ResultDescription,
     Row,
+    TaskOptionError,
     TaskOptions,
     are_finite,
     string_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
+from enginery.runtime.text.tokenizer import check_texts
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 
@@ -71,6 +74,10 @@ class LabelOptions(TaskOptions):
 
 class ClassifyOptions(TextOptions, LabelOptions):
     """Options of `classify`."""
+
+    instruction: str = ""
+    """What a reranker that is a language model has to judge, in place of its default; empty for
+    the default."""
 
 
 class LabelResults:
@@ -132,6 +139,11 @@ class LabelResults:
         ]
 
 
+PAIR = (InputField("text"), InputField("text_pair"))
+EXAMPLE_PAIR = ("Who built the bridge?", "The bridge was built by the engineers of the city.")
+"""A query and a document for a reranker."""
+
+
 @dataclass
 class Classify(LabelResults, TextTask):  # type: ignore[misc]
     """Classify texts, or pairs of texts for models that compare two."""
@@ -148,7 +160,37 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
         self, inputs: Sequence[str | tuple[str, str]], options: ClassifyOptions
     ) -> ModelInputs:
         """Tokenize each text or pair into one row."""
-        return ModelInputs(self.encode(inputs, options))
+        if self.tokenizer.pair_template is None:
+            if options.instruction:
+                raise TaskOptionError(
+                    "instruction: the model takes none; rerankers that are language models do.",
+                    field="instruction",
+                )
+            return ModelInputs(self.encode(inputs, options))
+        check_texts(inputs, pairs=True)
+        for index, item in enumerate(inputs):
+            if isinstance(item, str):
+                raise InputError(
+                    f"text {index} is a single text, but the model compares a query with a "
+                    "document.",
+                    do="Pass pairs: (query, document).",
+                )
+        encodings = self.tokenizer.encode(inputs, instruction=options.instruction)
+        return ModelInputs(self.rows(encodings, options))
+
+    def fields(self) -> tuple[InputField, ...]:
+        """Return the text and, for a model that compares two, the other one."""
+        return PAIR if self.tokenizer.pair_template else self.inputs
+
+    def example_input(self) -> Any:
+        """Return one input as JSON has it, for a first request."""
+        if self.tokenizer.pair_template is None:
+            return super().example_input()
+        return dict(zip((part.name for part in PAIR), EXAMPLE_PAIR, strict=True))
+
+    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
+        """Return the sentences unchanged; nothing for a model that takes only pairs."""
+        return () if self.tokenizer.pair_template else tuple(sentences)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays

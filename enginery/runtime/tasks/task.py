@@ -332,9 +332,13 @@ class Task(RowTask):
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe each result."""
 
+    def fields(self) -> tuple[InputField, ...]:
+        """Return the parts of an input of this model; `inputs` has those of the class."""
+        return self.inputs
+
     def example_input(self) -> Any:
         """Return one input as JSON has it, for a first request: texts by name, or one text."""
-        names = [part.name for part in self.inputs if not part.optional]
+        names = [part.name for part in self.fields() if not part.optional]
         if len(names) == 1:
             return self.example[0]
         return dict(zip(names, self.example, strict=True))

@@ -30,6 +30,7 @@ from enginery.core.model.files import (
     TokenizerConfig,
 )
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.tokenizer_files import (
     apply_settings,
     failure_reason,
@@ -172,6 +173,8 @@ class TextTokenizer:
     """Strip whitespace around texts before tokenizing, as sentence-transformers does."""
     clean_up: bool
     """Remove spaces before punctuation from decoded text."""
+    pair_template: PairTemplate | None = None
+    """Turns a pair of texts into the prompt of a language model; None if the tokenizer joins it."""
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
     threads of `tokenizers`, which all tokenizers of the process share."""
@@ -226,15 +229,23 @@ class TextTokenizer:
             lower_case=sentence.do_lower_case,
             strip=(directory / "modules.json").is_file(),
             clean_up=settings.clean_up_tokenization_spaces,
+            pair_template=PairTemplate.open(directory),
         )
 
-    def encode(self, texts: Sequence[str | tuple[str, str]], *, offsets: bool = True) -> list[Any]:
+    def encode(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        offsets: bool = True,
+        instruction: str = "",
+    ) -> list[Any]:
         """Encode texts, truncated to `limit` tokens.
 
         Args:
             texts: texts or pairs of texts; a pair becomes one encoding, joined by the model's
                 template.
             offsets: compute the character offsets of tokens; without them encoding is faster.
+            instruction: the instruction of a model with a `pair_template`; empty for its own.
 
         Returns:
             A `tokenizers.Encoding` per text; `overflowing` is not empty for a truncated one.
@@ -244,6 +255,8 @@ class TextTokenizer:
                 be tokenized; the message has its index.
         """
         check_texts(texts, pairs=True)
+        if self.pair_template and any(isinstance(item, tuple) for item in texts):
+            return self._encode_prompts(self.pair_template, texts, instruction)
         encode_batch = self.backend.encode_batch if offsets else self._fast_encoder.encode
         most = self.limit * _CHARACTERS_PER_TOKEN
 
@@ -259,6 +272,37 @@ class TextTokenizer:
         except BaseException as error:
             failure_reason(error)  # re-raises errors that do not come from `tokenizers`
             return _encode_each(encode, texts)  # finds the text that fails
+
+    def _encode_prompts(
+        self, template: PairTemplate, texts: Sequence[str | tuple[str, str]], instruction: str
+    ) -> list[Any]:
+        """Encode pairs as prompts. A long document is cut, and what follows it stays."""
+        singles = iter(self.encode([item for item in texts if isinstance(item, str)]))
+        prompts = [
+            template.render(*map(self._shorten, item), instruction=instruction)
+            for item in texts
+            if not isinstance(item, str)
+        ]
+        *ids, suffix = (
+            encoding.ids
+            for encoding in _encode_each(
+                lambda items: self._encode_list(self._encode_bare, items),
+                [*prompts, template.suffix],
+            )
+        )
+        room = max(self.limit - len(suffix), 0)
+        pairs = (
+            TokenIds(found)
+            if len(found) <= self.limit
+            else TokenIds([*found[:room], *suffix], ("cut",))
+            for found in ids
+        )
+        return [next(singles if isinstance(item, str) else pairs) for item in texts]
+
+    def _encode_bare(self, texts: list[Any]) -> list[Any]:
+        """Encode texts with all their tokens, and without the model's special ones around them."""
+        found: list[Any] = self._untruncated.encode_batch(texts, add_special_tokens=False)
+        return found
 
     def encode_untruncated(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         """Encode texts without truncating them.

@@ -227,7 +227,7 @@ def _request_form(model: ServedModel) -> dict[str, Any]:
     task = model.task
     if task is not None:
         return {
-            "fields": [{"name": part.name, "optional": part.optional} for part in task.inputs],
+            "fields": [{"name": part.name, "optional": part.optional} for part in task.fields()],
             "options": task.Options.schemas(),
             "example": {"inputs": task.example_input()},
         }

@@ -135,6 +135,8 @@ class RerankRequest(Truncation):
 
     query: str
     texts: ListOfTexts
+    instruction: str | None = None
+    """Not in TEI: what a reranker that is a language model has to judge."""
     raw_scores: bool | None = None
     return_text: bool | None = None
     model: str | None = None
@@ -315,6 +317,7 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     pairs = [(body.query, text) for text in body.texts]
     options = {
         "activation": "none" if body.raw_scores else "sigmoid",
+        "instruction": body.instruction or None,
         "truncate": body.to_option(),
     }
     results = await run_inference(request, model, task, pairs, options)

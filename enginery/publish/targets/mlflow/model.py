@@ -122,8 +122,8 @@ def input_example(package: Package) -> Any:
     texts = example_texts(package.artifact)
     if len(names) == 1:
         return list(texts)
-    required = [field.name for field in task.inputs if not field.optional]
-    return pd.DataFrame({name: [text] for name, text in zip(required, texts, strict=True)})
+    # Optional parts come last, and an example may lack them.
+    return pd.DataFrame({name: [text] for name, text in zip(names, texts, strict=False)})
 
 
 def tags(package: Package) -> dict[str, str]:

@@ -1,0 +1,222 @@
+"""Render a model's chat template: the prompt that it was trained on, from messages.
+
+    template = ChatTemplate.open(directory)
+    template.render([{"role": "user", "content": "Is it warm?"}], add_generation_prompt=True)
+
+A template is a Jinja document in `chat_template.jinja` or `tokenizer_config.json`. It comes with
+the model, so it runs in Jinja's sandbox, as in transformers, with bounds on what it can build.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from enginery.core.errors import ArtifactError
+from enginery.core.model.files import (
+    SentenceBertConfig,
+    SentenceTransformersConfig,
+    SpecialTokensMap,
+    TokenizerConfig,
+    module_kinds,
+)
+
+FILE = "chat_template.jinja"
+
+Message = Mapping[str, Any]
+"""`role` and `content`, as OpenAI's API has them."""
+
+_MAX_BYTES = 2**20
+"""Size of the largest template that is read; published ones have up to 20 kB."""
+_MAX_REPEATED = 2**16
+"""Largest result of a multiplication, and largest range, in a template."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of one model."""
+
+    text: str
+    file: Path
+    """The file that it comes from, for messages."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Variables such as `eos_token`."""
+
+    @classmethod
+    def open(cls, directory: Path) -> ChatTemplate | None:
+        """Read the template of a model's directory; None if it has none.
+
+        Raises:
+            ArtifactError: a file cannot be read.
+        """
+        settings = TokenizerConfig.read(directory)
+        file, text = directory / FILE, settings.default_chat_template
+        if file.is_file():
+            if file.stat().st_size > _MAX_BYTES:
+                raise ArtifactError(f"{file} is larger than {_MAX_BYTES} bytes.")
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ArtifactError(f"{file} is not UTF-8: {error}.") from error
+        else:
+            file = directory / TokenizerConfig.FILE
+        if not text:
+            return None
+        special = settings.with_map(SpecialTokensMap.read(directory))
+        tokens = {role: token for role, token in special.model_dump().items() if token}
+        return cls(text, file, tokens)
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Return the prompt for messages.
+
+        Args:
+            messages: the messages, oldest first.
+            variables: further variables of the template, such as `add_generation_prompt`.
+
+        Raises:
+            ArtifactError: the template is invalid, or rejects the messages.
+        """
+        import jinja2
+
+        try:
+            rendered: str = self.compile().render(
+                messages=messages, **{**self.special_tokens, **variables}
+            )
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"the chat template in {self.file} fails on these messages: {error}."
+            ) from error
+        return rendered
+
+    def compile(self) -> Any:
+        """Return the template as Jinja's; it is compiled once.
+
+        Raises:
+            ArtifactError: the template is invalid.
+        """
+        return self._compiled
+
+    @cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        class Environment(ImmutableSandboxedEnvironment):
+            """Jinja's sandbox, where no operator builds gigabytes."""
+
+            intercepted_binops = frozenset(("*", "**"))
+
+            def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+                sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
+                if operator == "**" or sizes[0] * sizes[1] > _MAX_REPEATED:
+                    raise jinja2.exceptions.SecurityError(f"{operator} is limited")
+                return super().call_binop(context, operator, left, right)
+
+        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+            return json.dumps(value, ensure_ascii=False, indent=indent)
+
+        def limited_range(*bounds: int) -> range:
+            found = range(*bounds)
+            if len(found) > _MAX_REPEATED:
+                raise jinja2.exceptions.SecurityError("a range is too long")
+            return found
+
+        def reject(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        environment = Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = reject
+        environment.globals["range"] = limited_range
+        try:
+            return environment.from_string(self.text)
+        except jinja2.TemplateError as error:
+            raise ArtifactError(f"the chat template in {self.file} is invalid: {error}.") from error
+
+
+@dataclass(frozen=True)
+class PairTemplate:
+    """The prompt of a reranker that is a language model: a query and a document as two messages.
+
+    As in sentence-transformers from 5.4 on: the roles are `query` and `document`, and an
+    instruction is a system message before them.
+    """
+
+    chat: ChatTemplate
+    instruction: str
+    """The instruction of the model's own files; empty for none."""
+    variables: Mapping[str, Any]
+    """Variables of the template from sentence_bert_config.json."""
+    structured: bool
+    """The template reads content as a list of parts, in place of a string."""
+
+    @classmethod
+    def open(cls, directory: Path) -> PairTemplate | None:
+        """Read the template of a sentence-transformers reranker; None if it takes plain pairs.
+
+        Raises:
+            ArtifactError: a file cannot be read, or the template leaves a query or document out.
+        """
+        sentence = SentenceBertConfig.read(directory)
+        if "message" not in sentence.modality_config:
+            return None
+        if "Pooling" in module_kinds(directory):
+            raise ArtifactError(
+                f"{directory / SentenceBertConfig.FILE}: the model embeds chat messages, which is "
+                "not supported; supported are texts with a prompt in front.",
+                do="Run the graph with OrtRunner, on inputs of sentence-transformers.",
+            )
+        chat = ChatTemplate.open(directory)
+        if chat is None:
+            return None
+        prompts = SentenceTransformersConfig.read(directory)
+        instruction = prompts.prompts.get(prompts.default_prompt_name) or ""
+        variables = sentence.processing_kwargs.chat_template
+        chat.compile()
+        # Templates read content as a string or, like those for images, as a list of parts.
+        for structured in (False, True):
+            found = cls(chat, instruction, variables, structured)
+            try:
+                prompt = found.render(*_PROBES)
+            except ArtifactError:
+                continue
+            if all(probe in prompt for probe in _PROBES):
+                return found
+        raise ArtifactError(
+            f"the chat template in {chat.file} leaves out the messages of the roles 'query' and "
+            "'document', which a reranker needs.",
+            do="Use a template that renders both roles.",
+        )
+
+    def render(self, query: str, document: str, *, instruction: str = "") -> str:
+        """Return the prompt for one pair; an empty instruction means the model's own."""
+        contents = {
+            "system": instruction or self.instruction,
+            "query": query,
+            "document": document,
+        }
+        messages = [
+            {
+                "role": role,
+                "content": [{"type": "text", "text": text}] if self.structured else text,
+            }
+            for role, text in contents.items()
+            if text or role != "system"
+        ]
+        return self.chat.render(messages, **self.variables)
+
+    @cached_property
+    def suffix(self) -> str:
+        """What follows both texts in every prompt; long ones are cut before it."""
+        prompt = self.render(*_PROBES)
+        return prompt[max(prompt.rfind(probe) + len(probe) for probe in _PROBES) :]
+
+
+_PROBES = ("q7Fz1query", "d9Kx2document")
+"""A query and a document that no template contains."""
