@@ -43,6 +43,7 @@ def save_reranker(directory: Path, *, scored_by_two: bool, pad_left: bool) -> Pa
         "config_sentence_transformers.json": {
             "prompts": {"search": INSTRUCTION},
             "default_prompt_name": "search",
+            "model_type": "CrossEncoder",
         },
         "sentence_bert_config.json": {
             "transformer_task": "text-generation",

@@ -169,8 +169,6 @@ class TextTokenizer:
     """The mask token; empty if the tokenizer has none."""
     lower_case: bool
     """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
-    strip: bool
-    """Strip whitespace around texts before tokenizing, as sentence-transformers does."""
     clean_up: bool
     """Remove spaces before punctuation from decoded text."""
     pair_template: PairTemplate | None = None
@@ -227,7 +225,6 @@ class TextTokenizer:
             cls_id=special_token_id(backend, special.cls_token),
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
-            strip=(directory / "modules.json").is_file(),
             clean_up=settings.clean_up_tokenization_spaces,
             pair_template=PairTemplate.open(directory),
         )
@@ -411,9 +408,8 @@ class TextTokenizer:
         return text[:most]
 
     def prepare(self, text: str) -> str:
-        """Strip and lowercase a text as sentence-transformers does before tokenizing."""
-        stripped = text.strip() if self.strip else text
-        return stripped.lower() if self.lower_case else stripped
+        """Lowercase a text if sentence_bert_config.json says so."""
+        return text.lower() if self.lower_case else text
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
         """Encode (question, context) pairs.

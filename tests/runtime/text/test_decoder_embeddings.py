@@ -8,7 +8,7 @@ import pytest
 
 from enginery import export_model, load_model, validate_model
 
-TEXTS = ["The engine is warm.", "A small cat sleeps on the boat under the tree.", "Paris"]
+TEXTS = ["The engine is warm.", "A small cat sleeps on the boat under the tree.", " Paris \n"]
 PROMPT = "Instruct: find passages\nQuery:"
 
 

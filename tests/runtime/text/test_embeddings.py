@@ -70,9 +70,7 @@ def test_poolings_are_those_of_sentence_transformers(tiny, altered):
     import torch
 
     artifact = tiny.artifact("bert", "feature-extraction")
-    tokens, mask = torch_tokens(
-        tiny.source("bert", "feature-extraction"), [text.strip() for text in TEXTS], limit=128
-    )
+    tokens, mask = torch_tokens(tiny.source("bert", "feature-extraction"), TEXTS, limit=128)
     weights = mask.unsqueeze(-1).float()
     total, count = (tokens * weights).sum(1), weights.sum(1).clamp(min=1e-9)
     positions = torch.arange(1, mask.shape[1] + 1).float()[None, :, None] * weights
@@ -169,7 +167,7 @@ def test_sentence_bert_limits_and_lower_cases(tiny, altered):
     sentence = json.dumps({"max_seq_length": 7, "do_lower_case": True})
     files = {"sentence_bert_config.json": sentence, **modules(pooling_mode_mean_tokens=True)}
     model = load_model(altered(tiny.artifact("roberta", "feature-extraction"), files))
-    lowered = [text.strip().lower() for text in TEXTS]
+    lowered = [text.lower() for text in TEXTS]
     tokens, mask = torch_tokens(tiny.source("roberta", "feature-extraction"), lowered, limit=7)
     weights = mask.unsqueeze(-1).float()
     expected = (tokens * weights).sum(1) / weights.sum(1)
