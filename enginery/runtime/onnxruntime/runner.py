@@ -222,6 +222,48 @@ class OrtRunner(Closeable):
             self._bindings[index] = self._bind(self._sessions[index])
         return self._bindings[index].run(feeds)
 
+    def run_values(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+        """Run the graph on values that stay where they are, such as a decoder's cache.
+
+        Args:
+            feeds: for each input a numpy array or an `onnxruntime.OrtValue`. They are not checked.
+            outputs: names of the outputs to compute.
+
+        Returns:
+            An `onnxruntime.OrtValue` for each output, which no later run overwrites.
+
+        Raises:
+            InputError: the graph fails.
+            ShapeError: no engine's profile covers the shapes.
+        """
+        import onnxruntime as ort
+
+        if not self._sessions:
+            raise ProviderError("the runner is closed.")
+        values = {
+            name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
+            if isinstance(value, np.ndarray)
+            else value
+            for name, value in feeds.items()
+        }
+        shapes = {name: np.broadcast_to(np.int8(0), v.shape()) for name, v in values.items()}
+        session = self._sessions[self._index(shapes) if self.profiles else 0]
+        device = device_of(session)
+        try:
+            if device.kind == "cpu":
+                found = session.run_with_ort_values(list(outputs), values)
+                return dict(zip(outputs, found, strict=True))
+            binding = session.io_binding()
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in outputs:
+                binding.bind_output(name, device.kind, device.index)
+            session.run_with_iobinding(binding)
+            return dict(zip(outputs, binding.get_outputs(), strict=True))
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            found_shapes = ", ".join(f"{name} {v.shape()}" for name, v in values.items())
+            raise InputError(f"the graph fails on {found_shapes}: {error}") from error
+
     def placement(self, feeds: Feeds | None = None) -> Placement:
         """Return which provider runs which nodes, from a separate session of the first engine.
 

@@ -1,0 +1,1 @@
+"""Generate tokens: options, search, and the state of a decoder."""

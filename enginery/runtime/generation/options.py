@@ -1,0 +1,219 @@
+"""Options of generation, with the names and defaults of transformers 4.57.
+
+    defaults = read_generation_config(artifact.path)
+    options = defaults.with_arguments(max_new_tokens=64, num_beams=4)
+
+They come from `generation_config.json` and from the caller, whose values win. A field of
+transformers that is not supported, and is set to something else than its default, is an error:
+ignoring it would give other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from enginery.core.errors import ArtifactError, EngineryError, InputError, nearest
+from enginery.core.json_file import read_json
+
+FILE = "generation_config.json"
+
+DEFAULT_NEW_TOKENS = 20
+"""New tokens if nothing sets their number, as in transformers."""
+MAX_BEAMS = 64
+MAX_NEW_TOKENS = 2**20
+
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[
+    tuple[TokenId, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
+]
+
+_DEFAULTS_OF_OTHERS: dict[str, Any] = {
+    "assistant_early_exit": None,
+    "constraints": None,
+    "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": None,
+    "max_time": None,
+    "min_p": None,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "prompt_lookup_num_tokens": None,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+    "sequence_bias": None,
+    "token_healing": False,
+    "typical_p": 1.0,
+    "watermarking_config": None,
+}
+"""Fields of transformers' GenerationConfig that change the tokens and are not supported."""
+
+
+class GenerationOptions(BaseModel):
+    """How tokens are chosen, and when generation ends."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    """Largest number of tokens to generate; null for `max_length`."""
+    max_length: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] | None = None
+    """Largest number of tokens with the decoder's prompt; null for 20 new ones."""
+    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Number of tokens before which generation does not end."""
+    min_length: Annotated[int, Field(ge=0)] = 0
+    """The same, with the decoder's prompt."""
+    stop_strings: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ] = ()
+    """Texts at whose end generation ends."""
+    do_sample: bool = False
+    """Draw tokens by their probabilities, in place of the most probable ones."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Seed of the draws; null for another one each time."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Divides the logits before a draw."""
+    top_k: Annotated[int, Field(ge=0)] = 50
+    """Draw from this many most probable tokens; 0 for all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the most probable tokens whose probabilities reach this sum."""
+    num_beams: Annotated[int, Field(ge=1, le=MAX_BEAMS)] = 1
+    """Number of sequences that beam search keeps; 1 for no beam search."""
+    num_return_sequences: Annotated[int, Field(ge=1, le=MAX_BEAMS)] = 1
+    """Number of results of each input."""
+    length_penalty: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Exponent of the length that a beam's score is divided by."""
+    early_stopping: bool | Literal["never"] = False
+    """When beam search ends: with enough finished beams (true), when none is likely to improve
+    (false), or when none can (`never`)."""
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    no_repeat_ngram_size: Annotated[int, Field(ge=0)] = 0
+    """No sequence of this many tokens occurs twice; 0 for no such limit."""
+    bad_words_ids: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = ()
+    """Sequences of tokens that are not generated."""
+    suppress_tokens: TokenIds = ()
+    """Tokens that are not generated."""
+    begin_suppress_tokens: TokenIds = ()
+    """Tokens that are not generated first."""
+    forced_bos_token_id: TokenId | None = None
+    """The token after the decoder's start token, such as a language."""
+    forced_eos_token_id: TokenIds = ()
+    """The token at the largest length."""
+    eos_token_id: TokenIds = ()
+    """Tokens that end a sequence."""
+    pad_token_id: TokenId | None = None
+    bos_token_id: TokenId | None = None
+    decoder_start_token_id: TokenId | None = None
+    """The first token of an encoder-decoder's decoder."""
+
+    @property
+    def start_token(self) -> int | None:
+        """The first token of an encoder-decoder's decoder."""
+        start = self.decoder_start_token_id
+        return self.bos_token_id if start is None else start
+
+    def with_arguments(self, **arguments: Any) -> GenerationOptions:
+        """Return the options with a caller's values in place of those of the file; None is unset.
+
+        Raises:
+            InputError: an argument is unknown, has an invalid value or contradicts another one.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        known = GenerationOptions.model_fields
+        for name, value in given.items():
+            if name in _DEFAULTS_OF_OTHERS:
+                if value != _DEFAULTS_OF_OTHERS[name]:
+                    raise InputError(f"{name}: {value!r} is not supported.")
+            elif name not in known:
+                raise InputError(f"unknown option '{name}'{nearest(name, known)}.")
+        if "max_length" in given and "max_new_tokens" not in given:
+            given["max_new_tokens"] = None  # the file's would take precedence
+        merged = {**self.model_dump(exclude_unset=True), **given}
+        options = _validated(merged, InputError, "")
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise InputError for options that contradict each other."""
+        if self.num_beams == 1 and not self.do_sample and self.num_return_sequences > 1:
+            raise InputError(
+                f"num_return_sequences is {self.num_return_sequences}, but greedy search has one "
+                "result.",
+                do="Set num_beams or do_sample.",
+            )
+        if self.num_beams > 1 and self.num_return_sequences > self.num_beams:
+            raise InputError(
+                f"num_return_sequences is {self.num_return_sequences}, expected at most num_beams, "
+                f"{self.num_beams}."
+            )
+
+    def longest(self, prompt: int, positions: int | None) -> int:
+        """Return the largest length of a sequence, with its prompt.
+
+        Args:
+            prompt: number of the decoder's prompt tokens.
+            positions: the model's limit; None if it has none.
+
+        Raises:
+            InputError: there is no room for a new token.
+        """
+        if self.max_new_tokens is not None:
+            longest = prompt + self.max_new_tokens
+        else:
+            longest = self.max_length or prompt + DEFAULT_NEW_TOKENS
+        if positions is not None:
+            longest = min(longest, positions)
+        if longest <= prompt:
+            limit = f"max_length is {longest}" if positions != longest else f"it takes {positions}"
+            raise InputError(
+                f"the prompt has {prompt} tokens, which leaves the model no room for new ones: "
+                f"{limit}.",
+                do="Shorten it, or set max_new_tokens.",
+            )
+        return longest
+
+    def shortest(self, prompt: int) -> int:
+        """Return the length before which no sequence ends, with its prompt."""
+        return self.min_length if self.min_new_tokens is None else prompt + self.min_new_tokens
+
+
+def read_generation_config(directory: Path) -> GenerationOptions:
+    """Read `generation_config.json`; without the file, the options are transformers' defaults.
+
+    Raises:
+        ArtifactError: a value is invalid, or a field is set that is not supported.
+    """
+    file = directory / FILE
+    document: Mapping[str, Any] = read_json(file, error=ArtifactError)
+    values = {name: value for name, value in document.items() if value is not None}
+    for name, default in _DEFAULTS_OF_OTHERS.items():
+        if values.get(name, default) != default:
+            raise ArtifactError(
+                f"{file}: {name} is {values[name]!r}, which is not supported.",
+                do="Remove the field to generate without it.",
+            )
+    if values.get("max_length") == DEFAULT_NEW_TOKENS and "max_new_tokens" not in values:
+        del values["max_length"]  # transformers writes its default
+    return _validated(values, ArtifactError, f"{file}: ")
+
+
+def _validated(
+    values: Mapping[str, Any], error: type[EngineryError], where: str
+) -> GenerationOptions:
+    try:
+        return GenerationOptions.model_validate(values)
+    except ValidationError as invalid:
+        first = invalid.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise error(f"{where}{name}: found {first['input']!r}; {first['msg']}.") from None

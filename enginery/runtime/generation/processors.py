@@ -1,0 +1,145 @@
+"""Change the logits of the next token by what was generated before, as transformers does.
+
+    change = make_processors(options, prompt=5, longest=40)
+    for processor in change:
+        scores = processor(tokens, scores)
+
+`tokens` is one sequence with its prompt, `scores` float32 (vocabulary,): logits, or in beam search
+their log-softmax. The order is that of transformers' `_get_logits_processor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.runtime.generation.options import GenerationOptions
+
+Scores = NDArray[np.float32]
+Tokens = Sequence[int]
+Processor = Callable[[Tokens, Scores], Scores]
+
+_NEVER = np.float32(-np.inf)
+
+
+def make_processors(options: GenerationOptions, *, prompt: int, longest: int) -> list[Processor]:
+    """Return the processors of the options, except for those of sampling.
+
+    Args:
+        options: the options.
+        prompt: number of the decoder's prompt tokens.
+        longest: the largest length, with the prompt.
+    """
+    found: list[Processor] = []
+    ends = list(options.eos_token_id)
+    if options.repetition_penalty != 1.0:
+        found.append(partial(_penalize, penalty=options.repetition_penalty))
+    if options.no_repeat_ngram_size:
+        found.append(partial(_forbid_repeated, size=options.no_repeat_ngram_size))
+    # A bad word that is only an end token would never let a sequence end.
+    words = [word for word in options.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
+    if words:
+        found.append(partial(_forbid_words, words=words))
+    if (shortest := options.shortest(prompt)) and ends:
+        found.append(partial(_forbid_while, banned=ends, applies=lambda n: n < shortest))
+    if (first := options.forced_bos_token_id) is not None:
+        found.append(partial(_force_at, token=[first], length=1))
+    if last := list(options.forced_eos_token_id):
+        found.append(partial(_force_at, token=last, length=longest - 1))
+    if options.suppress_tokens:
+        suppressed = list(options.suppress_tokens)
+        found.append(partial(_forbid_while, banned=suppressed, applies=lambda _: True))
+    if options.begin_suppress_tokens:
+        begin = prompt + (1 if prompt == 1 and options.forced_bos_token_id is not None else 0)
+        at_begin = list(options.begin_suppress_tokens)
+        found.append(partial(_forbid_while, banned=at_begin, applies=lambda n: n == begin))
+    return found
+
+
+def make_warpers(options: GenerationOptions) -> list[Callable[[Scores], Scores]]:
+    """Return what changes the scores before a draw."""
+    keep = 1 if options.num_beams == 1 else len(options.eos_token_id) + 1
+    if options.num_beams > 1 and not options.eos_token_id:
+        keep = 2
+    found: list[Callable[[Scores], Scores]] = []
+    if options.temperature != 1.0:
+        found.append(lambda scores: scores / np.float32(options.temperature))
+    if options.top_k:
+        found.append(partial(_keep_best, count=max(options.top_k, keep)))
+    if options.top_p < 1.0:
+        found.append(partial(_keep_probable, mass=options.top_p, least=keep))
+    return found
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the log-softmax over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), np.float32)
+
+
+def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
+    seen = np.unique(np.asarray(tokens))
+    found = scores[seen]
+    scores = scores.copy()
+    scores[seen] = np.where(found < 0, found * np.float32(penalty), found / np.float32(penalty))
+    return scores
+
+
+def _forbid_repeated(tokens: Tokens, scores: Scores, *, size: int) -> Scores:
+    beginning = tuple(tokens[len(tokens) - size + 1 :])
+    followers = [
+        tokens[at + size - 1]
+        for at in range(len(tokens) - size + 1)
+        if tuple(tokens[at : at + size - 1]) == beginning
+    ]
+    return _forbid(scores, followers) if followers else scores
+
+
+def _forbid_words(tokens: Tokens, scores: Scores, *, words: Sequence[tuple[int, ...]]) -> Scores:
+    ends = [
+        word[-1]
+        for word in words
+        if len(word) == 1 or tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]
+    ]
+    return _forbid(scores, ends) if ends else scores
+
+
+def _forbid_while(
+    tokens: Tokens, scores: Scores, *, banned: list[int], applies: Callable[[int], bool]
+) -> Scores:
+    return _forbid(scores, banned) if applies(len(tokens)) else scores
+
+
+def _force_at(tokens: Tokens, scores: Scores, *, token: list[int], length: int) -> Scores:
+    if len(tokens) != length:
+        return scores
+    forced = np.full_like(scores, _NEVER)
+    forced[token] = 0.0
+    return forced
+
+
+def _forbid(scores: Scores, tokens: Sequence[int]) -> Scores:
+    known = [token for token in tokens if token < len(scores)]
+    scores = scores.copy()
+    scores[known] = _NEVER
+    return scores
+
+
+def _keep_best(scores: Scores, *, count: int) -> Scores:
+    if count >= len(scores):
+        return scores
+    least = np.partition(scores, len(scores) - count)[len(scores) - count]
+    return np.where(scores < least, _NEVER, scores)
+
+
+def _keep_probable(scores: Scores, *, mass: float, least: int) -> Scores:
+    order = np.argsort(scores, kind="stable")  # ascending, as in transformers
+    shares = np.exp(log_softmax(scores[order])).cumsum()
+    removed = shares <= np.float32(1.0 - mass)
+    removed[len(removed) - least :] = False
+    scores = scores.copy()
+    scores[order[removed]] = _NEVER
+    return scores

@@ -1,0 +1,342 @@
+"""Choose the next tokens of one input: greedy search, sampling and beam search.
+
+    search = make_search(prompt, options, positions=1024)
+    while not search.done:
+        move = search.advance(candidates)    # of the rows of the last move; of the prompt at first
+
+A search holds the sequences of one input, and tells after each step which tokens to feed and which
+rows of the decoder's cache they continue. So searches of several inputs can share the batch of a
+decoder, and join or leave it at any step. Beam search is that of transformers 4.57, whose results
+depend on details such as when it stops.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.runtime.generation.options import GenerationOptions
+from enginery.runtime.generation.processors import (
+    Processor,
+    Scores,
+    log_softmax,
+    make_processors,
+    make_warpers,
+)
+
+_WORST = -1e9
+"""The score of beams that do not count, as in transformers."""
+
+StopsAt = Callable[[list[int]], bool]
+"""Returns True if the tokens generated so far end with a stop string."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a search reads of a step's outputs."""
+
+    logits: bool = False
+    """All logits; else only the best tokens."""
+    best: int = 1
+    """Number of the best tokens: with more than one, also their log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a step gives for the rows of one search."""
+
+    tokens: NDArray[np.int64]
+    """(rows, best): the best tokens, best first."""
+    log_probs: NDArray[np.float32] | None = None
+    """(rows, best): their log-probabilities; None with logits, or if only the best is needed."""
+    logits: NDArray[np.float32] | None = None
+    """(rows, vocabulary), in place of the other two."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """The rows of a search in the next step."""
+
+    tokens: list[int]
+    """The token of each row."""
+    parents: list[int]
+    """For each row, the one of the search's rows of this step that it continues."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A finished sequence."""
+
+    tokens: tuple[int, ...]
+    """The generated tokens, with the one that ended the sequence."""
+    finish: str
+    """`stop` after an end token or a stop string, `length` at the largest length."""
+    score: float | None = None
+    """Score of a beam: the sum of log-probabilities, divided by a power of the length."""
+
+
+@dataclass
+class Search(ABC):
+    """The state of one input."""
+
+    prompt: tuple[int, ...]
+    """The decoder's prompt."""
+    options: GenerationOptions
+    longest: int
+    """The largest length, with the prompt."""
+    stops: StopsAt | None = None
+    """None if there are no stop strings."""
+
+    done: bool = field(default=False, init=False)
+    _processors: list[Processor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._processors = make_processors(
+            self.options, prompt=len(self.prompt), longest=self.longest
+        )
+
+    @property
+    @abstractmethod
+    def need(self) -> Need:
+        """What the search reads of the next step."""
+
+    @abstractmethod
+    def advance(self, found: Candidates) -> Move:
+        """Take one step's outputs for the rows of the search; return the next rows.
+
+        Args:
+            found: the candidates for each row of the last move; at first for the prompt alone.
+
+        Returns:
+            The next rows; none if the search is done.
+        """
+
+    @abstractmethod
+    def results(self) -> list[Hypothesis]:
+        """Return the `num_return_sequences` results, best first."""
+
+    def _finish_of(self, tokens: Sequence[int]) -> str:
+        """Return how a sequence with its prompt has ended; empty if it goes on."""
+        if tokens[-1] in self.options.eos_token_id:
+            return "stop"
+        if self.stops is not None and self.stops(list(tokens[len(self.prompt) :])):
+            return "stop"
+        return "length" if len(tokens) >= self.longest else ""
+
+
+@dataclass
+class SequentialSearch(Search):
+    """Greedy search, or independent samples: each sequence continues itself."""
+
+    _sequences: list[list[int]] = field(init=False)
+    _running: list[int] = field(init=False)
+    """The sequence of each row."""
+    _finishes: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count = self.options.num_return_sequences
+        self._sequences = [list(self.prompt) for _ in range(count)]
+        self._running = [0]
+        self._finishes = [""] * count
+        self._warpers = make_warpers(self.options) if self.options.do_sample else []
+        seed = self.options.seed
+        self._random = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
+
+    @property
+    def need(self) -> Need:
+        """All logits for a draw or with processors, else the best token."""
+        return Need(logits=self.options.do_sample or bool(self._processors))
+
+    def advance(self, found: Candidates) -> Move:
+        """Append a token to each running sequence."""
+        rows = list(range(len(self._running)))
+        if len(self._sequences[0]) == len(self.prompt):  # the prompt's row starts all sequences
+            rows = [0] * len(self._sequences)
+            self._running = list(range(len(self._sequences)))
+        tokens, parents, running = [], [], []
+        for row, sequence in zip(rows, self._running, strict=True):
+            tokens_so_far = self._sequences[sequence]
+            tokens_so_far.append(self._choose(found, row, tokens_so_far))
+            self._finishes[sequence] = self._finish_of(tokens_so_far)
+            if not self._finishes[sequence]:
+                running.append(sequence)
+                tokens.append(tokens_so_far[-1])
+                parents.append(row)
+        self._running = running
+        self.done = not running
+        return Move(tokens, parents)
+
+    def results(self) -> list[Hypothesis]:
+        """Return the sequences; of greedy search there is one."""
+        return [
+            Hypothesis(tuple(tokens[len(self.prompt) :]), finish or "length")
+            for tokens, finish in zip(self._sequences, self._finishes, strict=True)
+        ]
+
+    def _choose(self, found: Candidates, row: int, tokens: Sequence[int]) -> int:
+        if found.logits is None:
+            return int(found.tokens[row, 0])
+        scores = found.logits[row]
+        for processor in self._processors:
+            scores = processor(tokens, scores)
+        if not self.options.do_sample:
+            return int(scores.argmax())
+        for warp in self._warpers:
+            scores = warp(scores)
+        shares = np.exp(log_softmax(scores).astype(np.float64))
+        return int(self._random.choice(len(shares), p=shares / shares.sum()))
+
+
+@dataclass
+class _Beam:
+    tokens: tuple[int, ...]
+    """With the prompt."""
+    score: float
+    finish: str = ""
+
+
+@dataclass
+class BeamSearch(Search):
+    """Beam search as transformers 4.57 defines it."""
+
+    _running: list[_Beam] = field(init=False)
+    _finished: list[_Beam] = field(init=False)
+    """The best `num_beams` sequences; those without `finish` are place holders."""
+    _may_improve: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._running = [_Beam(self.prompt, 0.0)]
+        self._finished = [_Beam(self.prompt, _WORST)] * self.options.num_beams
+        self._warpers = make_warpers(self.options) if self.options.do_sample else []
+        seed = self.options.seed
+        self._random = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
+
+    @property
+    def need(self) -> Need:
+        """All logits for a draw or with processors, else the best tokens of each beam."""
+        if self.options.do_sample or self._processors:
+            return Need(logits=True)
+        return Need(best=self._kept)
+
+    @property
+    def _kept(self) -> int:
+        """Continuations that are kept of a step: enough if all beams end with each end token."""
+        return max(2, 1 + len(self.options.eos_token_id)) * self.options.num_beams
+
+    def advance(self, found: Candidates) -> Move:
+        """Extend the beams by their best continuations."""
+        beams = self.options.num_beams
+        kept = self._continuations(found)
+        for _, beam in kept:
+            beam.finish = self._finish_of(beam.tokens)
+        going = [each for each in kept if not each[1].finish]
+        # Beams that ended stay behind the others, as in transformers: with too few, they go on.
+        ended = [(row, _Beam(b.tokens, b.score + _WORST)) for row, b in kept if b.finish]
+        following = (going + ended)[:beams]
+        self._update_finished([beam for _, beam in kept])
+        self._running = [beam for _, beam in following]
+        self._may_improve = self._may_improve and self._can_improve()
+        full = all(beam.finish for beam in self._finished)
+        closed = full and self.options.early_stopping is True
+        self.done = not self._may_improve or closed or not going
+        if self.done:
+            return Move([], [])
+        return Move([b.tokens[-1] for b in self._running], [row for row, _ in following])
+
+    def results(self) -> list[Hypothesis]:
+        """Return the best finished sequences."""
+        return [
+            Hypothesis(beam.tokens[len(self.prompt) :], beam.finish or "length", beam.score)
+            for beam in self._finished[: self.options.num_return_sequences]
+        ]
+
+    def _continuations(self, found: Candidates) -> list[tuple[int, _Beam]]:
+        """Return the best continuations of all beams, each with the row that it continues."""
+        scores, tokens = self._log_probs(found)
+        scores = scores + np.array([[beam.score] for beam in self._running], np.float32)
+        flat = scores.ravel()
+        count = min(self._kept, len(flat))
+        if self.options.do_sample:
+            shares = np.exp(log_softmax(flat).astype(np.float64))
+            count = min(count, int(np.count_nonzero(shares)))
+            best = self._random.choice(len(flat), count, replace=False, p=shares / shares.sum())
+        else:
+            best = np.argpartition(-flat, count - 1)[:count]
+            best = best[np.argsort(-flat[best], kind="stable")]
+        rows, columns = np.unravel_index(best, scores.shape)
+        return [
+            (
+                int(row),
+                _Beam((*self._running[row].tokens, int(tokens[row, column])), float(flat[place])),
+            )
+            for row, column, place in zip(rows, columns, best, strict=True)
+        ]
+
+    def _log_probs(self, found: Candidates) -> tuple[Scores, NDArray[np.int64]]:
+        """Return log-probabilities with their tokens: (beams, candidates) each."""
+        if found.log_probs is not None:
+            return found.log_probs, found.tokens
+        scores = log_softmax(np.asarray(found.logits))
+        for row, beam in enumerate(self._running):
+            for processor in self._processors:
+                scores[row] = processor(beam.tokens, scores[row])
+            for warp in self._warpers:
+                scores[row] = warp(scores[row])
+        tokens = np.broadcast_to(np.arange(scores.shape[1], dtype=np.int64), scores.shape)
+        return scores, tokens
+
+    def _update_finished(self, kept: Sequence[_Beam]) -> None:
+        """Put sequences that have just ended among the best; only the first beams may end."""
+        full = all(beam.finish for beam in self._finished)
+        if (full and self.options.early_stopping is True) or not self._may_improve:
+            return
+        just_ended = [
+            _Beam(beam.tokens, beam.score / self._divisor(len(beam.tokens)), beam.finish)
+            for beam in kept[: self.options.num_beams]
+            if beam.finish
+        ]
+        merged = [*self._finished, *just_ended]
+        merged.sort(key=lambda beam: -beam.score)  # stable: of equal ones the earlier is better
+        self._finished = merged[: self.options.num_beams]
+
+    def _can_improve(self) -> bool:
+        """Return True if the best running beam may still beat the worst finished one."""
+        if not all(beam.finish for beam in self._finished):
+            return True
+        to_the_end = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        length = self.longest if to_the_end else len(self._running[0].tokens)
+        best_possible = self._running[0].score / self._divisor(length)
+        return best_possible > min(beam.score for beam in self._finished)
+
+    def _divisor(self, length: int) -> float:
+        return float((length - len(self.prompt)) ** self.options.length_penalty)
+
+
+def make_search(
+    prompt: Sequence[int],
+    options: GenerationOptions,
+    *,
+    positions: int | None,
+    stops: StopsAt | None = None,
+) -> Search:
+    """Return the search of one input.
+
+    Args:
+        prompt: the decoder's prompt: the input itself, or the start token of an encoder-decoder.
+        options: the options.
+        positions: the decoder's limit; None if it has none.
+        stops: tells whether generated tokens end with a stop string; None without stop strings.
+
+    Raises:
+        InputError: the prompt leaves no room for a new token.
+    """
+    kind = BeamSearch if options.num_beams > 1 else SequentialSearch
+    longest = options.longest(len(prompt), positions)
+    return kind(tuple(prompt), options, longest, stops)
