@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from enginery.core.version import __version__
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
+    from enginery.runtime.onnxruntime.runner import OrtRunner
 
 
 __all__ = [
     "Artifact",
     "EngineryError",
+    "OrtRunner",
     "Recipe",
     "__version__",
     "bench_model",
@@ -61,6 +63,7 @@ _HOMES = {
     "__version__": "enginery.core.version",
     "Artifact": "enginery.core.artifact.artifact",
     "EngineryError": "enginery.core.errors",
+    "OrtRunner": "enginery.runtime.onnxruntime.runner",
     "Recipe": "enginery.recipe.model",
     "bench_model": "enginery.api",
     "build_engine": "enginery.api",

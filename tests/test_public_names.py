@@ -16,6 +16,7 @@ def test_public_names_are_these():
         [
             "Artifact",
             "EngineryError",
+            "OrtRunner",
             "Recipe",
             "__version__",
             "bench_model",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from enginery.runtime.providers import availability, libraries
+from enginery.core.errors import ProviderError
+from enginery.runtime.providers import availability, libraries, specification
 from enginery.runtime.tensorrt import timing
 from enginery.runtime.tensorrt.options import FLAVORS
 
@@ -32,7 +33,15 @@ CONSTANTS = {
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
 }
 
+
+def said_about(where):
+    with pytest.raises(ProviderError) as caught, specification._about(where):
+        raise ProviderError("unknown execution provider 'cudaa'.")
+    return caught.value.message
+
+
 SAID_BY_PARTS = {
+    "ENGINERY_PROVIDERS: …": lambda: said_about(specification.ENVIRONMENT),
     "… was not found": lambda: availability.describe_missing(
         {"libnvinfer.so.10": "libnvinfer.so.10: cannot open shared object file: No such file"}
     ),

@@ -32,8 +32,8 @@ class BenchConfig:
     OLD_NAMES: ClassVar = {"provider": "providers"}
 
     providers: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty: those of the variable
-    `ENGINERY_PROVIDERS`, or cpu."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
+    them. Empty: those of the variable `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()
     """Provider option, such as `cuda.gpu_mem_limit=2GiB`. Repeat it for several."""
     allow_fallback: bool = False

@@ -34,8 +34,8 @@ def inspect(
     graph
         With --placement, one of several graphs; empty for the first.
     providers
-        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu. Empty: the
-        value of the variable ENGINERY_PROVIDERS, or cpu.
+        Execution providers in order of preference, for --placement: tensorrt,cuda,cpu; or a YAML
+        or JSON file of them. Empty: the value of the variable ENGINERY_PROVIDERS, or cpu.
     provider_option
         An option of a provider, cuda.gpu_mem_limit=2GiB; repeat it for several.
     allow_fallback

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginery.doctor.report import Finding, PackageStatus
+from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
     cuda_major,
     installed_onnxruntimes,
@@ -98,13 +98,16 @@ def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
 
 def _own_packages() -> list[PackageStatus]:
     statuses = []
+    builds = list(installed_onnxruntimes())
     for extra, requirement in _requirements("enginery"):
         if extra in _NOT_FOR_USERS or requirement.name == "enginery":
             continue
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
         asked = str(requirement.specifier)
-        statuses.append(PackageStatus(requirement.name, version, asked, extra, fits))
+        # The extras [cpu] and [gpu] are alternatives: two builds overwrite each other.
+        other = builds[0] if extra in ("cpu", "gpu") and not version and builds else ""
+        statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
     return statuses
 
 
@@ -137,14 +140,15 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
             found,
             f"Install it: pip install '{status.name}{status.requirement}'",
         )
+    absent = absent_extras(statuses)
     for extra in dict.fromkeys(status.extra for status in statuses if status.extra):
-        asked = [status for status in statuses if status.extra == extra]
+        if extra in absent:
+            continue  # nobody asked for it
+        asked = [s for s in statuses if s.extra == extra and not s.replaced_by]
         missing = [status.name for status in asked if not status.version]
         unfit = [s for s in asked if s.version and not s.fits]
         if not missing and not unfit:
             continue
-        if extra in ("gpu", "cpu") and missing and installed_onnxruntimes():
-            continue  # the other build is installed, and two overwrite each other
         seen = [f"{', '.join(missing)} not installed"] if missing else []
         seen += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
         yield Finding(

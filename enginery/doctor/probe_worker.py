@@ -136,16 +136,23 @@ def format_version(number: int) -> str:
 
 
 def _unavailable(name: str, found: availability.Unavailable) -> dict[str, Any]:
-    """Return the reason and, where that is the driver, the libraries that are missing above it."""
+    """Return the reason and, where that is the driver, the libraries that are missing above it.
+
+    cuDNN is added to a built-in CUDA, which loads without it, but runs no convolutions.
+    """
+    built_in = _is_built_in(name)
     missing = availability.missing_for(name)
     others = {key: error for key, error in missing.items() if key != gpus.DRIVER}
-    words = availability.describe_missing(others)
-    more = bool(words) and words not in found.reason
+    words = [availability.describe_missing(others)]
+    words += [availability.provider_warning(name) if built_in else ""]
+    more = [text for text in words if text and text not in found.reason]
+    install = availability.INSTALL.get(name, "")
+    remedy = f"{found.do} Then: {install}" if install not in found.do else found.do
     return {
-        "compiled": _is_built_in(name) or availability.plugin_installed(name),
+        "compiled": built_in or availability.plugin_installed(name),
         "missing": list(missing),
-        "reason": f"{found.reason}; {words}" if more else found.reason,
-        "remedy": f"{found.do} Then: {availability.INSTALL[name]}" if more else found.do,
+        "reason": "; ".join([found.reason, *more]),
+        "remedy": remedy if more else found.do,
     }
 
 

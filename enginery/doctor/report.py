@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
-from enginery.runtime.providers.known import full_name, known_provider, short_name
+from enginery.runtime.providers.known import (
+    AZURE,
+    CPU,
+    CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    full_name,
+    known_provider,
+    short_name,
+)
 from enginery.runtime.providers.options import is_typed, option_names
 
 Severity = Literal["error", "warning", "note"]
@@ -36,6 +47,8 @@ class PackageStatus:
     """Extra that requires it; empty for the bare install."""
     fits: bool
     """True if the installed version satisfies the requirement."""
+    replaced_by: str = ""
+    """Another build of ONNX Runtime that is installed in place of this one; empty otherwise."""
 
 
 @dataclass(frozen=True)
@@ -190,15 +203,12 @@ class DoctorReport:
             ReportTable(
                 "Packages",
                 ("package", "version", "required", "extra", "fits"),
-                tuple(
-                    (p.name, p.version or "–", p.requirement, p.extra, "yes" if p.fits else "no")
-                    for p in self.packages
-                ),
+                _package_rows(self.packages),
             ),
             ReportTable(
                 "Execution providers",
                 ("provider", "state", "package", "options", "reason"),
-                tuple(_provider_row(p) for p in self.providers),
+                _provider_rows(self.providers),
             ),
             ReportTable(
                 "Findings",
@@ -206,6 +216,56 @@ class DoctorReport:
                 tuple((f.severity, f.problem, f.evidence, f.remedy) for f in self.findings),
             ),
         )
+
+
+def absent_extras(packages: Iterable[PackageStatus]) -> list[str]:
+    """Return the extras of which nothing is installed, apart from packages of the bare install."""
+    asked = list(packages)
+    bare = {package.name for package in asked if not package.extra}
+    begun = {p.extra for p in asked if p.replaced_by or (p.version and p.name not in bare)}
+    return [
+        extra for extra in dict.fromkeys(p.extra for p in asked) if extra and extra not in begun
+    ]
+
+
+def _package_rows(packages: Sequence[PackageStatus]) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each package, and one row for all extras of which nothing is installed."""
+    absent = absent_extras(packages)
+    rows = [
+        (p.name, p.version or "–", p.requirement, p.extra, _fits(p))
+        for p in packages
+        if p.extra not in absent
+    ]
+    if absent:
+        rows.append(("extras without packages", "–", "", ", ".join(absent), "not installed"))
+    return tuple(rows)
+
+
+def _fits(package: PackageStatus) -> str:
+    if package.fits:
+        return "yes"
+    if package.replaced_by:
+        return f"not needed beside {package.replaced_by}"
+    return "no" if package.version else "not installed"
+
+
+def _provider_rows(providers: Sequence[ProviderStatus]) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each provider that may be used here, and one for the number of others."""
+    usable = [status for status in providers if _is_for_this_machine(status)]
+    rows = [_provider_row(status) for status in usable]
+    if others := len(providers) - len(usable):
+        why = "for other systems, or in no package; --json lists them"
+        rows.append((f"and {others} more", "not built in", "–", "–", why))
+    return tuple(rows)
+
+
+def _is_for_this_machine(status: ProviderStatus) -> bool:
+    """Return True if a provider is built in, or a package has it for this system."""
+    if status.name == AZURE:  # calls an endpoint; runs no operations of a graph
+        return status.runs
+    known = known_provider(status.name)
+    installable = bool(known.package) and not known.wrong_platform(sys.platform)
+    return status.compiled or installable or status.name in (CPU, CUDA, TENSORRT, TENSORRT_RTX)
 
 
 def _provider_row(status: ProviderStatus) -> tuple[str, ...]:

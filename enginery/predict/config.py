@@ -50,8 +50,8 @@ class PredictConfig:
     allow_no_answer: bool = False
     """Allow "no answer" as a result of question answering, as an empty text."""
     providers: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for the variable
-    `ENGINERY_PROVIDERS`, or cpu if it is not set."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
+    them. Empty for the variable `ENGINERY_PROVIDERS`, or cpu if it is not set."""
     provider_option: tuple[str, ...] = ()
     """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False

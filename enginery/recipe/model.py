@@ -46,7 +46,7 @@ from enginery.recipe.stages import (
     find_order_problem,
 )
 from enginery.recipe.yaml_document import Document, error_at, read_yaml
-from enginery.runtime.providers.specification import format_providers, parse_providers
+from enginery.runtime.providers.specification import format_providers, is_file_name, parse_providers
 from enginery.validate.config import ValidateConfig
 
 
@@ -305,7 +305,7 @@ def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
                 option=written,
             )
         if option == "providers" and value != "":
-            found[option] = _convert_providers(stage, written, value)
+            found[option] = _convert_providers(stage, written, value, base)
         elif isinstance(value, str):
             found[option] = _convert_text(option, hints.get(option), value, base)
         else:
@@ -323,8 +323,10 @@ def _convert_text(option: str, hint: Any, value: str, base: Path) -> Any:
     return _resolve(value, base) if is_path or (option == "url" and ":" not in value) else value
 
 
-def _convert_providers(stage: str, written: str, value: Any) -> str:
-    """Read providers as text, as a list, or as a mapping with their options."""
+def _convert_providers(stage: str, written: str, value: Any, base: Path) -> str:
+    """Read providers as text, a list, a mapping with their options, or a file with any of them."""
+    if isinstance(value, str) and is_file_name(value):
+        value = _resolve(value.strip(), base)
     place: tuple[int | str, ...] = (stage, written)
     try:
         for index, item in enumerate(value if isinstance(value, list) else ()):

@@ -24,7 +24,12 @@ from pydantic_core import core_schema
 from enginery.recipe.model import RecipeFile
 from enginery.recipe.stages import ARTIFACT_STAGES, STAGES
 from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
+from enginery.runtime.providers.options import (
+    CpuOptions,
+    CudaOptions,
+    TensorrtOptions,
+    TensorrtRtxOptions,
+)
 
 Schema = dict[str, Any]
 
@@ -33,6 +38,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"
 draft ignores keywords next to `$ref`, so only descriptions and defaults may be there."""
 
 _TYPED: dict[str, type] = {
+    CPU: CpuOptions,
     CUDA: CudaOptions,
     TENSORRT: TensorrtOptions,
     TENSORRT_RTX: TensorrtRtxOptions,
@@ -176,8 +182,8 @@ def _providers() -> Schema:
     """Describe providers as text, as a list, or as a mapping with their options."""
     found: Schema = {}
     for short, full in SHORT_NAMES.items():
-        free = False if full == CPU else {"$ref": "#/$defs/text"}
-        options: Schema = {"type": ["object", "null"], "additionalProperties": free}
+        text = {"$ref": "#/$defs/text"}
+        options: Schema = {"type": ["object", "null"], "additionalProperties": text}
         if full in _TYPED:
             options = {"$ref": f"#/$defs/{_TYPED[full].__name__}"}
         found[short] = found[full] = options

@@ -39,8 +39,8 @@ class ServeConfig:
     port: int = 8000
     """Port to listen on; 0 for any free port, which is printed."""
     providers: str = ""
-    """Execution providers in order of preference: tensorrt,cuda,cpu. Empty for
-    `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
+    """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
+    them. Empty for `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
     provider_option: tuple[str, ...] = ()
     """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False

@@ -18,8 +18,8 @@ class ValidateConfig:
     OLD_NAMES: ClassVar = {"provider": "providers"}
 
     providers: str = ""
-    """Execution providers in order of preference, such as tensorrt,cuda,cpu. If empty, the
-    environment variable `ENGINERY_PROVIDERS`, or cpu."""
+    """Execution providers in order of preference, such as tensorrt,cuda,cpu; or a YAML or JSON
+    file of them. If empty, the environment variable `ENGINERY_PROVIDERS`, or cpu."""
     provider_option: tuple[str, ...] = ()
     """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`. Can be repeated."""
     allow_fallback: bool = False

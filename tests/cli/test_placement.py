@@ -39,3 +39,20 @@ def test_a_graph_is_named_for_the_placement_alone(exported, capsys):
     assert "has no graph 'decoder.onnx'; it has model.onnx" in shown.err
     status, shown = said(capsys, *words)
     assert (status, "--graph was given without --placement" in shown.err) == (2, True)
+
+
+def test_a_file_names_the_providers(tmp_path, capsys):
+    model = save_detector(tmp_path / "detector.onnx")
+    words = ("inspect", model, "--placement", "--json", "--providers", tmp_path / "config.yaml")
+    status, shown = said(capsys, *words)
+    assert status == 2
+    assert "config.yaml does not exist" in shown.err
+    engines = "EngineConfig:\n  onnxruntime: {use_cuda: false, use_coreml: %s}\n"
+    (tmp_path / "config.yaml").write_text(engines % "false")
+    status, shown = said(capsys, *words)
+    (part,) = json.loads(shown.out)["placement"]["providers"]
+    assert (status, part["name"]) == (0, "CPUExecutionProvider")
+    (tmp_path / "config.yaml").write_text(engines % "true")
+    status, shown = said(capsys, *words)
+    assert status == 2
+    assert "coreml requested, but " in shown.err

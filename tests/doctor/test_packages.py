@@ -4,7 +4,7 @@ import pytest
 
 from enginery.doctor import packages
 from enginery.doctor.packages import examine_packages, torch_cuda
-from enginery.doctor.report import PackageStatus
+from enginery.doctor.report import PackageStatus, absent_extras
 
 
 @pytest.fixture
@@ -103,6 +103,24 @@ def test_bare_install_lacks_the_export_extra_without_an_error(site):
     assert extra.remedy == "To use it: pip install 'enginery[export]'"
 
 
+def test_an_extra_of_which_nothing_is_installed_is_no_finding(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "numpy>=2",
+        "gone-sdk>=2; extra == 'otel'",
+        "numpy>=2; extra == 'otel'",
+        "pillow; extra == 'docs'",
+        "gone-theme; extra == 'docs'",
+        extras=["otel", "docs"],
+    )
+    statuses, _ = examine_packages()
+    assert absent_extras(statuses) == ["otel"]  # numpy belongs to the bare install
+    assert not findings("[otel]")
+    (finding,) = findings("the extra [docs] is incomplete")
+    assert finding.evidence == "gone-theme not installed"
+
+
 def test_other_build_of_onnxruntime_is_not_recommended(site):
     site(
         "enginery",
@@ -113,6 +131,8 @@ def test_other_build_of_onnxruntime_is_not_recommended(site):
     )
     site("onnxruntime-gpu", "1.31.1")
     assert not findings("the extra [cpu]")
+    (other,) = [status for status in examine_packages()[0] if status.extra == "cpu"]
+    assert (other.version, other.replaced_by) == ("", "onnxruntime-gpu")
 
 
 def test_a_complete_extra_with_a_wrong_version_is_an_error(site):

@@ -177,6 +177,22 @@ def test_missing_libraries_are_named_beside_a_missing_driver(monkeypatch):
     assert "'tensorrt-cu13>=10,<11'" in status["remedy"]
 
 
+@pytest.mark.parametrize("built_in", [True, False])
+def test_missing_cudnn_is_named_for_a_cuda_that_is_built_in(monkeypatch, built_in):
+    availability = probe_worker.availability
+    driver = Unavailable("there is no NVIDIA driver: libcuda.so.1 was not found", "Install it.")
+    monkeypatch.setattr(availability, "unavailable_reason", lambda name: driver)
+    monkeypatch.setattr(availability, "missing_for", lambda name: {})
+    monkeypatch.setattr(availability, "compiled_providers", lambda: [CUDA] if built_in else [])
+    monkeypatch.setattr(
+        availability.libraries, "load_error", lambda name, *_: f"{name}: cannot open shared object"
+    )
+    status = probe_worker.examine_provider(CUDA)
+    words = "; convolutions and other cuDNN operations will fail (libcudnn.so.9 was not found)"
+    assert status["reason"] == driver.reason + (words if built_in else "")
+    assert ("nvidia-cublas" in status["remedy"]) == built_in
+
+
 def test_a_broken_onnxruntime_is_the_cpus_reason_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     status = probe_worker.examine_provider(CPU)

@@ -9,7 +9,7 @@ from enginery.core.errors import CheckFailedError, ProviderError
 from enginery.doctor import stage
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import machine_findings
-from enginery.doctor.report import Gpu, NvidiaStatus, ProviderStatus
+from enginery.doctor.report import Gpu, NvidiaStatus, PackageStatus, ProviderStatus
 from enginery.doctor.stage import (
     absent_statuses,
     examine,
@@ -178,7 +178,54 @@ def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
     (table,) = [table for table in report.tables() if table.title == "Execution providers"]
     rows = {row[0].split(" (")[0]: row for row in table.rows}
     assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
-    assert rows["xnnpack"][2] == "build from source"
+    assert rows["cpu"][1:4] == ("runs", "onnxruntime", "1 checked")
+
+
+@pytest.mark.parametrize(
+    ("platform", "hidden"),
+    [("linux", {"directml", "coreml"}), ("win32", {"coreml", "cann"}), ("darwin", {"directml"})],
+)
+def test_providers_that_cannot_be_had_on_this_system_are_counted(
+    report, monkeypatch, platform, hidden
+):
+    monkeypatch.setattr(f"{ProviderStatus.__module__}.sys.platform", platform)
+    absent = ProviderStatus("", False, (), False, False, "not built in", "")
+    providers = [replace(absent, name=row.name) for row in KNOWN_PROVIDERS]
+    rows = table_rows(replace(report, providers=tuple(providers)), "Execution providers")
+    shown = {row[0].split(" (")[0] for row in rows[:-1]}
+    assert {"cpu", "cuda", "tensorrt", "tensorrt-rtx", "webgpu"} <= shown
+    assert not shown & (hidden | {"webnn", "js", "azure", "nnapi", "rknpu", "xnnpack"})
+    assert rows[-1][0] == f"and {len(KNOWN_PROVIDERS) - len(shown)} more"
+    # What is built in has a row, whoever built it; the endpoint of Azure runs nothing.
+    providers = [replace(status, compiled=True) for status in providers]
+    rows = table_rows(replace(report, providers=tuple(providers)), "Execution providers")
+    assert len(rows) == len(KNOWN_PROVIDERS)
+    assert rows[-1][0] == "and 1 more"
+
+
+def test_packages_that_are_not_installed_are_no_faults(report):
+    packages = (
+        PackageStatus("numpy", "2.4.6", ">=2", "", fits=True),
+        PackageStatus("onnx", "1.0", ">=1.21", "export", fits=False),
+        PackageStatus("torch", "", ">=2.9", "export", fits=False),
+        PackageStatus("onnxruntime", "", ">=1.31", "cpu", False, "onnxruntime-gpu"),
+        PackageStatus("ray", "", ">=2.50", "ray", fits=False),
+        PackageStatus("sphinx", "", ">=8", "docs", fits=False),
+        PackageStatus("furo", "", ">=2025", "docs", fits=False),
+    )
+    rows = table_rows(replace(report, packages=packages), "Packages")
+    assert [(row[0], *row[3:]) for row in rows] == [
+        ("numpy", "", "yes"),
+        ("onnx", "export", "no"),
+        ("torch", "export", "not installed"),
+        ("onnxruntime", "cpu", "not needed beside onnxruntime-gpu"),
+        ("extras without packages", "ray, docs", "not installed"),
+    ]
+
+
+def table_rows(report, title):
+    (table,) = [table for table in report.tables() if table.title == title]
+    return table.rows
 
 
 def test_those_that_are_not_here_have_no_answer_where_the_child_died():

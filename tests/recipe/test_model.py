@@ -84,6 +84,8 @@ def test_every_option_of_every_stage_can_be_written(stage):
         value = NEEDED.get(stage, {}).get(field.name, field.default)
         if field.name == "profile":
             value = ("batch=1",)
+        if value is None:  # YAML's null is no value
+            continue
         expected[field.name] = value
         lines.append(f"      {field.name}: {json.dumps(value)}")
     first = "" if stage == "export" else "  - export\n"
@@ -372,6 +374,16 @@ def test_providers_are_a_list_with_options_under_either_name(key):
         "cuda.do_copy_in_default_stream=1"
     )
     assert only_validate(f"{key}: CUDAExecutionProvider,cpu").providers == "cuda,cpu"
+
+
+def test_a_file_of_providers_is_read_from_the_recipes_directory(tmp_path):
+    text = "model: m\nstages:\n  - export\n  - validate: {providers: ocr/config.yaml}\n"
+    with pytest.raises(RecipeError, match=r"recipe:4: .*config\.yaml does not exist"):
+        Recipe.parse(text, base=tmp_path)
+    (tmp_path / "ocr").mkdir()
+    (tmp_path / "ocr" / "config.yaml").write_text("cuda: {device_id: 1}\ncpu:\n")
+    options = Recipe.parse(text, base=tmp_path).steps[1].options
+    assert options.providers == "cuda,cpu; cuda.device_id=1"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -68,6 +69,19 @@ def counted(uncounted):
 
 
 # A new task is one module
+
+
+def test_the_remedy_for_an_unknown_task_runs_as_it_is_shown(uncounted):
+    with pytest.raises(ArtifactError, match="which is not a supported task") as error:
+        load_model(uncounted)
+    shown = re.search(r"(from enginery import .*?; OrtRunner\(.*?\)\({.*?}\))\.", error.value.do)[1]
+    names = re.findall(r'"(\w+)": …', shown)
+    assert names == [spec.name for spec in uncounted.manifest.graphs[0].inputs]
+    imports, call = shown.split("; ")
+    call = call.replace('"…"', repr(str(uncounted.path))).replace("…", "ids")
+    found: dict[str, object] = {"ids": np.ones((1, 4), np.int64)}
+    exec(f"{imports}\noutputs = {call}", found)  # the remedy is what is tested
+    assert found["outputs"]["last_hidden_state"].shape[:2] == (1, 4)
 
 
 def test_unsupported_task_is_an_error(uncounted, tmp_path):

@@ -135,7 +135,8 @@ def choose_with_engines(
             missed.append(f"{short_name(head.name)} requested, but {error.message}")
             specs = later
         else:
-            rest = Provider(CPU, "ONNX Runtime adds it; an engine contains all operations")
+            why = "ONNX Runtime adds it; an engine contains all operations"
+            rest = Provider(CPU, why, below[-1].options)
             return [_add_reasons(head, *missed, reason), rest], engines
 
 

@@ -18,7 +18,7 @@ from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin
-from enginery.runtime.providers.known import TENSORRT_RTX
+from enginery.runtime.providers.known import CPU, TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider
 
 # x86 processors without VNNI add pairs of INT8 products in 16 bits, which saturate: a graph that is
@@ -35,7 +35,8 @@ def new_session(
     Args:
         path: path of an ONNX file.
         providers: result of `choose_providers`.
-        options: `onnxruntime.SessionOptions`, which are changed: no log, exact INT8, plugins.
+        options: `onnxruntime.SessionOptions`, which are changed: no log, exact INT8, plugins, the
+            CPU's arena.
         record: record of the artifact's graph; None for other files.
 
     Raises:
@@ -51,6 +52,8 @@ def new_session(
         (provider.name, dict(provider.options)) for provider in providers
     ]
     for provider in providers:
+        if provider.name == CPU and provider.options.get("enable_cpu_mem_arena") == "0":
+            options.enable_cpu_mem_arena = False
         if provider.name == TENSORRT_RTX:
             # A plugin is selected by its devices. ONNX Runtime then accepts no list of names, and
             # adds the CPU itself.

@@ -43,6 +43,7 @@ INSTALL = {
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
+_CUDNN = "libcudnn.so.9"
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
 
 
@@ -96,8 +97,11 @@ def provider_warning(name: str) -> str:
     """
     if name != CUDA:
         return ""
-    error = libraries.load_error("libcudnn.so.9", libraries.wheel_directories())
-    return f"convolutions and other cuDNN operations will fail ({error})" if error else ""
+    error = libraries.load_error(_CUDNN, libraries.wheel_directories())
+    if not error:
+        return ""
+    missing = describe_missing({_CUDNN: error})
+    return f"convolutions and other cuDNN operations will fail ({missing})"
 
 
 # The installed build of ONNX Runtime. All functions except `compiled_providers` only read files and

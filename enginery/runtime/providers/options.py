@@ -3,10 +3,10 @@
 >>> read_options("cuda", {"gpu_mem_limit": "2 GiB", "do_copy_in_default_stream": "true"})
 {'gpu_mem_limit': '2147483648', 'do_copy_in_default_stream': '1'}
 
-Options of CUDA, TensorRT and TensorRT for RTX are typed and checked here, because ONNX Runtime only
-reports invalid ones if the provider's libraries are installed, and then continues without the
-provider. Options of other providers are passed on unchanged. Options that are not given keep ONNX
-Runtime's defaults.
+Options of the CPU, CUDA, TensorRT and TensorRT for RTX are typed and checked here, because ONNX
+Runtime only reports invalid ones if the provider's libraries are installed, and then continues
+without the provider; the CPU's are options of a session there. Options of other providers are
+passed on unchanged. Options that are not given keep ONNX Runtime's defaults.
 
 Names and defaults of CUDA's and TensorRT's options are those of the parsers in onnxruntime-gpu
 1.31, which tests verify. Sources of their meaning: onnxruntime.ai/docs/execution-providers, pages
@@ -50,6 +50,17 @@ def _size(default: int, *, least: int = 0) -> Any:
 def _address() -> Any:
     """Return a field for an address in this process's memory; 0 for none."""
     return _integer(0, least=0, most=_MAX_SIZE)
+
+
+@dataclass(frozen=True)
+class CpuOptions:
+    """Options of CPUExecutionProvider."""
+
+    enable_cpu_mem_arena: bool = True
+    """Keep freed memory for later runs; False returns it, and each run allocates again.
+
+    In ONNX Runtime this is an option of the session, which `new_session` sets.
+    """
 
 
 @dataclass(frozen=True)
@@ -241,10 +252,11 @@ class TensorrtRtxOptions:
     """Address of an array of the caller's cudaStream_t, for auxiliary streams."""
 
 
-ProviderOptions: TypeAlias = CudaOptions | TensorrtOptions | TensorrtRtxOptions
+ProviderOptions: TypeAlias = CpuOptions | CudaOptions | TensorrtOptions | TensorrtRtxOptions
 """Typed options of a provider."""
 
 _TYPES: dict[str, type[ProviderOptions]] = {
+    CPU: CpuOptions,
     CUDA: CudaOptions,
     TENSORRT: TensorrtOptions,
     TENSORRT_RTX: TensorrtRtxOptions,
@@ -274,17 +286,11 @@ def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
         given: values as text, or of the option's type.
 
     Raises:
-        OptionError: for CUDA and TensorRT, an option is unknown or a value is invalid; or the
-            provider has no options.
+        OptionError: for the CPU, CUDA and TensorRT, an option is unknown or a value is invalid.
         ProviderError: the provider is unknown.
     """
     name = full_name(provider)
     short = short_name(name)
-    if name == CPU and given:
-        raise OptionError(
-            f"option '{next(iter(given))}' for cpu: the CPU provider takes no options.",
-            do="Leave it out.",
-        )
     kind = _TYPES.get(name)
     if kind is None:
         return {key: _untyped(short, key, value) for key, value in given.items()}

@@ -89,7 +89,8 @@ def _fallback_providers(head: str, options: Mapping[str, dict[str, str]]) -> lis
             )
         else:
             missed = f"; cuda is unavailable: {unavailable.reason}"
+    reason = f"operations that {short_name(head)} does not support"
     if head in (CUDA, TENSORRT, TENSORRT_RTX):
         lowest = "CUDA" if head == CUDA or below else short_name(head)
-        return [*below, Provider(CPU, f"shape operations that {lowest} leaves to the CPU{missed}")]
-    return [Provider(CPU, f"operations that {short_name(head)} does not support")]
+        reason = f"shape operations that {lowest} leaves to the CPU{missed}"
+    return [*below, Provider(CPU, reason, options.get(CPU, {}))]

@@ -5,19 +5,22 @@
 [('cuda', {'gpu_mem_limit': '2147483648'}), ('cpu', {})]
 
 Other notations are a single text, `cuda,cpu; cuda.gpu_mem_limit=2GiB`, also in the environment
-variable `ENGINERY_PROVIDERS`; a list in a recipe, `[{cuda: {gpu_mem_limit: 2 GiB}}, cpu]`; and a
-mapping, including RapidOCR's: `{use_cuda: true, CUDAExecutionProvider: {gpu_mem_limit: 2 * 1024}}`.
+variable `ENGINERY_PROVIDERS`; a list in a recipe, `[{cuda: {gpu_mem_limit: 2 GiB}}, cpu]`; a
+mapping, including RapidOCR's: `{use_cuda: true, CUDAExecutionProvider: {gpu_mem_limit: 2 * 1024}}`;
+and the name of a YAML or JSON file with any of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from enginery.core.errors import OptionError, ProviderError
+from enginery.core.errors import OptionError, ProviderError, nearest
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name, short_name
 from enginery.runtime.providers.options import ProviderOptions, changed_options, read_options
 
@@ -32,14 +35,44 @@ CUDA_GRAPH_OPTIONS = {
 """Provider with CUDA graphs -> (option that enables them, value)."""
 _OFF = ("0", "False")
 
+_FILES = (".yaml", ".yml", ".json")
+"""How the name of a file with providers ends."""
+
+# RapidOCR 1.2 to 1.4 and 3.10. The order is that of `ProviderConfig.get_ep_list` in 3.10.
 _RAPIDOCR = {
-    "use_cuda": ("cuda", ("CUDAExecutionProvider", "cuda_ep_cfg")),
-    "use_dml": ("directml", ("DmlExecutionProvider", "dm_ep_cfg")),
+    "use_coreml": ("coreml", ("CoreMLExecutionProvider", "coreml_ep_cfg")),
     "use_cann": ("cann", ("CANNExecutionProvider", "cann_ep_cfg")),
+    "use_dml": ("directml", ("DmlExecutionProvider", "dml_ep_cfg", "dm_ep_cfg")),
+    "use_cuda": ("cuda", ("CUDAExecutionProvider", "cuda_ep_cfg")),
 }
-"""RapidOCR's switch -> (provider, keys of its options in versions 1 and 3)."""
+"""RapidOCR's switch -> (provider, keys of its options in versions 1 and 3), in its order."""
 _RAPIDOCR_SECTIONS = ("Global", "Det", "Cls", "Rec")
 """Sections of RapidOCR's configuration file; in version 1 they contain the switches."""
+_RAPIDOCR_STEPS = (
+    "use_det",
+    "use_cls",
+    "use_rec",
+    "use_text_det",
+    "use_angle_cls",
+    "use_preprocess_img",
+    "use_vertical_padding",
+    "use_dilation",
+)
+"""Switches of RapidOCR's own steps in these sections, which are about no provider."""
+_RAPIDOCR_PRECISION = ("use_fp16", "use_int8")
+"""Switches for engines that RapidOCR builds with TensorRT, on by default."""
+_NOTHING = (None, "", "null", "~")
+"""A key without value; YAML is read as text."""
+_THREADS = ("intra_op_num_threads", "inter_op_num_threads")
+_ARENA = "enable_cpu_mem_arena"
+_RAPIDOCR_KEYS = (
+    *_RAPIDOCR,
+    *(key for _, keys in _RAPIDOCR.values() for key in keys),
+    *_THREADS,
+    _ARENA,
+    "cpu_ep_cfg",
+)
+"""All keys of the section EngineConfig.onnxruntime of version 3, with the earlier names."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,7 @@ class ProviderSpec:
 
 Providers: TypeAlias = (
     str
+    | Path
     | ProviderSpec
     | Mapping[str, Any]
     | Sequence["str | ProviderSpec | ProviderOptions | Mapping[str, Any]"]
@@ -71,7 +105,8 @@ def parse_providers(
     """Return the requested providers in order, without duplicates.
 
     Args:
-        given: text, list or mapping; see the module's docstring. Empty for `ENGINERY_PROVIDERS`.
+        given: text, list, mapping or file; see the module's docstring. Empty for
+            `ENGINERY_PROVIDERS`.
         options: options of requested providers, such as `cuda.gpu_mem_limit=2GiB`; they override
             those in `given`.
         default: providers if `given` is empty and the environment variable is not set.
@@ -79,18 +114,19 @@ def parse_providers(
     Raises:
         ProviderError: no provider was requested, or a name is unknown.
         OptionError: an option is unknown, invalid, given twice with different values, or belongs to
-            a provider that was not requested.
+            a provider that was not requested; or a file does not exist or cannot be read.
     """
+    if isinstance(given, Path):
+        given = str(given)
     if isinstance(given, str) and not given.strip():
         if text := os.environ.get(ENVIRONMENT, "").strip():
-            try:
+            with _about(ENVIRONMENT):
                 return parse_providers(text, options)
-            except ProviderError as error:
-                raise ProviderError(f"{ENVIRONMENT}: {error.message}", do=error.do) from None
-            except OptionError as error:
-                raise OptionError(f"{ENVIRONMENT}: {error.message}", do=error.do) from None
         given = default
-    specs = _merge(_read(given))
+    if isinstance(given, str) and is_file_name(given):
+        specs = _merge(_from_file(Path(given.strip()).expanduser()))
+    else:
+        specs = _merge(_read(given))
     if not specs:
         raise ProviderError(
             "no execution provider was requested.", do="Pass one, for example: --providers cuda"
@@ -111,6 +147,16 @@ def format_providers(specs: Iterable[ProviderSpec]) -> str:
         return json.dumps([{spec.name: spec.options} for spec in known])
     options = (f"{spec.name}.{key}={spec.options[key]}" for spec in known for key in spec.options)
     return "; ".join([",".join(spec.name for spec in known), *options])
+
+
+def is_file_name(text: str) -> bool:
+    """Return True if a text names a YAML or JSON file with providers, which need not exist.
+
+    >>> is_file_name("config.yaml"), is_file_name("openvino; openvino.load_config=a.json")
+    (True, False)
+    """
+    is_notation = ";" in text or "\n" in text.strip() or text.lstrip().startswith(("[", "{"))
+    return text.strip().lower().endswith(_FILES) and not is_notation
 
 
 def has_cuda_graphs(provider: str) -> bool:
@@ -141,8 +187,8 @@ def check_run_options(
 
     Raises:
         ProviderError: `cuda_graph` is set, but the first provider has no CUDA graphs.
-        OptionError: `cuda_graph` is set without `io_binding` or with `shrink_arena`, or the
-            provider's own option for CUDA graphs is set.
+        OptionError: `cuda_graph` is set without `io_binding` or with `shrink_arena`, the
+            provider's own option for CUDA graphs is set, or `shrink_arena` is set without an arena.
     """
     for spec in specs:
         option, _ = CUDA_GRAPH_OPTIONS.get(spec.full_name, ("", ""))
@@ -152,6 +198,11 @@ def check_run_options(
                 "bound buffers, a graph for each shape, and only where every node is the "
                 "provider's.",
                 do="Leave it out, and pass --cuda-graph (cuda_graph=True in Python).",
+            )
+        if shrink_arena and spec.name == "cpu" and spec.options.get(_ARENA) == "0":
+            raise OptionError(
+                f"shrink_arena is set, but cpu.{_ARENA} is false: there is no arena to shrink.",
+                do=f"Leave shrink_arena out, or pass --provider-option cpu.{_ARENA}=true.",
             )
     if not cuda_graph:
         return
@@ -213,6 +264,32 @@ def _from_text(text: str) -> list[ProviderSpec]:
     return [ProviderSpec(name, values) for name, values in specs.items()]
 
 
+def _from_file(path: Path) -> list[ProviderSpec]:
+    """Read a YAML or JSON file."""
+    if not path.exists():
+        raise OptionError(
+            f"providers: the file {path} does not exist.",
+            do="Name an existing file, or providers such as cuda,cpu.",
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"providers: the file {path} cannot be read: {error}.") from error
+    with _about(str(path)):
+        return _from_yaml(text)
+
+
+@contextmanager
+def _about(where: str) -> Iterator[None]:
+    """Put a place before the message of an error about providers."""
+    try:
+        yield
+    except ProviderError as error:
+        raise ProviderError(f"{where}: {error.message}", do=error.do) from None
+    except OptionError as error:
+        raise OptionError(f"{where}: {error.message}", do=error.do) from None
+
+
 def _from_yaml(text: str) -> list[ProviderSpec]:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -228,10 +305,9 @@ def _from_yaml(text: str) -> list[ProviderSpec]:
 
 
 def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:
-    engines = given.get("EngineConfig")
-    if isinstance(engines, Mapping) and isinstance(engines.get("onnxruntime"), Mapping):
-        given = engines["onnxruntime"]
-    if any(switch in given for switch in _RAPIDOCR):
+    if "EngineConfig" in given or "onnxruntime" in given:
+        return _from_rapidocr_engines(given)
+    if any(str(key).startswith("use_") for key in given):
         return _from_rapidocr(given)
     if any(name in given for name in _RAPIDOCR_SECTIONS):
         return _from_rapidocr_file(given)
@@ -246,29 +322,71 @@ def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:
     return specs
 
 
+def _from_rapidocr_engines(given: Mapping[str, Any]) -> list[ProviderSpec]:
+    """Read a file of version 3, or its `EngineConfig` alone: the section onnxruntime counts."""
+    engines = _section(given, "EngineConfig") if "EngineConfig" in given else given
+    named = {name: _section(given, name).get("engine_type") for name in _RAPIDOCR_SECTIONS}
+    named = {name: getattr(kind, "value", kind) for name, kind in named.items() if kind}
+    for name, kind in named.items():
+        if kind != "onnxruntime":
+            raise OptionError(
+                f"{name}: engine_type is '{kind}', but enginery runs models in ONNX Runtime.",
+                do="Change it to onnxruntime, or pass only the section EngineConfig.onnxruntime.",
+            )
+    # Without an engine_type, another engine may be the one that is meant.
+    for name in () if named else engines:
+        other = engines[name] if isinstance(engines[name], Mapping) else {}
+        for key, value in other.items():
+            is_device = str(key).startswith("use_") and key not in _RAPIDOCR_PRECISION
+            if name != "onnxruntime" and is_device and _switch(key, value):
+                raise OptionError(
+                    f"{name}: {key} is true, but only the section onnxruntime is read.",
+                    do=f"Turn {key} off there, or pass only the section EngineConfig.onnxruntime.",
+                )
+    section = _section(engines, "onnxruntime")
+    for key in map(str, section):
+        if key not in _RAPIDOCR_KEYS and not key.startswith("use_"):
+            raise OptionError(
+                f"onnxruntime: unknown key '{key}'{nearest(key, _RAPIDOCR_KEYS)}",
+                do=f"Leave it out. Known keys: {', '.join(_RAPIDOCR_KEYS)}.",
+            )
+    return _from_rapidocr(section)
+
+
+def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of RapidOCR's file, which may be absent or empty."""
+    found = given.get(name)
+    if found in _NOTHING:
+        return {}
+    if not isinstance(found, Mapping):
+        raise OptionError(f"{name}: found {_describe(found)}, expected a section of settings.")
+    return found
+
+
 def _from_rapidocr_file(given: Mapping[str, Any]) -> list[ProviderSpec]:
     """Read a configuration file of version 1, whose sections must request the same providers."""
     first, requested = "", [ProviderSpec("cpu")]  # RapidOCR's default without a switch
-    for section in _RAPIDOCR_SECTIONS:
-        part = given.get(section)
-        if not isinstance(part, Mapping) or not any(switch in part for switch in _RAPIDOCR):
+    for name in _RAPIDOCR_SECTIONS:
+        section = _section(given, name)
+        with _about(name):
+            specs = _from_rapidocr(section)
+        if not any(switch in section for switch in _RAPIDOCR):
             continue
-        try:
-            specs = _from_rapidocr(part)
-        except OptionError as error:
-            raise OptionError(f"{section}: {error.message}", do=error.do) from None
         if first and specs != requested:
             raise OptionError(
-                f"{first} requests '{format_providers(requested)}' and {section} "
+                f"{first} requests '{format_providers(requested)}' and {name} "
                 f"'{format_providers(specs)}', but one model has one list of providers.",
                 do="Make them the same, or pass only the section of this model.",
             )
-        first, requested = section, specs
+        first, requested = name, specs
     return requested
 
 
 def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
-    """Read RapidOCR's switches and their options; other keys are ignored, the CPU is added."""
+    """Read RapidOCR's switches, their options and those of the session; the CPU is added.
+
+    Settings of its own steps are ignored.
+    """
     specs = []
     for switch, (name, keys) in _RAPIDOCR.items():
         options: dict[str, str] = {}
@@ -276,17 +394,44 @@ def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
             value = given.get(key)
             if isinstance(value, Mapping):
                 options |= read_options(name, value)  # checked even if the switch is off
-            elif value not in (None, "", "null"):
+            elif value not in _NOTHING:
                 raise OptionError(
                     f"{key}: found {_describe(value)}, expected the options of {name}."
                 )
-        word = str(given.get(switch, "false")).strip().lower()
-        if word not in ("true", "false"):
-            raise OptionError(f"{switch}: found '{given[switch]}', expected true or false.")
-        if word == "true":
+        if _switch(switch, given.get(switch, False)):
             specs.append(ProviderSpec(name, options))
-    # RapidOCR's option of the CPU's arena is not an option of the CPU provider.
-    return [*specs, ProviderSpec("cpu")]
+    for key, value in given.items():
+        own = key in _RAPIDOCR or key in _RAPIDOCR_STEPS
+        if str(key).startswith("use_") and not own and _switch(key, value):
+            raise OptionError(
+                f"{key} is true, but no execution provider of ONNX Runtime has this switch.",
+                do=f"Leave it out. Known switches: {', '.join(_RAPIDOCR)}.",
+            )
+    _reject_threads(given)
+    # RapidOCR's cpu_ep_cfg is ignored: ONNX Runtime's CPU provider has no such options.
+    arena = given.get(_ARENA)
+    cpu = {} if arena in _NOTHING else read_options("cpu", {_ARENA: arena})
+    return [*specs, ProviderSpec("cpu", cpu)]
+
+
+def _reject_threads(given: Mapping[str, Any]) -> None:
+    """Raise OptionError for numbers of threads; RapidOCR ignores those below 1."""
+    for key in _THREADS:
+        value = given.get(key)
+        if value in _NOTHING or str(value).strip() in ("-1", "0"):
+            continue
+        if key == "inter_op_num_threads":
+            do = "Set it to -1: it has no effect, because nodes run one after the other."
+        else:
+            do = f"Set it to -1; serve and bench take --threads {value}, Python threads={value}."
+        raise OptionError(f"{key} is {value}, but it is no option of a provider.", do=do)
+
+
+def _switch(key: str, value: Any) -> bool:
+    word = str(value).strip().lower()
+    if word not in ("true", "false"):
+        raise OptionError(f"{key}: found '{value}', expected true or false.")
+    return word == "true"
 
 
 def _merge(specs: Iterable[ProviderSpec]) -> dict[str, dict[str, str]]:

@@ -56,11 +56,14 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
     """Return the task class for an artifact; raise ArtifactError if its task is not supported."""
     task = manifest_task(manifest, record)
     if task is None:
+        graphs = [record] if record else manifest.graphs[:1]
+        feeds = ", ".join(f'"{spec.name}": …' for graph in graphs for spec in graph.inputs)
         raise ArtifactError(
             f"the artifact was exported for {manifest.task}, which is not a supported task; "
             f"supported: {', '.join(supported_tasks())}.",
-            do="Run its graphs with OrtRunner, or open the directory with Optimum's ORTModel "
-            "classes.",
+            do="Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
+            f'OrtRunner(Artifact.open("…"), providers="cpu")({{{feeds}}}). Or open the directory '
+            "with Optimum's ORTModel classes.",
         )
     return task
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from enginery.core.errors import ArtifactError
+from enginery.core.json_file import read_document
 from enginery.core.model.files import (
     SentenceBertConfig,
     SentenceTransformersConfig,
@@ -55,11 +56,11 @@ class ChatTemplate:
         """
         settings = TokenizerConfig.read(directory)
         file, text = directory / FILE, settings.default_chat_template
-        if file.is_file():
-            if file.stat().st_size > _MAX_BYTES:
-                raise ArtifactError(f"{file} is larger than {_MAX_BYTES} bytes.")
+        if file.exists():
             try:
-                text = file.read_text(encoding="utf-8")
+                text = read_document(file, max_bytes=_MAX_BYTES).decode()
+            except OSError as error:
+                raise ArtifactError(f"{file} cannot be read: {error.strerror}.") from error
             except UnicodeDecodeError as error:
                 raise ArtifactError(f"{file} is not UTF-8: {error}.") from error
         else:

@@ -71,6 +71,22 @@ def test_int8_products_do_not_saturate(tmp_path, graph, weight, rtol):
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
 
 
+@pytest.mark.parametrize(("text", "arena"), [("cpu", True), ("no", False), ("yes", True)])
+def test_the_option_of_the_cpus_arena_is_the_sessions(tmp_path, text, arena):
+    specs = "cpu" if text == "cpu" else f"cpu; cpu.enable_cpu_mem_arena={text}"
+    options = ort.SessionOptions()
+    path = saved(static(), tmp_path / "model.onnx")
+    session = new_session(path, choose_providers(specs), options)
+    assert session.get_session_options().enable_cpu_mem_arena == arena
+    run = ort.RunOptions()
+    run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    if arena:
+        session.run(None, {"x": X}, run)
+    else:
+        with pytest.raises(Exception, match="Did not find an arena based allocator"):
+            session.run(None, {"x": X}, run)
+
+
 def test_the_arena_is_shrunk_on_the_cpu_too(tiny):
     artifact = tiny.artifact("bert", "text-classification")
     with load_model(artifact) as plain, load_model(artifact, shrink_arena=True) as shrinking:

@@ -4,6 +4,7 @@ import pytest
 
 from enginery.core.errors import ProviderError
 from enginery.runtime.providers.known import (
+    CPU,
     CUDA,
     KNOWN_PROVIDERS,
     SHORT_NAMES,
@@ -33,7 +34,7 @@ def test_every_provider_has_one_row_and_what_is_typed_is_listed():
     assert len({row.name for row in KNOWN_PROVIDERS}) == len(KNOWN_PROVIDERS)
     assert len(SHORT_NAMES) == sum(len(row.short_names) for row in KNOWN_PROVIDERS)
     names = [row.name for row in KNOWN_PROVIDERS if is_typed(row.name)]
-    assert names == [CUDA, TENSORRT, TENSORRT_RTX]
+    assert names == [CPU, CUDA, TENSORRT, TENSORRT_RTX]
     assert option_names("cuda")[:2] == ("device_id", "gpu_mem_limit")
     assert option_names("xnnpack") == ("intra_op_num_threads",)
 

@@ -16,6 +16,7 @@ from enginery.doctor.probe_worker import one_op_model
 from enginery.runtime.providers.availability import provider_library
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.options import (
+    CpuOptions,
     CudaOptions,
     TensorrtOptions,
     TensorrtRtxOptions,
@@ -107,9 +108,10 @@ def test_options_of_other_providers_are_handed_on_as_they_are():
     }
 
 
-@pytest.mark.parametrize("kind", [CudaOptions, TensorrtOptions, TensorrtRtxOptions])
+@pytest.mark.parametrize("kind", [CpuOptions, CudaOptions, TensorrtOptions, TensorrtRtxOptions])
 def test_every_default_is_a_value_that_the_option_takes(kind):
-    provider = {CudaOptions: "cuda", TensorrtOptions: "tensorrt"}.get(kind, "tensorrt-rtx")
+    names = {CpuOptions: "cpu", CudaOptions: "cuda", TensorrtOptions: "tensorrt"}
+    provider = names.get(kind, "tensorrt-rtx")
     given = {field.name: field.default for field in fields(kind)}
     assert set(read_options(provider, given)) == set(option_names(provider))
 

@@ -90,6 +90,13 @@ def test_options_go_to_the_providers_that_they_are_for(machine):
     ]
 
 
+@pytest.mark.parametrize("head", ["cuda", "tensorrt"])
+def test_options_of_the_cpu_hold_beneath_another_provider(machine, head):
+    chosen = choose_providers(f"{head},cpu; cpu.enable_cpu_mem_arena=false")
+    assert chosen[-1].name == CPU
+    assert chosen[-1].options == {"enable_cpu_mem_arena": "0"}
+
+
 def test_cuda_beneath_tensorrt_is_on_its_gpu_unless_it_is_told_another(machine):
     machine.driver = CudaDriver((13, 0), gpus=3)
     beneath = choose_providers(parse_providers("tensorrt", ["tensorrt.device_id=2"]))[1]

@@ -75,22 +75,103 @@ def test_rapidocr_without_cuda_is_the_cpu_and_its_options_are_checked_all_the_sa
         parse_providers({"use_cuda": "maybe"})
 
 
-def test_rapidocrs_third_version_is_read_too():
-    config = {
-        "EngineConfig": {
-            "onnxruntime": {
-                "intra_op_num_threads": -1,
-                "use_cuda": True,
-                "cuda_ep_cfg": {"device_id": 1},
-                "use_dml": False,
-                "dm_ep_cfg": None,
-            }
-        }
+def third_version(**settings):
+    """The settings of RapidOCR 3.10, with others in the section of ONNX Runtime."""
+    onnxruntime = {
+        "intra_op_num_threads": -1,
+        "inter_op_num_threads": -1,
+        "enable_cpu_mem_arena": False,
+        "cpu_ep_cfg": {"arena_extend_strategy": "kSameAsRequested"},
+        "use_cuda": False,
+        "cuda_ep_cfg": {"device_id": 1},
+        "use_dml": False,
+        "dml_ep_cfg": None,
+        "use_cann": False,
+        "cann_ep_cfg": {"device_id": 0},
+        "use_coreml": False,
+        "coreml_ep_cfg": {"MLComputeUnits": "ALL"},
     }
-    assert parse_providers(config) == (
+    return {
+        "Global": {"use_det": True, "use_cls": True},
+        "Det": {"engine_type": "onnxruntime", "use_dilation": True},
+        "Cls": {"engine_type": "onnxruntime"},
+        "Rec": {"engine_type": "onnxruntime"},
+        "EngineConfig": {
+            "mnn": {},
+            "onnxruntime": onnxruntime | settings,
+            "torch": {"use_cuda": False, "use_mps": False},
+            "tensorrt": {"use_fp16": True, "use_int8": False},
+        },
+    }
+
+
+@pytest.mark.parametrize("read", [yaml.safe_dump, dict])
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda file: file,
+        lambda file: {"EngineConfig": file["EngineConfig"]},
+        lambda file: file["EngineConfig"],
+        lambda file: {"onnxruntime": file["EngineConfig"]["onnxruntime"]},
+        lambda file: file["EngineConfig"]["onnxruntime"],
+    ],
+)
+def test_rapidocrs_third_version_is_read_whole_and_in_parts(part, read):
+    assert parse_providers(read(part(third_version(use_cuda=True)))) == (
         ProviderSpec("cuda", {"device_id": "1"}),
-        ProviderSpec("cpu"),
+        ProviderSpec("cpu", {"enable_cpu_mem_arena": "0"}),
     )
+
+
+def test_rapidocrs_switches_name_the_providers_in_its_own_order():
+    switches = dict.fromkeys(("use_cuda", "use_dml", "use_cann", "use_coreml"), True)
+    specs = parse_providers(third_version(**switches))
+    assert [spec.name for spec in specs] == ["coreml", "cann", "directml", "cuda", "cpu"]
+    assert specs[0].options == {"MLComputeUnits": "ALL"}
+    dml = third_version(use_dml=True, dml_ep_cfg={"device_id": 2})
+    assert parse_providers(dml)[0] == ProviderSpec("directml", {"device_id": "2"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "do"),
+    [
+        ({"use_tensorrt": True}, "use_tensorrt is true, but no execution provider", "use_cuda"),
+        ({"use_mps": "maybe"}, "use_mps: found 'maybe', expected true or false", ""),
+        ({"intra_op_num_threads": 4}, "intra_op_num_threads is 4", "--threads 4"),
+        ({"inter_op_num_threads": 2}, "inter_op_num_threads is 2", "one after the other"),
+        ({"enable_cpu_mem_arena": "maybe"}, "found 'maybe', expected true or false", ""),
+        ({"log_severity": 1}, "onnxruntime: unknown key 'log_severity'", "Leave it out"),
+        ({"coreml_ep_cfg": 3}, "coreml_ep_cfg: found '3', expected the options of coreml", ""),
+    ],
+)
+@pytest.mark.parametrize("read", [yaml.safe_dump, dict])
+def test_settings_of_rapidocr_that_have_no_effect_are_an_error(settings, words, do, read):
+    with pytest.raises(OptionError, match=re.escape(words)) as error:
+        parse_providers(read(third_version(**settings)))
+    assert do in error.value.do
+
+
+def test_switches_and_threads_of_version_one_are_checked_too():
+    with pytest.raises(OptionError, match="Det: use_npu is true, but no execution provider"):
+        parse_providers(whole_file(Det={"use_npu": True}))
+    with pytest.raises(OptionError, match="Global: intra_op_num_threads is 2"):
+        parse_providers(whole_file() | {"Global": {"intra_op_num_threads": 2}})
+    with pytest.raises(OptionError, match="use_npu is true, but no execution provider"):
+        parse_providers({"use_npu": True})
+
+
+def test_another_engine_of_rapidocr_is_an_error():
+    file = third_version(use_cuda=True)
+    file["EngineConfig"]["torch"]["use_mps"] = True
+    assert parse_providers(file)[0].name == "cuda"  # engine_type says that torch is not used
+    with pytest.raises(OptionError, match="torch: use_mps is true, but only the section onnx"):
+        parse_providers(file["EngineConfig"])
+    file["Rec"]["engine_type"] = "torch"
+    with pytest.raises(OptionError, match="Rec: engine_type is 'torch'"):
+        parse_providers(file)
+    with pytest.raises(OptionError, match="onnxruntime: found '3', expected a section"):
+        parse_providers({"EngineConfig": {"onnxruntime": 3}})
+    assert parse_providers({"EngineConfig": {"onnxruntime": None}}) == (ProviderSpec("cpu"),)
 
 
 def whole_file(**sections):
@@ -164,6 +245,53 @@ def test_the_environment_holds_where_nothing_is_named(monkeypatch):
         parse_providers()
 
 
+FILES = {
+    "config.yaml": yaml.safe_dump(third_version(use_cuda=True)),
+    "providers.yml": "- cuda: {device_id: 1}\n- cpu: {enable_cpu_mem_arena: no}",
+    "Providers.JSON": '{\n\t"cuda": {"device_id": 1},\n\t"cpu": {"enable_cpu_mem_arena": false}}',
+    "marked.json": '\ufeff[{"cuda": {"device_id": 1}}, {"cpu": {"enable_cpu_mem_arena": 0}}]',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_named_is_read(name, tmp_path, monkeypatch):
+    (tmp_path / name).write_text(FILES[name], encoding="utf-8")
+    expected = (
+        ProviderSpec("cuda", {"device_id": "1"}),
+        ProviderSpec("cpu", {"enable_cpu_mem_arena": "0"}),
+    )
+    assert parse_providers(tmp_path / name) == parse_providers(str(tmp_path / name)) == expected
+    monkeypatch.chdir(tmp_path)
+    assert parse_providers(name) == expected
+    monkeypatch.setenv("ENGINERY_PROVIDERS", name)
+    assert parse_providers() == expected
+    assert parse_providers(options=["cuda.device_id=0"])[0].options == {"device_id": "0"}
+
+
+def test_a_file_that_is_missing_or_invalid_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"providers: the file config\.yaml does not exist"):
+        parse_providers("config.yaml")
+    (tmp_path / "config.yaml").write_text("config.yaml")  # a file is not followed to another
+    with pytest.raises(ProviderError, match=r"config\.yaml: unknown execution provider"):
+        parse_providers("config.yaml")
+    (tmp_path / "config.yaml").write_text("cuda: {devise_id: 0}")
+    with pytest.raises(OptionError, match=r"config\.yaml: unknown option 'devise_id' for cuda"):
+        parse_providers("config.yaml")
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(OptionError, match=r"the file config\.yaml cannot be read: "):
+        parse_providers("config.yaml")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(OptionError, match=r"the file folder\.json cannot be read: "):
+        parse_providers("folder.json")
+
+
+def test_an_option_with_the_name_of_a_file_is_no_file():
+    text = "openvino; openvino.load_config=missing.json"
+    assert parse_providers(text)[0].options == {"load_config": "missing.json"}
+    assert parse_providers('[{openvino: {load_config: "missing.json"}}]\n')[0].name == "openvino"
+
+
 def test_default_provider_is_used_and_no_provider_is_an_error():
     assert parse_providers(default="cpu") == (ProviderSpec("cpu"),)
     with pytest.raises(ProviderError, match="no execution provider was requested"):
@@ -193,7 +321,7 @@ def test_a_specification_as_text_is_read_again_the_same():
         ("cpu", ["cuda.device_id=0"], "is for cuda, which is not requested; requested: cpu"),
         ("cuda", ["device_id=0"], "expected provider.option=value"),
         ("cuda", ["cuda.device_id"], "expected provider.option=value"),
-        ("cpu", ["cpu.threads=2"], "the CPU provider takes no options"),
+        ("cpu", ["cpu.threads=2"], "unknown option 'threads' for cpu"),
         ("cuda; cuda.device_id=0; cuda.device_id=1", [], "given twice: '0' and '1'"),
         ([{"cuda": {"device_id": 0}}, {"cuda": {"device_id": 1}}], [], "given twice: '0' and '1'"),
         ([{"cuda": 3}], [], "provider 'cuda': found '3', expected its options"),
@@ -277,6 +405,13 @@ def test_providers_own_cuda_graph_option_is_rejected_with_the_alternative(text, 
     check_run_options(
         parse_providers(text.replace("=1", "=0").replace("=true", "=no").replace("=yes", "=off"))
     )
+
+
+def test_there_is_no_arena_to_shrink_if_it_is_off():
+    specs = parse_providers("cuda,cpu; cpu.enable_cpu_mem_arena=false")
+    check_run_options(specs)
+    with pytest.raises(OptionError, match="there is no arena to shrink"):
+        check_run_options(specs, shrink_arena=True)
 
 
 def test_runner_rejects_invalid_run_options(tiny, monkeypatch):
