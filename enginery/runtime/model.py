@@ -18,6 +18,7 @@ from typing import Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
+from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
@@ -154,7 +155,7 @@ def load_model(
     cuda_graph: bool = False,
     shrink_arena: bool = False,
     provider: Providers = "",
-) -> Model:
+) -> Model | TextGenerator:
     """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
     Args:
@@ -182,7 +183,9 @@ def load_model(
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
-    require_task(opened.manifest)
+    generates = opened.manifest.task in TextGenerator.tasks
+    if not generates:
+        require_task(opened.manifest)
     runner = OrtRunner(
         opened,
         providers=parse_providers(providers or provider, provider_options, default="cpu"),
@@ -194,6 +197,8 @@ def load_model(
         shrink_arena=shrink_arena,
     )
     try:
+        if generates:
+            return TextGenerator(opened, runner)
         model = Model(opened, runner)
         model.warm_up()
         return model

@@ -10,7 +10,7 @@ Needs only onnxruntime, tokenizers and numpy; no torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from enginery.runtime.generation.options import GenerationOptions, read_generati
 from enginery.runtime.generation.search import Candidates, Hypothesis, Need, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
+from enginery.runtime.tasks import TASKS
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 _UNFINISHED = "�"
@@ -113,6 +114,18 @@ class TextGenerator(Closeable):
     def close(self) -> None:
         """Free the session."""
         self._runner.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in TASKS:
+            raise AttributeError(f"a {type(self).__name__} has no attribute '{name}'")
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise InputError(
+                f"{name}() was called, but {self.artifact.name} was exported for {self.task}.",
+                do=f"Call {self.method}(), or export the model for another --task.",
+            )
+
+        return refuse
 
     def _pieces(self, search: Search, options: GenerationOptions) -> Iterator[str]:
         sent = ""

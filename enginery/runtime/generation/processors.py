@@ -99,10 +99,12 @@ def _forbid_repeated(tokens: Tokens, scores: Scores, *, size: int) -> Scores:
 
 
 def _forbid_words(tokens: Tokens, scores: Scores, *, words: Sequence[tuple[int, ...]]) -> Scores:
+    # transformers ignores words that are longer than the sequence, also where their beginning fits.
     ends = [
         word[-1]
         for word in words
-        if len(word) == 1 or tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]
+        if len(word) == 1
+        or (len(word) <= len(tokens) and tuple(tokens[1 - len(word) :]) == word[:-1])
     ]
     return _forbid(scores, ends) if ends else scores
 

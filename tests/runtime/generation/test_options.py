@@ -1,0 +1,121 @@
+"""Options of generation: the model's file, the caller's values, and what is refused."""
+
+import json
+
+import pytest
+from transformers import GenerationConfig
+
+from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.generation.options import (
+    _DEFAULTS_OF_OTHERS,
+    GenerationOptions,
+    read_generation_config,
+)
+
+WITHOUT_EFFECT = {
+    # how attention and caches are computed
+    "use_cache", "cache_implementation", "cache_config", "return_legacy_cache",
+    "prefill_chunk_size", "disable_compile", "low_memory",
+    # what transformers returns besides the tokens
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate",
+    # a second model that drafts tokens, which needs an argument as well
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind",
+    # about the file
+    "_from_model_config", "transformers_version",
+}  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path):
+    """`read(max_length=5)`: the options of a file with these values."""
+
+    def make(**values):
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        return read_generation_config(tmp_path)
+
+    return make
+
+
+def test_every_field_of_transformers_is_supported_refused_or_without_effect():
+    theirs = GenerationConfig().to_dict()
+    ours = GenerationOptions.model_fields
+    assert set(theirs) <= {*ours, *_DEFAULTS_OF_OTHERS, *WITHOUT_EFFECT}
+    assert not set(_DEFAULTS_OF_OTHERS) & set(ours)
+    for name, default in _DEFAULTS_OF_OTHERS.items():
+        assert theirs[name] == default
+
+
+def test_defaults_are_those_of_transformers():
+    theirs, ours = GenerationConfig().to_dict(), GenerationOptions()
+    for name in set(theirs) & set(GenerationOptions.model_fields) - {"max_length"}:
+        found = getattr(ours, name)
+        assert (None if found == () else found) == theirs[name], name
+    assert ours.longest(7, None) == 7 + theirs["max_length"]
+
+
+def test_file_without_values_is_that_of_the_defaults(read, tmp_path):
+    assert read_generation_config(tmp_path / "nowhere") == GenerationOptions()
+    assert read(max_length=20, transformers_version="4.57.6") == GenerationOptions()
+
+
+def test_callers_values_win_and_none_is_unset(read):
+    options = read(max_length=50, num_beams=4, eos_token_id=2, do_sample=True)
+    assert options.eos_token_id == (2,)
+    found = options.with_arguments(num_beams=2, do_sample=None, stop_strings="\n")
+    assert (found.num_beams, found.do_sample, found.max_length) == (2, True, 50)
+    assert found.stop_strings == ("\n",)
+    assert options.with_arguments(max_new_tokens=5).longest(10, None) == 15
+    short = read(max_new_tokens=100).with_arguments(max_length=12)
+    assert short.longest(10, None) == 12
+
+
+def test_length_is_bounded_by_the_models_positions():
+    options = GenerationOptions().with_arguments(max_new_tokens=100)
+    assert options.longest(10, 64) == 64
+    with pytest.raises(InputError, match=r"the prompt has 64 tokens.*it takes 64"):
+        options.longest(64, 64)
+    with pytest.raises(InputError, match=r"max_length is 8.*set max_new_tokens"):
+        GenerationOptions().with_arguments(max_length=8).longest(8, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beem": 2}, r"unknown option 'num_beem'.*num_beams"),
+        ({"penalty_alpha": 0.6}, "penalty_alpha: 0.6 is not supported"),
+        ({"num_beams": 0}, "num_beams: found 0"),
+        ({"num_beams": 65}, "num_beams: found 65; .*less than or equal to 64"),
+        ({"temperature": 0}, "temperature: found 0"),
+        ({"top_p": 1.5}, "top_p: found 1.5"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids"),
+        ({"stop_strings": [""]}, "stop_strings"),
+        ({"early_stopping": "sometimes"}, "early_stopping"),
+        ({"num_return_sequences": 2}, "greedy search has one result"),
+        ({"num_return_sequences": 3, "num_beams": 2}, "at most num_beams, 2"),
+        ({"max_new_tokens": 0}, "max_new_tokens: found 0"),
+    ],
+)
+def test_invalid_arguments_are_errors(arguments, message):
+    with pytest.raises(InputError, match=message):
+        GenerationOptions().with_arguments(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"guidance_scale": 2.0}, r"generation_config\.json: guidance_scale is 2.0, .*not supp"),
+        ({"num_beam_groups": 2}, "num_beam_groups is 2"),
+        ({"max_length": "many"}, r"generation_config\.json: max_length: found 'many'"),
+        ({"eos_token_id": [-1]}, "eos_token_id"),
+    ],
+)
+def test_invalid_files_are_errors(read, values, message):
+    with pytest.raises(ArtifactError, match=message):
+        read(**values)
+
+
+def test_defaults_of_unsupported_fields_and_unknown_keys_are_fine(read):
+    assert read(**_DEFAULTS_OF_OTHERS, chat_format="x") == GenerationOptions()
