@@ -1,0 +1,1 @@
+"""Make the graphs of decoders cheaper to generate with."""
