@@ -158,7 +158,7 @@ def _check_copy(out: str, others: set[Path]) -> None:
 
 
 def _check_export(options: export.ExportConfig, known: _Known) -> None:
-    export.check_options(options)
+    export.check_options(options, is_onnx=known.is_onnx)
     with _about("device"):
         if options.device != "cpu":
             visible_gpus()
