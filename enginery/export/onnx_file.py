@@ -156,7 +156,7 @@ def convert_import(
     limits = FeedLimits.from_config(exported.config)
     feeds = make_feeds(record.inputs, base_sizes(record, limits), limits, seed=0)
     path = out / record.file
-    with tempfile.TemporaryDirectory(prefix="enginery-opset-", dir=out.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="opset-", dir=out) as scratch:
         made = Path(scratch, record.file)
         data_files = convert_opset(path, made, opset, [feeds], name=exported.imported)
         for name in record.data_files:
