@@ -18,7 +18,7 @@ import onnx
 
 from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ExportError, OptionError, SourceError, nearest
+from enginery.core.errors import ExportError, OptionError, ShapeError, SourceError, nearest
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.screening import screen_model
@@ -154,7 +154,14 @@ def convert_import(
         ExportError: it cannot be converted, its outputs change, or inputs for it cannot be made.
     """
     limits = FeedLimits.from_config(exported.config)
-    feeds = make_feeds(record.inputs, base_sizes(record, limits), limits, seed=0)
+    try:
+        feeds = make_feeds(record.inputs, base_sizes(record, limits), limits, seed=0)
+    except ShapeError as error:
+        raise ExportError(
+            f"{exported.imported} cannot be converted to opset {opset}, because the result could "
+            f"not be compared with it: {error.message}",
+            do=error.do,
+        ) from error
     path = out / record.file
     with tempfile.TemporaryDirectory(prefix="opset-", dir=out) as scratch:
         made = Path(scratch, record.file)
