@@ -243,7 +243,7 @@ def _batch_dims(keys: dict[str, list[Key | int]], new: dict[Key, int | str]) -> 
 
 def _usual_names(name: str, keys: list[Key | int], *, images: bool) -> tuple[str, ...]:
     """Return the names of an input's axes that are known; none for most inputs."""
-    if len(INPUT_AXES.get(name, ())) == len(keys):
+    if name in INPUT_AXES and len(INPUT_AXES[name]) == len(keys):
         return INPUT_AXES[name]
     if images and len(keys) == 4:
         for axis, names in _IMAGES.items():

@@ -93,7 +93,7 @@ def test_ranges_of_arrays_keep_nodes_in_fp32_that_generated_numbers_do_not(tmp_p
     numbers[5, 2] = 300.0
     np.savez(tmp_path / "real.npz", x=numbers)
     artifact = stage.run(source, OptimizeConfig(data=str(tmp_path / "real.npz")), tmp_path / "real")
-    assert kept(artifact) == {"mul_0", "reducesum_1"}
+    assert kept(artifact) == {"mul_0", "reducesum_1", "tanh_2"}
     assert (record(artifact)["feeds"], record(artifact)["batches"]) == ("rows of real.npz", 2)
     assert record(artifact)["largest"] == pytest.approx(90_000, rel=0.01)
     some = OptimizeConfig(data=str(tmp_path / "real.npz"), rows=2)  # rows 0 and 3
@@ -106,7 +106,7 @@ def test_a_folder_of_arrays_has_rows_of_several_sizes(tmp_path):
     np.savez(tmp_path / "rows" / "a.npz", x=np.ones((2, 5)))
     np.savez(tmp_path / "rows" / "b.npz", x=np.full((3, 8), 300.0))
     artifact = stage.run(source, OptimizeConfig(data=str(tmp_path / "rows")), tmp_path / "out")
-    assert kept(artifact) == {"mul_0", "reducesum_1"}
+    assert kept(artifact) == {"mul_0", "reducesum_1", "tanh_2"}
     assert (record(artifact)["feeds"], record(artifact)["batches"]) == ("rows of rows", 2)
 
 

@@ -290,7 +290,7 @@ def test_a_folder_of_arrays_may_have_another_size_in_each_file(tmp_path):
 
 
 def test_a_folder_with_one_file_that_does_not_fit_names_it(tmp_path, monkeypatch):
-    np.savez(tmp_path / "a.npz", a=np.ones(3))
+    np.savez(tmp_path / "a.npz", a=np.ones(30))
     np.savez(tmp_path / "b.npz", b=np.ones(3))
     with pytest.raises(InputError, match=r"b\.npz' has the arrays b; expected"):
         read_arrays(tmp_path, ["a"], rows=3)
