@@ -8,6 +8,7 @@ graph and, unless `capabilities` is empty, builds a trial engine. Dynamic INT8, 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -55,7 +56,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -155,8 +156,11 @@ def run(
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
-        make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
-        graphs, report, notes = make(source, config, directory, data, key.fields, progress)
+        with tempfile.TemporaryDirectory(prefix="enginery-quantize-") as scratch:
+            make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
+            graphs, report, notes = make(
+                source, config, directory, data, key.fields, Path(scratch), progress
+            )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         builtin = measure_builtin(source, directory / graphs[0].file, fused=fused)
         report = replace(report, builtin=builtin)
@@ -192,13 +196,14 @@ def _quantize_static(
     directory: Path,
     data: CalibrationData | None,
     fields: Mapping[str, str],
+    scratch: Path,
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     """Write the graph with Q/DQ nodes to `directory`; return its record, the report and notes."""
     model = read_graph(source.model)
     infer_types(model)
     layers = find_layers(model)
-    cache, measured = _obtain_calibration(source, model, layers, data, config, progress)
+    cache, measured = _obtain_calibration(source, model, layers, data, config, scratch, progress)
     quantized = cache.quantized_layers(layers)
     notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
     if data and data.kind == "random":
@@ -269,6 +274,7 @@ def _obtain_calibration(
     layers: Sequence[Layer],
     data: CalibrationData | None,
     config: QuantizeConfig,
+    scratch: Path,
     progress: Progress,
 ) -> tuple[CalibrationCache, AccuracySearch | None]:
     if not config.ranges:
@@ -277,7 +283,7 @@ def _obtain_calibration(
                 "neither calibration inputs nor ranges were given.",
                 do="Name one: --data FILE or --ranges ARTIFACT",
             )
-        return calibrate(source, model, layers, data, config, progress=progress)
+        return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     scheme = scheme_from_config(config)
     cache = CalibrationCache.read(
         config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name
