@@ -60,7 +60,7 @@ def range_feeds(
             "the artifact has no tokenizer or image processor that prepares them.",
             do="Omit --data: ranges are then measured on generated inputs.",
         )
-    return _generated_feeds(artifact, record), "generated numbers"
+    return _generated_feeds(artifact, record), "generated numbers, which real inputs may exceed"
 
 
 def _text_feeds(
