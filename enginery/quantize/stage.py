@@ -148,6 +148,7 @@ def run(
         CheckFailedError: no combination of quantized layers meets the accuracy budget, or the
             saved graph does not.
         ProviderError: TensorRT does not support the graph, or cannot build an engine.
+        EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
