@@ -67,7 +67,7 @@ def range_feeds(
             do="Save an array for each of them as .npz, or omit --data: ranges are then measured "
             "on generated inputs.",
         )
-    return _generated_feeds(artifact, record), "generated numbers"
+    return _generated_feeds(artifact, record), "generated numbers, which real inputs may exceed"
 
 
 def _text_feeds(

@@ -57,7 +57,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -150,6 +150,7 @@ def run(
             saved graph does not.
         ExportError: the graph cannot be converted to the opset that Q and DQ need.
         ProviderError: TensorRT does not support the graph, or cannot build an engine.
+        EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
@@ -158,8 +159,11 @@ def run(
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
-        make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
-        graphs, report, notes = make(source, config, directory, data, key.fields, progress)
+        with tempfile.TemporaryDirectory(prefix="enginery-quantize-") as scratch:
+            make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
+            graphs, report, notes = make(
+                source, config, directory, data, key.fields, Path(scratch), progress
+            )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         builtin = measure_builtin(source, directory / graphs[0].file, fused=fused)
         report = replace(report, builtin=builtin)
@@ -195,20 +199,22 @@ def _quantize_static(
     directory: Path,
     data: CalibrationData | None,
     fields: Mapping[str, str],
+    scratch: Path,
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     """Write the graph with Q/DQ nodes to `directory`; return its record, the report and notes."""
     opset = source.manifest.graphs[0].opset
     if opset >= _MIN_OPSET:
-        return _quantize_graph(source, config, directory, data, fields, progress, [])
+        return _quantize_graph(source, config, directory, data, fields, scratch, progress, [])
     note = (
         f"converted from opset {opset} to {_MIN_OPSET}, because earlier Q and DQ support neither "
         "FP16 scales nor FP8: the outputs are those of the graph before"
     )
     progress.say(f"quantize: {note}")
-    with tempfile.TemporaryDirectory(prefix="enginery-opset-") as scratch:
-        converted = _convert(source, config, Path(scratch), data)
-        return _quantize_graph(converted, config, directory, data, fields, progress, [note])
+    folder = scratch / "converted"
+    folder.mkdir()
+    converted = _convert(source, config, folder, data)
+    return _quantize_graph(converted, config, directory, data, fields, scratch, progress, [note])
 
 
 def _convert(
@@ -236,13 +242,14 @@ def _quantize_graph(
     directory: Path,
     data: CalibrationData | None,
     fields: Mapping[str, str],
+    scratch: Path,
     progress: Progress,
     notes: list[str],
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     model = read_graph(source.model)
     infer_types(model)
     layers = find_layers(model)
-    cache, measured = _obtain_calibration(source, model, layers, data, config, progress)
+    cache, measured = _obtain_calibration(source, model, layers, data, config, scratch, progress)
     quantized = cache.quantized_layers(layers)
     notes.insert(0, data.description if data else f"ranges from {find_ranges_file(config.ranges)}")
     if data and data.kind == "random":
@@ -305,6 +312,7 @@ def _obtain_calibration(
     layers: Sequence[Layer],
     data: CalibrationData | None,
     config: QuantizeConfig,
+    scratch: Path,
     progress: Progress,
 ) -> tuple[CalibrationCache, AccuracySearch | None]:
     if not config.ranges:
@@ -313,7 +321,7 @@ def _obtain_calibration(
                 "neither calibration inputs nor ranges were given.",
                 do="Name one: --data FILE or --ranges ARTIFACT",
             )
-        return calibrate(source, model, layers, data, config, progress=progress)
+        return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     scheme = scheme_from_config(config)
     cache = CalibrationCache.read(
         config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name
