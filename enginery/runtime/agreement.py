@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.files import module_kinds
+from enginery.core.model.files import has_embedding_modules
 from enginery.runtime.text.pooling import Pooling, read_pooling
 
 _EMBEDDING = "embedding"
@@ -40,7 +40,7 @@ def read_model_pooling(directory: Path) -> Pooling | None:
     Raises:
         ArtifactError: the model uses a pooling that is not supported.
     """
-    return read_pooling(directory) if "Pooling" in module_kinds(directory) else None
+    return read_pooling(directory) if has_embedding_modules(directory) else None
 
 
 class AnswerAgreement:

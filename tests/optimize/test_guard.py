@@ -88,7 +88,10 @@ def kept(artifact):
 def test_ranges_of_arrays_keep_nodes_in_fp32_that_generated_numbers_do_not(tmp_path):
     source = squares(tmp_path / "squares.onnx")
     generated = stage.run(source, OptimizeConfig(), tmp_path / "generated")
-    assert (kept(generated), record(generated)["feeds"]) == (set(), "generated numbers")
+    assert (kept(generated), record(generated)["feeds"]) == (
+        set(),
+        "generated numbers, which real inputs may exceed",
+    )
     numbers = np.random.default_rng(0).normal(0, 1, (7, 9))
     numbers[5, 2] = 300.0
     np.savez(tmp_path / "real.npz", x=numbers)
