@@ -77,9 +77,11 @@ def measure(source: Artifact, quantized: Artifact, texts: list[str]) -> dict[str
             part = tuple(texts[start : start + UNSEEN])
             data = CalibrationData("texts", part, (), "", "")
             calibrating, held_out = make_batches(source, record, data, seed=0)
-            draws.append(
-                AccuracyEvaluator.of(source, [*calibrating, *held_out], reference).measure(runner)
-            )
+            with tempfile.TemporaryDirectory() as scratch:
+                evaluator = AccuracyEvaluator.of(
+                    source, [*calibrating, *held_out], reference, scratch=Path(scratch)
+                )
+                draws.append(evaluator.measure(runner))
     neighbours = [draw.neighbour_agreement for draw in draws]
     return {
         "rows": sum(draw.rows for draw in draws),

@@ -153,8 +153,8 @@ def check_out(out: Path) -> None:
 def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
     from enginery.export import stage as export
 
-    check_options(config)
     is_file = model.lower().endswith(".onnx")  # which is imported, whatever it is for
+    check_options(config, is_onnx=is_file)
     task = config.task if is_file else task_name(config.task)
     source = resolve_source(
         model,

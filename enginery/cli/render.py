@@ -227,6 +227,8 @@ def report_lines(report: ValidationReport) -> list[str]:
         rejecting = f"{report.reference_name} rejects"
         lines.append(f"skipped: {len(skipped)} inputs that {rejecting} or no engine takes")
     lines.extend(f"note: {note}" for note in report.notes)
+    if len(report.not_proven) > 1:  # the summary has one
+        lines.extend(f"not proven: {reason}" for reason in report.not_proven)
     lines.append(f"{'passed' if report.passed else 'failed'}: {report.summary}")
     return lines
 

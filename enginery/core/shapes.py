@@ -60,7 +60,7 @@ pydantic checks these bounds when it reads a file; elsewhere the type is `int | 
 # Names of the axes in Optimum's exports, so that a profile may also name a dim that is fixed.
 # Source: optimum.exporters.onnx.model_configs.
 _TEXT_AXES = ("batch", "sequence")
-_AXES = {
+INPUT_AXES = {
     "input_ids": _TEXT_AXES,
     "attention_mask": _TEXT_AXES,
     "token_type_ids": _TEXT_AXES,
@@ -145,7 +145,7 @@ def fixed_dims(specs: Iterable[TensorSpec]) -> dict[str, int]:
     dynamic = dynamic_dims(inputs)
     sizes: dict[str, int] = {}
     for spec in inputs:
-        for name, dim in zip(_AXES.get(spec.name, ()), spec.dims, strict=False):
+        for name, dim in zip(INPUT_AXES.get(spec.name, ()), spec.dims, strict=False):
             if isinstance(dim, int) and name not in dynamic:
                 sizes.setdefault(name, dim)
     return sizes

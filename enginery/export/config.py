@@ -10,6 +10,8 @@ from enginery.core.errors import OptionError
 
 _OPSETS = range(7, 24)
 """ONNX_MIN_OPSET to ONNX_MAX_OPSET of torch.onnx, 2.13."""
+DEFAULT_OPSET = 20
+"""The opset that `auto` stands for, except for an .onnx file."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,12 @@ class ExportConfig:
     infers it as Optimum does."""
     revision: str = "main"
     """The Hub revision: a branch, a tag or a commit."""
-    opset: int = 20
-    """The ONNX operator set. FP16 graphs with Q/DQ nodes require 19 or later."""
+    opset: int | Literal["auto"] = "auto"
+    """The ONNX operator set: 7 to 23. `auto` is 20, and for an .onnx file its own; a later one
+    converts the file."""
+    dims: tuple[str, ...] = ()
+    """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
+    each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The type in which the model's weights are loaded and exported."""
     exporter: Literal["optimum", "dynamo"] = "optimum"
@@ -40,14 +46,28 @@ class ExportConfig:
     TensorRT cannot parse such a graph: switch it off for engines."""
 
 
-def check_options(config: ExportConfig) -> None:
-    """Raise OptionError for a value that no model can be exported with."""
-    if config.opset not in _OPSETS:
+def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
+    """Raise OptionError for a value that no model can be exported with.
+
+    Args:
+        config: the options.
+        is_onnx: True if the model is an .onnx file.
+    """
+    if config.opset != "auto" and config.opset not in _OPSETS:
         raise OptionError(
             f"option 'opset' is {config.opset}, expected {_OPSETS[0]} to {_OPSETS[-1]}.",
-            do="Leave it out for 20, which TensorRT and quantizing work with.",
+            do=f"Leave it out for {DEFAULT_OPSET}, which TensorRT and quantizing work with.",
             option="opset",
         )
+    if config.dims and not is_onnx:
+        raise OptionError(
+            "option 'dims' is given, but only the dims of an .onnx file can be chosen: the "
+            "exporter names those of other models.",
+            do="Leave it out.",
+            option="dims",
+        )
+    for text in config.dims:
+        parse_input_dims(text)
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
         raise OptionError(
             f"option 'device' is '{config.device}', expected cpu, cuda or cuda:N.",
@@ -61,3 +81,24 @@ def check_options(config: ExportConfig) -> None:
             do="Use --device cuda or --exporter dynamo.",
             option="dtype",
         )
+
+
+def parse_input_dims(text: str) -> tuple[str, list[int | str]]:
+    """Return the input and the dims that one `dims` option names.
+
+    >>> parse_input_dims("x=batch,3,height,width")
+    ('x', ['batch', 3, 'height', 'width'])
+
+    Raises:
+        OptionError: it has another form.
+    """
+    name, _, listed = text.rpartition("=")
+    dims = [dim.strip() for dim in listed.split(",")]
+    if not name or not all(re.fullmatch(r"[a-z][a-z0-9_]*|[1-9][0-9]{0,8}", dim) for dim in dims):
+        raise OptionError(
+            f"option 'dims' is '{text}', expected an input's name and a name in lower case or a "
+            "number for each of its axes.",
+            do="Write it as x=batch,3,height,width.",
+            option="dims",
+        )
+    return name.strip(), [int(dim) if dim.isdigit() else dim for dim in dims]

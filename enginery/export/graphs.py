@@ -93,6 +93,8 @@ class ExportedModel:
     config: ModelConfig = field(default_factory=ModelConfig)
     """The model's config.json, with the image size of its processor if it has none."""
     notes: list[str] = field(default_factory=list)
+    imported: str = ""
+    """The name of the .onnx file that was imported, for messages; empty for other models."""
 
 
 def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord], str]:
@@ -110,18 +112,19 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
     limits = FeedLimits.from_config(exported.config)
     records, precisions = [], []
     for path in (out / file for file in exported.files):
+        name = exported.imported or path.name
         model = name_dims(path, exported.fixed_dims)
-        check_exported_graph(path, model)
-        record = record_graph(path, out, model)
+        check_exported_graph(path, model, name=name)
+        record = record_graph(path, out, model, name=name)
         precisions.append(float_precision(path, model))
         del model  # else its weights would be in memory beside those of the probing session
         if precisions[-1] == "bf16":
-            notes = [f"{path.name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
+            notes = [f"{name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
-            record, notes = probe_dims(path, record, limits)
+            record, notes = probe_dims(path, record, limits, name=name)
         records.append(record)
         exported.notes.extend(notes)
-    check_task_outputs(exported.task, records)
+    check_task_outputs(exported.task, records, name=exported.imported)
     return records, precisions[0]
 
 
@@ -146,32 +149,40 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
     return model
 
 
-def check_exported_graph(path: Path, model: Any = None) -> None:
+def check_exported_graph(path: Path, model: Any = None, *, name: str = "") -> None:
     """Raise ExportError unless the graph is valid ONNX and its inputs have readable dims.
 
     An input without a shape, and a dynamic dim of an input without a name or with a generated one
-    (`Addlogits_dim_1`), are errors too.
+    (`Addlogits_dim_1`), are errors too. `name` is what messages call the file.
     """
+    name = name or path.name
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(f"{path.name} is not valid ONNX: {error}") from error
+        raise ExportError(f"{name} is not valid ONNX: {error}") from error
     model = load_graph(path) if model is None else model
     for value in model.graph.input:
         if not value.type.tensor_type.HasField("shape"):
             raise ExportError(
-                f"{path.name}: input '{value.name}' has no shape; expected one of known rank."
+                f"{name}: input '{value.name}' has no shape; expected one of known rank."
             )
         for axis, dim in enumerate(_dims(value)):
-            if not all(_READABLE.match(term) for term in dim_terms(dim)):
+            if not is_readable(dim):
                 raise ExportError(
-                    f"{path.name}: dim {axis} of input '{value.name}' is dynamic and "
+                    f"{name}: dim {axis} of input '{value.name}' is dynamic and "
                     f"{f'named {dim!r}' if dim else 'has no name'}; expected a name such as batch."
                 )
 
 
-def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
+def is_readable(dim: Dim) -> bool:
+    """Return True for a size, a name such as `batch_size`, or a sum of these."""
+    return all(_READABLE.match(term) for term in dim_terms(dim))
+
+
+def record_graph(path: Path, root: Path, model: Any = None, *, name: str = "") -> GraphRecord:
     """Return the record of the graph's interface for the manifest; files are relative to `root`.
+
+    `name` is what messages call the file.
 
     Raises:
         ExportError: a name or a size does not fit a manifest.
@@ -183,8 +194,10 @@ def record_graph(path: Path, root: Path, model: Any = None) -> GraphRecord:
     return GraphRecord(
         file=path.relative_to(root).as_posix(),
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
-        inputs=_specs(path, (v for v in model.graph.input if v.name not in initializers)),
-        outputs=_specs(path, model.graph.output),
+        inputs=_specs(
+            name or path.name, (v for v in model.graph.input if v.name not in initializers)
+        ),
+        outputs=_specs(name or path.name, model.graph.output),
         data_files=tuple((folder / name).as_posix() for name in data),
     )
 
@@ -207,8 +220,11 @@ def float_precision(path: Path, model: Any = None) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def check_task_outputs(task: str, records: Sequence[GraphRecord]) -> None:
-    """Raise ExportError if no graph has an output of the task, or a graph has no batch dim."""
+def check_task_outputs(task: str, records: Sequence[GraphRecord], *, name: str = "") -> None:
+    """Raise ExportError if no graph has an output of the task, or a graph has no batch dim.
+
+    `name` is what the message calls the only graph; empty for the names of the graphs.
+    """
     wanted = _TASK_OUTPUTS.get(task)
     found = [spec.name for record in records for spec in record.outputs]
     if wanted and not any(name in wanted for name in found):
@@ -219,15 +235,24 @@ def check_task_outputs(task: str, records: Sequence[GraphRecord]) -> None:
     for record in records:
         if "batch" not in dynamic_dims(record.inputs) and task != "unknown":
             raise ExportError(
-                f"{record.file}: no input has a dynamic dim 'batch'; "
+                f"{name or record.file}: no input has a dynamic dim 'batch'; "
                 f"found {'; '.join(str(spec) for spec in record.inputs)}."
             )
 
 
+def base_sizes(record: GraphRecord, limits: FeedLimits) -> dict[str, int]:
+    """Return small sizes of a graph's dynamic dims, at which most models run."""
+    known = {**limits.sizes, **_BASE}
+    names = dynamic_dims(record.inputs)
+    return {name: known.get(name, max(8, limits.min_sequence)) for name in names}
+
+
 def probe_dims(
-    path: Path, record: GraphRecord, limits: FeedLimits
+    path: Path, record: GraphRecord, limits: FeedLimits, *, name: str = ""
 ) -> tuple[GraphRecord, list[str]]:
     """Run the graph at several sizes, and correct its dims on disk.
+
+    `name` is what messages and notes call the file.
 
     Returns:
         The corrected record, and notes on what was changed and why.
@@ -235,15 +260,15 @@ def probe_dims(
     Raises:
         ExportError: ONNX Runtime cannot load the graph.
     """
-    session = _open(path)
+    name = name or path.name
+    session = _open(path, name)
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
         return record, []
-    names = dynamic_dims(record.inputs)
-    known = {**limits.sizes, **_BASE}
-    base = {name: known.get(name, max(8, limits.min_sequence)) for name in names}
+    base = base_sizes(record, limits)
+    names = list(base)
     before = _run(session, record, base, limits)
     if isinstance(before, str):
-        return record, [f"dims not probed: {path.name} does not run at {base} ({before})"]
+        return record, [f"dims not probed: {name} does not run at {base} ({before})"]
     changes: dict[str, list[Dim]] = {
         spec.name: list(spec.dims) for spec in (*record.inputs, *record.outputs)
     }
@@ -259,9 +284,9 @@ def probe_dims(
         changes[spec.name] = [fixed.get(str(dim), dim) for dim in spec.dims]
     steps = {"height": 32, "width": 32}  # smaller steps can stay within one patch
     varied = {
-        name: _run(session, record, {**base, name: base[name] + steps.get(name, 1)}, limits)
-        for name in names
-        if name not in fixed
+        dim: _run(session, record, {**base, dim: base[dim] + steps.get(dim, 1)}, limits)
+        for dim in names
+        if dim not in fixed
     }
     for spec in record.outputs:
         changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
@@ -321,7 +346,7 @@ def _axis_name(axis: int, rank: int) -> str:
     return "sequence" if axis == 1 else f"dim_{axis}"
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, name: str) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -330,7 +355,7 @@ def _open(path: Path) -> Any:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ExportError(f"{path.name} cannot be loaded by ONNX Runtime: {error}") from error
+        raise ExportError(f"{name} cannot be loaded by ONNX Runtime: {error}") from error
 
 
 def _run(
@@ -345,7 +370,7 @@ def _run(
     return {spec.name: v.shape for spec, v in zip(record.outputs, values, strict=True)}
 
 
-def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
+def _specs(file: str, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     """Return the specs of inputs or outputs; raise ExportError if one does not fit a manifest."""
     found = []
     for value in values:
@@ -358,7 +383,7 @@ def _specs(path: Path, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
         first = error.errors()[0]
         name = found[int(first["loc"][0])]["name"]
         raise ExportError(
-            f"{path.name}: '{name[:40]}': {'.'.join(map(str, first['loc'][1:]))}: {first['msg']}.",
+            f"{file}: '{name[:40]}': {'.'.join(map(str, first['loc'][1:]))}: {first['msg']}.",
             do="Give the model's inputs and outputs shorter names and sizes that fit 32 bits.",
         ) from error
 

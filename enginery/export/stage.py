@@ -7,7 +7,7 @@ process does the work, so that its memory is freed and a crash becomes an error 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ from typing import Any
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import Fingerprint, option_fields, tool_versions
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
-from enginery.core.errors import ExportError, SourceError, UntrustedModelError
+from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
 from enginery.core.home import enginery_home
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource
 from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
-from enginery.export.config import ExportConfig
+from enginery.export.config import DEFAULT_OPSET, ExportConfig
 from enginery.runtime.providers.availability import require_onnxruntime
 
 STAGE = "export"
-STAGE_VERSION = "1"
+STAGE_VERSION = "2"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
@@ -59,8 +60,13 @@ class WorkerResult:
 
 
 def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
-    """Compute the fingerprint from the source's content, the options and the exporting packages."""
-    options = {n: value for n, value in asdict(config).items() if n not in _NOT_IN_KEY}
+    """Compute the fingerprint from the source's content, the options and the exporting packages.
+
+    Raises:
+        OptionError: the source is an .onnx file of a later opset than the options name.
+    """
+    resolved = asdict(with_opset(source, config))
+    options = {n: value for n, value in resolved.items() if n not in _NOT_IN_KEY}
     tools = ("onnx",) if source.record.kind == "onnx" else TOOLS
     return Fingerprint(
         STAGE,
@@ -73,6 +79,27 @@ def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
             "stage version": STAGE_VERSION,
         },
     )
+
+
+def with_opset(source: ModelSource, config: ExportConfig) -> ExportConfig:
+    """Return the options with the opset that `auto` stands for.
+
+    Raises:
+        OptionError: the source is an .onnx file of a later opset than the options name.
+    """
+    if source.record.kind != "onnx":
+        return replace(config, opset=DEFAULT_OPSET) if config.opset == "auto" else config
+    own = read_structure(source.path, error=SourceError).opset
+    if config.opset == "auto":
+        return replace(config, opset=own)
+    if config.opset < own:
+        raise OptionError(
+            f"option 'opset' is {config.opset}, but {source.path} has opset {own}, and a file is "
+            "only converted to a later one.",
+            do="Leave it out to keep the file's.",
+            option="opset",
+        )
+    return config
 
 
 def run(
@@ -94,6 +121,7 @@ def run(
 
     Raises:
         ExportError: the model cannot be exported with these options, or the graph is invalid.
+        OptionError: an option does not suit the .onnx file.
         SourceError: the model needs code or files that the options do not allow.
         ArtifactError: `out` exists and is not an artifact.
         ProviderError: no ONNX Runtime is installed, which checks the graphs.
@@ -101,9 +129,10 @@ def run(
     started = time.monotonic()
     require_onnxruntime()
     key = key or fingerprint(source, config)
+    resolved = with_opset(source, config)
     with staging(out) as directory:
         request = WorkerRequest(
-            source.record.kind, str(source.path), source.pickled, str(directory), config
+            source.record.kind, str(source.path), source.pickled, str(directory), resolved
         )
         result = _run_worker(request, source.name, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
@@ -111,7 +140,7 @@ def run(
             stage=STAGE,
             key=key.key,
             fields=key.fields,
-            options=asdict(config),
+            options=asdict(resolved),
             changed_options=changed_options(config),
             tools=tool_versions(TOOLS),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -149,7 +178,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             log=enginery_home() / "logs" / f"export-{name}.log",
             description=f"exporting {name}",
             error=ExportError,
-            reraise=(SourceError, UntrustedModelError),
+            reraise=(OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
         )
     return WorkerResult(**found)

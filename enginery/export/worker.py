@@ -34,6 +34,12 @@ def handle_request(values: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     report_phase("checking the graphs")
     records, precision = finish_graphs(exported, out)
+    opset = request.config.opset
+    if request.kind == "onnx" and isinstance(opset, int) and opset > records[0].opset:
+        from enginery.export.onnx_file import convert_import
+
+        report_phase(f"converting from opset {records[0].opset} to {opset}")
+        records = [convert_import(exported, out, records[0], opset)]
     result = WorkerResult(
         task=exported.task,
         model_type=exported.model_type,

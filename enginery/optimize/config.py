@@ -25,12 +25,13 @@ class OptimizeConfig:
     folding. O2: also fused attention, LayerNorm and GELU. O3: also the tanh approximation of GELU.
     O4: O3 in FP16."""
     data: str = ""
-    """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, or a folder of
-    images. Empty: built-in sentences or images."""
+    """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, a folder of
+    images, or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. Empty:
+    built-in sentences or images, or generated numbers."""
     column: str = "text"
     """The column of `data` that holds the text."""
     rows: int = 64
-    """The number of rows read from `data`, evenly spread over the file."""
+    """The number of rows read from `data`, evenly spread over the file or folder."""
     keep_fp32: tuple[str, ...] = ()
     """Names of nodes that stay FP32, besides those whose ranges require it."""
     max_error: float | Literal["by-precision"] = "by-precision"

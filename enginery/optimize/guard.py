@@ -91,7 +91,7 @@ class GuardRecord:
         """Return one sentence for the manifest."""
         cast = (
             f"{self.graph}: {self.low_nodes} nodes in {self.precision}, {len(self.islands)} kept "
-            f"in FP32 for their range, {self.casts} casts"
+            f"in FP32 for their range{describe_origin([self])}, {self.casts} casts"
         )
         if self.not_run:
             cast += f", only simulated ({self.not_run})"
@@ -121,6 +121,13 @@ class GuardRecord:
             f"{where}, which is FP32 already: the relative error of its output is "
             f"{first.error:.3g}, that of its computed inputs {first.before:.3g}"
         )
+
+
+def describe_origin(records: Sequence[GuardRecord]) -> str:
+    """Return the inputs on which ranges were measured, in brackets; empty if none were."""
+    # BF16 has the range of FP32, so nothing is measured.
+    origins = dict.fromkeys(r.feeds for r in records if r.precision == "fp16" and r.feeds)
+    return f" (measured on {' and '.join(origins)})" if origins else ""
 
 
 def cast_guarded(
@@ -184,7 +191,8 @@ def _cast_guarded(
                 fp32, float_tensors(model.graph), batches, mask_floor=mask_floor(model)
             )
         fp32_nodes = find_fp32_nodes(model.graph, ranges)
-        progress.say(f"optimize: {len(fp32_nodes)} nodes exceed FP16's range and stay FP32")
+        where = f" on {feeds_origin}" if feeds_origin else ""
+        progress.say(f"optimize: {len(fp32_nodes)} nodes exceed FP16's range{where} and stay FP32")
     op_types = {node.name or "": node.op_type for node in all_nodes(model)}
     del model
     tolerance = Tolerance.for_precision(precision)

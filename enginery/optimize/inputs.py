@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
-from enginery.core.datasets.samples import read_texts
+from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model.files import ModelConfig
@@ -25,6 +25,7 @@ from enginery.runtime.sample_inputs import (
     SENTENCES,
     ImageFeeder,
     TextFeeder,
+    array_batches,
     in_batches,
     synthetic_images,
     takes_images,
@@ -43,9 +44,14 @@ def range_feeds(
     takes neither or its tokenizer or processor cannot be used.
 
     Raises:
-        InputError: `data` cannot be read, or the graph takes neither texts nor images.
+        InputError: `data` cannot be read or does not fit the graph's inputs, or is not arrays and
+            the graph takes neither texts nor images.
         ArtifactError: the tokenizer or processor for `data` cannot be used.
     """
+    path = Path(config.data).expanduser()
+    if config.data and holds_arrays(path):
+        batches = array_batches(path, record, rows=config.rows, batch_rows=_ROWS)
+        return [batch.load() for batch in batches], f"rows of {path.name}"
     if takes_real_inputs(artifact, record):
         make = _image_feeds if takes_images(record) else _text_feeds
         try:
@@ -58,9 +64,10 @@ def range_feeds(
         raise InputError(
             f"data '{config.data}' cannot be used: {record.file} takes {', '.join(names)}, but "
             "the artifact has no tokenizer or image processor that prepares them.",
-            do="Omit --data: ranges are then measured on generated inputs.",
+            do="Save an array for each of them as .npz, or omit --data: ranges are then measured "
+            "on generated inputs.",
         )
-    return _generated_feeds(artifact, record), "generated numbers"
+    return _generated_feeds(artifact, record), "generated numbers, which real inputs may exceed"
 
 
 def _text_feeds(

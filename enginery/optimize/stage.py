@@ -32,7 +32,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
-from enginery.optimize.guard import GuardRecord
+from enginery.optimize.guard import GuardRecord, describe_origin
 
 STAGE = "optimize"
 STAGE_VERSION = "3"
@@ -166,7 +166,10 @@ def summarize(target: str, precision: str, records: list[GuardRecord]) -> str:
         return f"{precision} for {target}"
     agreements = [agreement for record in records for agreement in record.agreements]
     worst = max(agreements, key=lambda a: a.max_abs / a.limit if a.limit else 0.0, default=None)
-    summary = f"{precision} for {target}, {fp32_nodes} nodes kept in FP32 for their range"
+    summary = (
+        f"{precision} for {target}, {fp32_nodes} nodes kept in FP32 for their range"
+        f"{describe_origin(records)}"
+    )
     return f"{summary}; {worst.describe()}" if worst else summary
 
 

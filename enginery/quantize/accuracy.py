@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import AccuracyMetrics
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError, EngineryError, InputError
 from enginery.core.model.feeds import Feeds
 from enginery.quantize.calibration.data import Batch
 from enginery.runtime.agreement import (
+    AnswerAgreement,
     Outputs,
-    Rows,
-    answer_rows,
     argmax_of_finite,
-    compare_answers,
     read_model_pooling,
 )
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -31,13 +29,38 @@ class AccuracyEvaluator:
     """Compare graphs with the stored outputs of a reference graph."""
 
     def __init__(
-        self, batches: Sequence[Batch], labels: Sequence[int], pooling: Pooling | None
+        self,
+        batches: Sequence[Batch],
+        reference: Graph,
+        outputs: Sequence[str],
+        pooling: Pooling | None,
+        *,
+        scratch: Path,
+        labels: Sequence[int] = (),
     ) -> None:
+        """Run the reference over the batches and store its outputs.
+
+        Args:
+            batches: the inputs.
+            reference: runs the reference graph.
+            outputs: names of the graph's outputs.
+            pooling: result of `read_model_pooling`.
+            scratch: directory for the outputs, which may take gigabytes. It must exist as long as
+                the evaluator is used.
+            labels: the right class of each row of the data, for `label_accuracy`.
+
+        Raises:
+            EngineryError: the outputs cannot be written to `scratch`.
+        """
         self.batches = list(batches)
+        self.outputs = tuple(outputs)
+        """Names of the graph outputs that are compared."""
         self._labels = labels
         self._pooling = pooling
-        self._expected: dict[str, Rows] = {}
-        self._outputs: tuple[str, ...] = ()
+        self._expected = [
+            _save_outputs(reference(batch.load()), scratch / f"expected-{index}")
+            for index, batch in enumerate(self.batches)
+        ]
 
     @classmethod
     def of(
@@ -46,60 +69,68 @@ class AccuracyEvaluator:
         batches: Sequence[Batch],
         reference: Graph,
         *,
+        scratch: Path,
         labels: Sequence[int] = (),
     ) -> AccuracyEvaluator:
-        """Run the reference over the batches and store its outputs.
+        """Return the evaluator of an artifact's only graph.
 
         Raises:
             ArtifactError: the model uses a pooling that is not supported.
+            EngineryError: the outputs cannot be written to `scratch`.
         """
-        evaluator = cls(batches, labels, read_model_pooling(artifact.path))
-        evaluator._outputs = tuple(spec.name for spec in artifact.manifest.graphs[0].outputs)
-        evaluator._expected = evaluator._collect_rows(reference, evaluator.batches)
-        return evaluator
+        return cls(
+            batches,
+            reference,
+            [spec.name for spec in artifact.manifest.graphs[0].outputs],
+            read_model_pooling(artifact.path),
+            scratch=scratch,
+            labels=labels,
+        )
 
     @property
     def rows(self) -> int:
         """Number of input rows in the batches."""
         return sum(len(batch.rows) for batch in self.batches)
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the graph outputs that are compared."""
-        return self._outputs
-
     def measure_reference(self) -> AccuracyMetrics:
         """Compare the reference with itself and with the labels."""
-        return self._compare(self._expected, self.batches)
+        return self._measure(None, self.batches)
 
     def measure(self, graph: Graph, *, batches: int = 0) -> AccuracyMetrics:
         """Compare a graph on all batches, or on the first `batches` of them."""
-        part = self.batches[:batches] if batches else self.batches
-        return self._compare(self._collect_rows(graph, part), part)
+        return self._measure(graph, self.batches[:batches] if batches else self.batches)
 
-    def _compare(self, found: Mapping[str, Rows], part: Sequence[Batch]) -> AccuracyMetrics:
-        accuracy = self._label_accuracy(found, part)
-        return compare_answers(found, self._expected, label_accuracy=accuracy)
-
-    def _collect_rows(self, graph: Graph, batches: Sequence[Batch]) -> dict[str, Rows]:
-        answers: dict[str, Rows] = {}
-        for batch in batches:
+    def _measure(self, graph: Graph | None, part: Sequence[Batch]) -> AccuracyMetrics:
+        """Compare a graph, or the reference itself, on the first batches."""
+        agreement = AnswerAgreement(self._pooling)
+        right: list[bool] = []
+        for batch, files in zip(part, self._expected, strict=False):
             feeds = batch.load()
-            for name, rows in answer_rows(graph(feeds), feeds, self._pooling).items():
-                answers.setdefault(name, []).extend(rows)
-        return answers
+            expected = {name: np.load(file, mmap_mode="r") for name, file in files.items()}
+            found = expected if graph is None else graph(feeds)
+            agreement.add(found, expected, feeds)
+            if self._labels and "logits" in found:
+                right += [
+                    int(argmax_of_finite(np.ravel(logits))) == self._labels[row]
+                    for row, logits in zip(batch.rows, found["logits"], strict=False)
+                ]
+        return agreement.metrics(label_accuracy=float(np.mean(right)) if right else None)
 
-    def _label_accuracy(
-        self, answers: Mapping[str, Rows], batches: Sequence[Batch]
-    ) -> float | None:
-        if not self._labels or "logits" not in answers:
-            return None
-        order = [row for batch in batches for row in batch.rows]
-        right = [
-            int(argmax_of_finite(logits.ravel())) == self._labels[row]
-            for row, logits in zip(order, answers["logits"], strict=False)
-        ]
-        return float(np.mean(right))
+
+def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
+    """Write the float outputs for a batch as .npy files; return their paths by output."""
+    names = [name for name, array in outputs.items() if array.dtype.kind == "f" and array.size]
+    files = {name: directory / f"{index}.npy" for index, name in enumerate(names)}
+    try:
+        directory.mkdir()
+        for name, file in files.items():
+            np.save(file, outputs[name], allow_pickle=False)
+    except OSError as error:
+        raise EngineryError(
+            f"FP32's outputs cannot be written to {directory}: {error.strerror or error}.",
+            do="Set TMPDIR to a directory with more space, or use fewer --rows.",
+        ) from error
+    return files
 
 
 def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> AccuracyMetrics | None:
@@ -123,16 +154,12 @@ def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> Acc
         batches = builtin_batches(source, record)
     except (ArtifactError, InputError):  # no tokenizer that this package reads
         return None
-    pooling = read_model_pooling(source.path)
-    found: dict[str, Rows] = {}
-    expected: dict[str, Rows] = {}
+    agreement = AnswerAgreement(read_model_pooling(source.path))
     with (
         GraphTracer(source.path / record.file, names, optimized=True) as reference,
         GraphTracer(graph, names, optimized=fused) as quantized,
     ):
         for batch in batches:
             feeds = batch.load()
-            for rows, run in ((expected, reference), (found, quantized)):
-                for name, more in answer_rows(run(feeds), feeds, pooling).items():
-                    rows.setdefault(name, []).extend(more)
-    return compare_answers(found, expected)
+            agreement.add(quantized(feeds), reference(feeds), feeds)
+    return agreement.metrics()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -80,6 +81,7 @@ def calibrate(
     data: CalibrationData,
     config: QuantizeConfig,
     *,
+    scratch: Path,
     progress: Progress = SILENT,
 ) -> tuple[CalibrationCache, AccuracySearch]:
     """Calibrate the layers and search for those to leave in floating point.
@@ -90,6 +92,7 @@ def calibrate(
         layers: all layers that could be quantized.
         data: the calibration inputs.
         config: the options.
+        scratch: directory for FP32's outputs, see `AccuracyEvaluator`.
         progress: receives progress messages.
 
     Raises:
@@ -154,6 +157,7 @@ def calibrate(
         config,
         multiply_adds,
         scheme,
+        scratch,
         progress,
     )
     cache = CalibrationCache(
@@ -264,6 +268,7 @@ def _search(
     config: QuantizeConfig,
     multiply_adds: MultiplyAddCounts,
     scheme: Scheme,
+    scratch: Path,
     progress: Progress,
 ) -> AccuracySearch:
     total = sum(multiply_adds.by_layer.values())
@@ -274,7 +279,11 @@ def _search(
         progress.task("measuring mixed precision") as advance,
     ):
         evaluator = AccuracyEvaluator.of(
-            artifact, held_out, lambda feeds: toggled(feeds, ()), labels=data.labels
+            artifact,
+            held_out,
+            lambda feeds: toggled(feeds, ()),
+            scratch=scratch,
+            labels=data.labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
 

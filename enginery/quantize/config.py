@@ -20,7 +20,7 @@ class QuantizeConfig:
 
     data: str = ""
     """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
-    or arrays of the graph's own inputs, `.npz` or `.npy`."""
+    or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files."""
     column: str = "text"
     """Column of `data` with the texts."""
     label_column: str = ""

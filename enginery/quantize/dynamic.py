@@ -28,6 +28,7 @@ def quantize_dynamic(
     directory: Path,
     data: CalibrationData | None,
     fields: Mapping[str, str],
+    scratch: Path,
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     """Quantize each graph; return the records of the graphs, the report and its notes.
@@ -60,7 +61,7 @@ def quantize_dynamic(
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
-        accuracy = _measure(source, directory / records[0].file, config, data)
+        accuracy = _measure(source, directory / records[0].file, config, data, scratch)
         notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
         parts.append(describe_accuracy(accuracy))
     report = QuantizationReport(
@@ -75,7 +76,7 @@ def quantize_dynamic(
 
 
 def _measure(
-    source: Artifact, graph: Path, config: QuantizeConfig, data: CalibrationData
+    source: Artifact, graph: Path, config: QuantizeConfig, data: CalibrationData, scratch: Path
 ) -> AccuracyMetrics:
     calibrating, held_out = make_batches(source, source.manifest.graphs[0], data, seed=config.seed)
     # Nothing was calibrated, so all rows can measure.
@@ -87,7 +88,11 @@ def _measure(
         GraphTracer(graph, outputs, optimized=True) as quantized,
     ):
         evaluator = AccuracyEvaluator.of(
-            source, [*others, *held_out], reference, labels=data.labels
+            source,
+            [*others, *held_out],
+            reference,
+            scratch=scratch,
+            labels=data.labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
         found = evaluator.measure(quantized)

@@ -8,6 +8,7 @@ graph and, unless `capabilities` is empty, builds a trial engine. Dynamic INT8, 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from enginery.core.subprocess import peak_rss_bytes
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
+from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import Layer, find_layers
 from enginery.quantize.accuracy import AccuracyEvaluator, measure_builtin
@@ -46,7 +48,7 @@ from enginery.quantize.calibrate import (
     scheme_from_config,
 )
 from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
-from enginery.quantize.calibration.data import CalibrationData, read_data
+from enginery.quantize.calibration.data import CalibrationData, make_batches, read_data
 from enginery.quantize.config import QuantizeConfig, check_options
 from enginery.quantize.dynamic import quantize_dynamic
 from enginery.quantize.report import make_report, save_curve
@@ -55,14 +57,14 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "5"
+STAGE_VERSION = "6"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
 CURVE = f"{REPORTS}/quantization.svg"
 TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _MIN_OPSET = 19
-"""First opset whose Q and DQ support FP16 scales and FP8."""
+"""First opset whose Q and DQ support FP16 scales and FP8; graphs of earlier ones are converted."""
 
 # Options that do not change the graph, or that the fingerprint covers by content.
 _NOT_IN_KEY = ("allow_failed", "calibration", "ranges")
@@ -146,7 +148,9 @@ def run(
         RejectedArtifactError: the artifact's validation failed.
         CheckFailedError: no combination of quantized layers meets the accuracy budget, or the
             saved graph does not.
+        ExportError: the graph cannot be converted to the opset that Q and DQ need.
         ProviderError: TensorRT does not support the graph, or cannot build an engine.
+        EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
     source.require_passed(allow_failed=config.allow_failed)
@@ -155,8 +159,11 @@ def run(
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
-        make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
-        graphs, report, notes = make(source, config, directory, data, key.fields, progress)
+        with tempfile.TemporaryDirectory(prefix="enginery-quantize-") as scratch:
+            make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
+            graphs, report, notes = make(
+                source, config, directory, data, key.fields, Path(scratch), progress
+            )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         builtin = measure_builtin(source, directory / graphs[0].file, fused=fused)
         report = replace(report, builtin=builtin)
@@ -192,15 +199,59 @@ def _quantize_static(
     directory: Path,
     data: CalibrationData | None,
     fields: Mapping[str, str],
+    scratch: Path,
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     """Write the graph with Q/DQ nodes to `directory`; return its record, the report and notes."""
+    opset = source.manifest.graphs[0].opset
+    if opset >= _MIN_OPSET:
+        return _quantize_graph(source, config, directory, data, fields, scratch, progress, [])
+    note = (
+        f"converted from opset {opset} to {_MIN_OPSET}, because earlier Q and DQ support neither "
+        "FP16 scales nor FP8: the outputs are those of the graph before"
+    )
+    progress.say(f"quantize: {note}")
+    folder = scratch / "converted"
+    folder.mkdir()
+    converted = _convert(source, config, folder, data)
+    return _quantize_graph(converted, config, directory, data, fields, scratch, progress, [note])
+
+
+def _convert(
+    source: Artifact, config: QuantizeConfig, folder: Path, data: CalibrationData | None
+) -> Artifact:
+    """Return the artifact with its graph in the opset that Q and DQ need, in `folder`.
+
+    Raises:
+        ExportError: the graph cannot be converted, or its outputs change.
+    """
+    record = source.manifest.graphs[0]
+    generated = CalibrationData("random", (0,), (), "", "")
+    batches, _ = make_batches(source, record, data or generated, seed=config.seed)
+    data_files = convert_opset(source.model, folder / record.file, _MIN_OPSET, [batches[0].load()])
+    source.copy_side_files(folder)
+    inside = Path(record.file).parent
+    names = tuple((inside / name).as_posix() for name in data_files)
+    graph = record.model_copy(update={"opset": _MIN_OPSET, "data_files": names})
+    return Artifact(folder, source.manifest.model_copy(update={"graphs": (graph,)}))
+
+
+def _quantize_graph(
+    source: Artifact,
+    config: QuantizeConfig,
+    directory: Path,
+    data: CalibrationData | None,
+    fields: Mapping[str, str],
+    scratch: Path,
+    progress: Progress,
+    notes: list[str],
+) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
     model = read_graph(source.model)
     infer_types(model)
     layers = find_layers(model)
-    cache, measured = _obtain_calibration(source, model, layers, data, config, progress)
+    cache, measured = _obtain_calibration(source, model, layers, data, config, scratch, progress)
     quantized = cache.quantized_layers(layers)
-    notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
+    notes.insert(0, data.description if data else f"ranges from {find_ranges_file(config.ranges)}")
     if data and data.kind == "random":
         notes.append("calibrated on random inputs: only for trying things out")
         progress.say(
@@ -230,7 +281,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
 
     Raises:
         ArtifactError: it is already quantized, is not FP32, or was fused for another target. For
-            static schemes also: it has several graphs, or an opset below 19.
+            static schemes also: it has several graphs.
     """
     manifest = source.manifest
     if manifest.is_quantized:
@@ -253,14 +304,6 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             "encoder's output and its own past as inputs, which calibration data do not contain.",
             do="Use --scheme dynamic --target cpu, which needs no calibration.",
         )
-    if manifest.graphs[0].opset < _MIN_OPSET:
-        raise ArtifactError(
-            f"{source.model} has opset {manifest.graphs[0].opset}, expected {_MIN_OPSET} or "
-            "later: earlier versions of Q and DQ support neither FP16 scales nor FP8.",
-            do="Convert the file with onnx.version_converter, and import it again."
-            if manifest.source.kind == "onnx"
-            else "Export again: enginery export MODEL --opset 20",
-        )
 
 
 def _obtain_calibration(
@@ -269,6 +312,7 @@ def _obtain_calibration(
     layers: Sequence[Layer],
     data: CalibrationData | None,
     config: QuantizeConfig,
+    scratch: Path,
     progress: Progress,
 ) -> tuple[CalibrationCache, AccuracySearch | None]:
     if not config.ranges:
@@ -277,7 +321,7 @@ def _obtain_calibration(
                 "neither calibration inputs nor ranges were given.",
                 do="Name one: --data FILE or --ranges ARTIFACT",
             )
-        return calibrate(source, model, layers, data, config, progress=progress)
+        return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     scheme = scheme_from_config(config)
     cache = CalibrationCache.read(
         config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name

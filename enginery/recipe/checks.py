@@ -20,7 +20,7 @@ from typing import Any
 from enginery.bench import config as bench
 from enginery.core.artifact.staging import check_overwritable
 from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
-from enginery.core.datasets.samples import ARRAY_SUFFIXES, require_texts
+from enginery.core.datasets.samples import holds_arrays, require_texts
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -158,7 +158,7 @@ def _check_copy(out: str, others: set[Path]) -> None:
 
 
 def _check_export(options: export.ExportConfig, known: _Known) -> None:
-    export.check_options(options)
+    export.check_options(options, is_onnx=known.is_onnx)
     with _about("device"):
         if options.device != "cpu":
             visible_gpus()
@@ -390,7 +390,7 @@ def _check_files(options: Any, known: _Known) -> None:
 
 
 def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
-    if path.suffix.lower() in ARRAY_SUFFIXES and path.is_file():
+    if path.exists() and holds_arrays(path):
         return  # what arrays a graph takes is known when it has been exported
     looks_like_images = path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
     if task in _IMAGES or (looks_like_images and task not in _TEXTS):

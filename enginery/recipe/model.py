@@ -2,7 +2,7 @@
 
     >>> recipe = Recipe.load("recipes/minilm.yaml")
     >>> [step.stage for step in recipe.steps], recipe.steps[0].options.opset
-    (['export', 'validate'], 20)
+    (['export', 'validate'], 'auto')
 
 `docs/recipes.md` is the reference. `checks.py` checks values and files before a recipe runs.
 """

@@ -2,8 +2,8 @@
 
     $ python -m enginery.recipe.schema > docs/recipe.schema.json
 
->>> recipe_schema()["$defs"]["ExportConfig"]["properties"]["opset"]["default"]
-20
+>>> recipe_schema()["$defs"]["QuantizeConfig"]["properties"]["rows"]["default"]
+512
 
 Recipes are read as text, and the type of the option decides (`loading.py`). Editors read YAML 1.2,
 where `8.9` is a number and `no` is text. So the schema allows every type that YAML may make of a

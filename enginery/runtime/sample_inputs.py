@@ -1,4 +1,6 @@
-"""Convert texts and images to the inputs of a graph, with the artifact's tokenizer or processor.
+"""Convert texts, images and arrays to the inputs of a graph.
+
+Texts and images go through the artifact's tokenizer or processor:
 
     feed = TextFeeder.open(artifact, graph)
     batches = in_batches(texts, 16, graph)
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,8 +24,11 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.datasets.samples import array_files, load_arrays, read_arrays
+from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_sequence
 
@@ -237,6 +243,82 @@ def image_batches(
         alike = [images[place] for place in places]
         batches += sample_batches(what, alike, feeder, record, rows=_IMAGES)
     return batches
+
+
+def array_batches(
+    path: Path, record: GraphRecord, *, rows: int, batch_rows: int = ROWS
+) -> list[SampleBatch]:
+    """Return batches of the rows of a file of arrays, or of a folder of them.
+
+    If the first dim of some input is not the batch, each file is one batch.
+
+    Args:
+        path: see `read_arrays`.
+        record: the graph.
+        rows: largest number of rows, evenly spread.
+        batch_rows: largest number of rows in a batch.
+
+    Raises:
+        InputError: a file cannot be read, or its arrays do not fit the graph.
+    """
+    names = [spec.name for spec in record.inputs]
+    first = {spec.dims[:1] for spec in record.inputs}
+    if len(first) > 1 or () in first:
+        files = array_files(path)
+        return [
+            SampleBatch(
+                "arrays" if len(files) == 1 else f"arrays of {file.name}",
+                slice(index, index + 1),
+                partial(fit_arrays, file, record, load_arrays(file, names)),
+            )
+            for index, file in enumerate(files)
+        ]
+
+    def feed(part: Sequence[Feeds]) -> Feeds:
+        arrays = {name: np.concatenate([row[name] for row in part]) for name in names}
+        return fit_arrays(path, record, arrays)
+
+    by_shape: dict[tuple[tuple[int, ...], ...], list[Feeds]] = {}
+    for row in read_arrays(path, names, rows=rows):
+        by_shape.setdefault(tuple(row[name].shape for name in names), []).append(row)
+    batches = []
+    for shapes, alike in by_shape.items():
+        size = " × ".join(map(str, shapes[0][1:]))
+        what = "rows" if len(by_shape) == 1 else f"rows of {size},"
+        batches += sample_batches(what, alike, feed, record, rows=batch_rows)
+    return batches
+
+
+def fit_arrays(path: Path, record: GraphRecord, arrays: Feeds) -> Feeds:
+    """Return arrays in the dtypes of a graph's inputs.
+
+    Raises:
+        InputError: an array has another rank or another fixed size than its input, two of them have
+            different sizes of one dim, or values would change in the input's dtype.
+    """
+    feeds = {}
+    for spec in record.inputs:
+        array = arrays[spec.name]
+        if array.ndim != len(spec.dims):
+            raise InputError(
+                f"data '{path}': {spec.name} has the shape {array.shape}, the graph takes {spec}."
+            )
+        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        fits = array.dtype.kind in "biuf"
+        if fits:
+            with np.errstate(invalid="ignore", over="ignore"):
+                feeds[spec.name] = array.astype(dtype)
+            fits = dtype.kind == "f" or np.array_equal(feeds[spec.name], array)
+        if not fits:
+            raise InputError(
+                f"data '{path}': {spec.name} has values of {array.dtype} that {dtype} cannot hold; "
+                f"the graph takes {spec}."
+            )
+    try:
+        dim_sizes(record.inputs, feeds)
+    except ShapeError as error:
+        raise InputError(f"data '{path}': {error.message}") from error
+    return feeds
 
 
 def sample_batches(

@@ -139,7 +139,14 @@ def compare_graph(
                     result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
-                        record, feeds, found, expected, reference, limits, known
+                        record,
+                        feeds,
+                        found,
+                        expected,
+                        reference,
+                        limits,
+                        known,
+                        real=case.kind == "real",
                     )
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
@@ -177,6 +184,8 @@ def _compare_outputs(
     reference: ReferenceRun,
     limits: ComparisonLimits,
     known: set[str],
+    *,
+    real: bool,
 ) -> list[OutputMetrics]:
     outputs = []
     for spec in record.outputs:
@@ -189,7 +198,7 @@ def _compare_outputs(
                     found[spec.name],
                     expected.load(spec.name),
                     dtype=spec.dtype,
-                    noise=reference.noise_floors[spec.name],
+                    noise=reference.noise_floor(spec.name, real=real),
                     tolerance=limits.tolerance,
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,

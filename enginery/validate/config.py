@@ -29,7 +29,8 @@ class ValidateConfig:
     Can be repeated."""
     data: str = ""
     """Real inputs: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or
-    arrays of the graph's own inputs, `.npz` or `.npy`. If empty, built-in sentences or images."""
+    arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. If empty, built-in
+    sentences or images."""
     column: str = "text"
     """Column of `data` with the texts."""
     label_column: str = ""

@@ -235,7 +235,7 @@ class ConsistencyScan:
             for shape in shapes:
                 try:
                     ratios = [
-                        limits.ratio(mine, alone, reference.noise_floors[name])
+                        limits.ratio(mine, alone, reference.noise_floor(name, real=False))
                         for name, mine, alone in self._compare(shape)
                     ]
                 except ShapeError:  # no engine takes it
@@ -274,11 +274,14 @@ class ConsistencyScan:
             return []
         listed = list(cases.values())
         confirmed = run_reference(listed)
+        generated = {
+            name: reference.noise_floor(name, real=False) for name in reference.noise_floors
+        }
         floors = {
             name: floor.wider(confirmed.noise_floors.get(name, floor))
-            for name, floor in reference.noise_floors.items()
+            for name, floor in generated.items()
         }
-        confirmed = replace(confirmed, noise_floors=floors)
+        confirmed = replace(confirmed, noise_floors=floors, generated_floors=floors)
         results = compare_graph(
             self._run, self._record, listed, confirmed, limits, progress=progress
         )

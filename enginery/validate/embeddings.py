@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import EmbeddingMetrics
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.files import module_kinds
+from enginery.core.model.files import has_embedding_modules
 from enginery.runtime.text.pooling import Pooling, read_pooling
 from enginery.validate.reference import ReferenceOutputs
 
@@ -35,7 +35,7 @@ class EmbeddingComparison:
         Raises:
             ArtifactError: the model has a module that is not supported.
         """
-        if "Pooling" not in module_kinds(artifact.path):
+        if not has_embedding_modules(artifact.path):
             return None
         return cls(read_pooling(artifact.path))
 

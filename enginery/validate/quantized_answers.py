@@ -16,19 +16,17 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import QuantizedAccuracy
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import Feeds
-from enginery.runtime.agreement import Rows, answer_rows, compare_answers, read_model_pooling
+from enginery.runtime.agreement import AnswerAgreement, read_model_pooling
 from enginery.runtime.text.pooling import Pooling
 from enginery.validate.metrics.budget import AccuracyExpectation
 from enginery.validate.reference import ReferenceOutputs
 
 
 class AnswerComparison:
-    """Collect the answers of both sides, case by case."""
+    """Compare the answers of both sides, case by case."""
 
     def __init__(self, pooling: Pooling | None) -> None:
-        self._pooling = pooling
-        self._mine: dict[str, Rows] = {}
-        self._theirs: dict[str, Rows] = {}
+        self._agreement = AnswerAgreement(pooling)
 
     @classmethod
     def of(cls, artifact: Artifact) -> AnswerComparison:
@@ -49,15 +47,13 @@ class AnswerComparison:
             if array.shape == outputs[name].shape and np.issubdtype(array.dtype, np.floating)
         }
         mine = {name: outputs[name].astype(np.float32) for name in alike}
-        for rows, arrays in ((self._mine, mine), (self._theirs, alike)):
-            for name, more in answer_rows(arrays, feeds, self._pooling).items():
-                rows.setdefault(name, []).extend(more)
+        self._agreement.add(mine, alike, feeds)
 
     def metrics(self, expectation: AccuracyExpectation) -> QuantizedAccuracy | None:
         """Return the metrics and how they compare with the limits; None without real inputs."""
-        if not self._mine:
+        if not self._agreement.rows:
             return None
-        found = compare_answers(self._mine, self._theirs)
+        found = self._agreement.metrics()
         limits = expectation.limits(found.rows)
         problem = ""
         # `not >=` is true for NaN.

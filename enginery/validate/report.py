@@ -47,9 +47,15 @@ def find_unproven(
         for name, found in by_output.items():
             ratios = [o.constant_ratio for o in found if o.constant_ratio is not None]
             if ratios and max(ratios) <= 1:
+                remedy = (
+                    "the inputs of --data do not change that: give some whose outputs differ more, "
+                    "or set a smaller limit with --max-abs-error"
+                    if given
+                    else "give other inputs with --data"
+                )
                 reasons.append(
                     f"{graph}, {name}: the same values for every input would pass, because they "
-                    f"differ by less than the allowed error; give other inputs with --data"
+                    f"differ by less than the allowed error ({max(ratios):.2g} of it); {remedy}"
                 )
     return reasons
 

@@ -78,7 +78,7 @@ from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
 
 STAGE = "validate"
-STAGE_VERSION = "10"
+STAGE_VERSION = "11"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 

@@ -4,16 +4,18 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery import export_model
-from enginery.core.errors import ExportError, SourceError, UntrustedModelError
+from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
 from enginery.core.model.source import resolve_source
 from enginery.export import graphs
 from enginery.export.config import ExportConfig
-from enginery.export.onnx_file import import_onnx
+from enginery.export.onnx_file import import_onnx, name_input_dims
 from enginery.export.side_files import copy_side_files
+from enginery.runtime.onnxruntime.runner import OrtRunner
 
 
 def linear(path, *, dims=("batch", 4), external="", output="logits"):
@@ -85,11 +87,229 @@ def test_missing_external_data_is_named(tmp_path):
         export_model(str(path))
 
 
-@pytest.mark.parametrize("dim", [None, "Addlogits_dim_1"])
-def test_input_dim_without_a_readable_name_is_rejected(tmp_path, dim):
-    path = linear(tmp_path / "mine.onnx", dims=(dim, 4))
-    with pytest.raises(ExportError, match="dim 0 of input 'x' is dynamic and"):
-        export_model(str(path))
+def dims_of(artifact):
+    return {spec.name: spec.dims for spec in artifact.manifest.graphs[0].inputs}
+
+
+def graph_of(path, inputs, nodes, outputs, *, opset=20, described=(), weights=()):
+    """Write a graph of float inputs: name -> dims."""
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in inputs.items()],
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, d) for n, d in outputs.items()],
+        list(weights),
+        value_info=[
+            helper.make_tensor_value_info(n, TensorProto.FLOAT, d)
+            for n, d in dict(described).items()
+        ],
+    )
+    imports = [helper.make_opsetid("", opset)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=10), path)
+    return path
+
+
+def convolution(path, dims, *, inner=(), outside=("?", 4, "?", "?"), opset=20):
+    """Write a convolution with a kernel of 1, as PaddlePaddle's exporter would."""
+    weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), "w")
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Relu", ["c"], ["y"])]
+    return graph_of(
+        path,
+        {"x": dims},
+        nodes,
+        {"y": outside},
+        described={"c": inner} if inner else {},
+        weights=[weight],
+        opset=opset,
+    )
+
+
+PADDLE = ("DynamicDimension.0", 3, "DynamicDimension.1", "DynamicDimension.10")
+
+
+@pytest.mark.parametrize(
+    "dims", [PADDLE, (None, 3, None, None), ("?", 3, "?", "?"), (-1, 3, "H", "W")]
+)
+def test_dims_of_an_image_are_named(tmp_path, dims):
+    artifact = export_model(str(convolution(tmp_path / "mine.onnx", dims)))
+    assert dims_of(artifact) == {"x": ("batch", 3, "height", "width")}
+    (renamed,) = (n for n in artifact.manifest.stages[0].notes if "renamed" in n)
+    assert renamed.endswith("→ (batch, 3, height, width)")
+
+
+def test_names_are_replaced_wherever_the_file_mentions_them(tmp_path):
+    half = "floor(DynamicDimension.1/2 - 1/2) + DynamicDimension.10"
+    inner = ("DynamicDimension.0", 4, half, "other.1")
+    path = convolution(
+        tmp_path / "mine.onnx", PADDLE, inner=inner, outside=("DynamicDimension.0", 4, "a", "b")
+    )
+    original = onnx.load(path)
+    made = onnx.load(export_model(str(path)).model)
+    dims = [dim.dim_param for dim in made.graph.value_info[0].type.tensor_type.shape.dim]
+    assert dims == ["batch", "", "floor(height/2 - 1/2) + width", "other.1"]
+    assert made.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert made.graph.node == original.graph.node
+    assert made.graph.initializer == original.graph.initializer
+    assert made.opset_import == original.opset_import
+
+
+def add(*inputs):
+    return [helper.make_node("Add", list(inputs), ["y"])]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        (
+            {"a": ("D.0", "D.1"), "b": ("D.0", "D.1")},
+            {"a": ("batch", "a_1"), "b": ("batch", "a_1")},
+        ),
+        ({"a": ("D.0", "D.1"), "b": ("D.5", 1)}, {"a": ("batch", "a_1"), "b": ("batch", 1)}),
+        ({"a": (None, None), "b": (1, None)}, {"a": ("batch", "a_1"), "b": (1, "b_1")}),
+        ({"a": ("D.0", "D.0"), "b": (1, 1)}, {"a": ("a_0", "a_0"), "b": (1, 1)}),
+        ({"a": ("rows", "D.1"), "b": (1, 1)}, {"a": ("rows", "a_1"), "b": (1, 1)}),
+        ({"a": ("D.0", "batch"), "b": (1, 1)}, {"a": ("a_0", "batch"), "b": (1, 1)}),
+        ({"a": ("N", "Tokens"), "b": (1, 1)}, {"a": ("batch", "tokens"), "b": (1, 1)}),
+        ({"My:0": (4, "²"), "b": (4, "my_0_1")}, {"My:0": (4, "my_0_1_2"), "b": (4, "my_0_1")}),
+        (
+            {"input_ids": (None, None), "attention_mask": (None, None)},
+            {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "sequence")},
+        ),
+    ],
+    ids=[
+        "equal dims",
+        "first axes",
+        "no names",
+        "not a batch",
+        "good names stay",
+        "a batch elsewhere",
+        "upper case",
+        "a name that is taken",
+        "known inputs",
+    ],
+)
+def test_dims_get_names(tmp_path, inputs, named):
+    path = graph_of(tmp_path / "mine.onnx", inputs, add(*inputs), {"y": (None, None)})
+    name_input_dims(path)
+    found = graphs.record_graph(path, tmp_path).inputs
+    assert {spec.name: spec.dims for spec in found} == named
+
+
+def test_a_file_with_good_names_is_not_touched(tmp_path):
+    path = linear(tmp_path / "mine.onnx")
+    before = path.read_bytes()
+    assert name_input_dims(path) == []
+    assert path.read_bytes() == before
+
+
+def test_dims_can_be_chosen_and_fixed(tmp_path):
+    path = convolution(tmp_path / "mine.onnx", PADDLE, outside=(PADDLE[0], 4, *PADDLE[2:]))
+    artifact = export_model(str(path), dims=("x=images,3,48,columns",))
+    assert dims_of(artifact) == {"x": ("images", 3, 48, "columns")}
+    assert artifact.manifest.graphs[0].outputs[0].dims == ("images", 4, 48, "columns")
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ("z=batch,3,8,8", "the file has no input 'z'.* Its inputs: x"),
+        ("x=batch,3", "with 2 dims, but the input has 4"),
+        ("x=batch,4,8,8", "with 4 where the file has the fixed size 3"),
+        ("x=batch,Three,8,8", "expected an input's name and a name in lower case or a number"),
+        ("batch,3,8,8", "expected an input's name"),
+    ],
+)
+def test_dims_that_do_not_fit_are_errors(tmp_path, dims, message):
+    path = convolution(tmp_path / "mine.onnx", PADDLE)
+    with pytest.raises(OptionError, match=message):
+        export_model(str(path), dims=(dims,), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_dim_has_one_name(tmp_path):
+    inputs = {"a": ("D.0", "D.1"), "b": ("D.0", "D.1")}
+    path = graph_of(tmp_path / "mine.onnx", inputs, add(*inputs), {"y": (None, None)})
+    with pytest.raises(OptionError, match=r"replaces the file's dim D\.1 by 4 and by width"):
+        name_input_dims(path, ["a=batch,4", "b=batch,width"])
+
+
+def test_dims_are_for_files_only(tiny_model):
+    with pytest.raises(OptionError, match=r"only the dims of an \.onnx file can be chosen"):
+        export_model(str(tiny_model("bert", "fill-mask")), dims=("input_ids=batch,8",))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("unknown", "is not valid ONNX"),
+        ("text-classification", "no input has a dynamic dim 'batch'"),
+    ],
+)
+def test_errors_name_the_file_that_was_given(tmp_path, task, message):
+    path = linear(tmp_path / "mine.onnx", dims=("rows", 4))
+    if task == "unknown":
+        model = onnx.load(str(path))
+        model.graph.node[0].input[1] = "nowhere"
+        path.write_bytes(model.SerializeToString())
+    with pytest.raises(ExportError, match=f"^mine.onnx:? {message}"):
+        export_model(str(path), task=task)
+
+
+def softmax(path, *, opset=11):
+    """Write a Softmax over two axes, which is several operators from opset 13 on."""
+    nodes = [helper.make_node("Softmax", ["x"], ["y"], axis=1, name="softmax")]
+    return graph_of(path, {"x": ("N", 4, 5)}, nodes, {"y": ("N", 4, 5)}, opset=opset)
+
+
+def test_an_import_keeps_the_opset_of_the_file(tmp_path):
+    artifact = export_model(str(softmax(tmp_path / "mine.onnx")))
+    assert artifact.manifest.graphs[0].opset == 11
+    (stage,) = artifact.manifest.stages
+    assert stage.options["opset"] == 11
+    assert stage.fields["opset"] == "11"
+    assert "opset" not in stage.changed_options
+
+
+@pytest.mark.parametrize("external", ["", "weights.bin"])
+def test_a_later_opset_converts_the_file(tmp_path, external):
+    path = softmax(tmp_path / "mine.onnx")
+    if external:
+        path = linear(path, external=external)
+        model = onnx.load(str(path), load_external_data=False)
+        model.opset_import[0].version = 12
+        path.write_bytes(model.SerializeToString())
+    artifact = export_model(str(path), opset=20)
+    model = onnx.load(artifact.model)
+    assert [o.version for o in model.opset_import] == [20]
+    assert artifact.manifest.graphs[0].opset == 20
+    (stage,) = artifact.manifest.stages
+    assert stage.options["opset"] == 20
+    assert any(note.startswith("converted from opset 1") for note in stage.notes)
+    assert artifact.manifest.graphs[0].data_files == ()
+    assert set(artifact.manifest.files) == {"model.onnx"}
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)}
+    if not external:
+        with OrtRunner(artifact) as runner:
+            expected = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+            np.testing.assert_allclose(runner(feeds)["y"], expected.run(None, feeds)[0], rtol=1e-6)
+
+
+def test_an_earlier_opset_is_an_error(tmp_path):
+    with pytest.raises(
+        OptionError, match=r"mine\.onnx has opset 11, and a file is only converted to"
+    ):
+        export_model(str(softmax(tmp_path / "mine.onnx")), opset=9)
+
+
+def test_a_conversion_that_cannot_be_checked_is_an_error(tmp_path):
+    """The file takes rows of 4 only, but does not say so."""
+    path = linear(tmp_path / "mine.onnx", dims=("batch", "columns"))
+    with pytest.raises(
+        ExportError, match=r"^mine\.onnx cannot be converted .*could not be .*--dims"
+    ):
+        export_model(str(path), opset=21)
+    made = export_model(str(path), opset=21, dims=("x=batch,4",))
+    assert made.manifest.graphs[0].opset == 21
 
 
 def test_output_that_the_task_does_not_have_is_rejected(tmp_path):

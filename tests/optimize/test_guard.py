@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 from enginery import export_model
 from enginery.cli import main
+from enginery.core.errors import InputError
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.divergence import find_divergences, relative_error
@@ -71,6 +72,62 @@ def test_error_with_all_nodes_in_fp32_names_the_first_one(tmp_path):
     summary = artifact.failed_verdict().summary
     assert "it diverges from FP32 at the node sin_0, which is FP32 already: the relative" in summary
     assert summary.endswith("that of its computed inputs 0")
+
+
+def squares(path, columns="columns"):
+    """Write x -> Mul x -> ReduceSum -> Tanh: a square of more than 255 overflows FP16."""
+    text = f"g (float[batch, {columns}] x) => (float[batch, 1] y) {{ h = Mul (x, x)  "
+    text += "s = ReduceSum <keepdims = 1> (h, axes)  y = Tanh (s) }"
+    return export_model(str(saved(graph(text, axes=np.int64([1])), path)))
+
+
+def kept(artifact):
+    return {island["node"] for island in record(artifact)["islands"]}
+
+
+def test_ranges_of_arrays_keep_nodes_in_fp32_that_generated_numbers_do_not(tmp_path):
+    source = squares(tmp_path / "squares.onnx")
+    generated = stage.run(source, OptimizeConfig(), tmp_path / "generated")
+    assert (kept(generated), record(generated)["feeds"]) == (
+        set(),
+        "generated numbers, which real inputs may exceed",
+    )
+    numbers = np.random.default_rng(0).normal(0, 1, (7, 9))
+    numbers[5, 2] = 300.0
+    np.savez(tmp_path / "real.npz", x=numbers)
+    artifact = stage.run(source, OptimizeConfig(data=str(tmp_path / "real.npz")), tmp_path / "real")
+    assert kept(artifact) == {"mul_0", "reducesum_1", "tanh_2"}
+    assert (record(artifact)["feeds"], record(artifact)["batches"]) == ("rows of real.npz", 2)
+    assert record(artifact)["largest"] == pytest.approx(90_000, rel=0.01)
+    some = OptimizeConfig(data=str(tmp_path / "real.npz"), rows=2)  # rows 0 and 3
+    assert kept(stage.run(source, some, tmp_path / "some")) == set()
+
+
+def test_a_folder_of_arrays_has_rows_of_several_sizes(tmp_path):
+    source = squares(tmp_path / "squares.onnx")
+    (tmp_path / "rows").mkdir()
+    np.savez(tmp_path / "rows" / "a.npz", x=np.ones((2, 5)))
+    np.savez(tmp_path / "rows" / "b.npz", x=np.full((3, 8), 300.0))
+    artifact = stage.run(source, OptimizeConfig(data=str(tmp_path / "rows")), tmp_path / "out")
+    assert kept(artifact) == {"mul_0", "reducesum_1", "tanh_2"}
+    assert (record(artifact)["feeds"], record(artifact)["batches"]) == ("rows of rows", 2)
+
+
+def test_arrays_that_do_not_fit_the_graph_are_an_error(tmp_path):
+    source = squares(tmp_path / "squares.onnx", columns="5")
+    np.savez(tmp_path / "real.npz", x=np.ones((2, 6)))
+    with pytest.raises(InputError, match=r"real\.npz': x: found shape \(2, 6\), expected x"):
+        stage.run(source, OptimizeConfig(data=str(tmp_path / "real.npz")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_the_graph_does_not_take_name_arrays_as_the_way(tmp_path):
+    source = squares(tmp_path / "squares.onnx")
+    (tmp_path / "rows.csv").write_text("text\nhello\n")
+    with pytest.raises(
+        InputError, match=r"takes x, but .* Save an array for each of them as \.npz"
+    ):
+        stage.run(source, OptimizeConfig(data=str(tmp_path / "rows.csv")), tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper
 
+from enginery import export_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ExportError, InputError, OptionError, RejectedArtifactError
 from enginery.core.model.feeds import FeedLimits, make_feeds
@@ -224,3 +226,24 @@ def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, t
     built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))
     assert built.fp32_gemms == 0
     assert (built.fp16_gemms if precision == "fp16" else built.bf16_gemms) > 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_messages_name_the_inputs_on_which_fp16_ranges_were_measured(
+    tmp_path, optimized, precision
+):
+    """BF16 has the range of FP32, so nothing is measured."""
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"], name="relu")],
+        "relu",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", 4))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ("batch", 4))],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), tmp_path / "relu.onnx")
+    imported = export_model(str(tmp_path / "relu.onnx"))
+    made = optimized(imported, target="tensorrt", precision=precision)
+    measured = "(measured on generated numbers, which real inputs may exceed)"
+    note = next(note for note in made.manifest.stages[-1].notes if "nodes in" in note)
+    summary = report_of(made)["summary"]
+    assert (measured in note, measured in summary) == (precision == "fp16",) * 2

@@ -131,9 +131,10 @@ def test_every_parameter_reaches_the_model():
     ask(application(model), "POST", "/predict/minilm", body)
     assert model.calls[0][1].model_dump() == {"aggregation": "max", "truncate": False}
     model = StandInModel(verb="classify")
-    body = {"inputs": "a", "parameters": {"top_k": 1, "activation": "sigmoid"}}
+    parameters = {"top_k": 1, "activation": "sigmoid", "instruction": "Judge."}
+    body = {"inputs": "a", "parameters": parameters}
     ask(application(model), "POST", "/predict/minilm", body)
-    wanted = {"top_k": 1, "activation": "sigmoid", "truncate": None}
+    wanted = {**parameters, "truncate": None}
     assert model.calls[0][1].model_dump() == wanted
 
 

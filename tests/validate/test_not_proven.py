@@ -3,9 +3,13 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
-from enginery import export_model, validate_model
+from enginery import export_model, optimize_model, validate_model
+from enginery.cli.render import report_lines
+from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import constant_error
 from tests.tiny import save_tiny
 from tests.validate.faults import edits as faults
@@ -95,6 +99,80 @@ def test_classifier_that_needs_the_end_of_a_text_is_proven(exported, copied):
     assert not [case.name for case in report.cases if case.skipped]
 
 
+def recognizer(directory):
+    """Import a text recognizer; return it and inputs on some of which two classes nearly tie.
+
+    Rounding to FP16 moves its largest scores by up to 0.5, and so the probabilities of a near tie.
+    """
+    generator = np.random.default_rng(0)
+    classes = generator.normal(0, 100, (16, 40)).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["strip", "classes"], ["scores"], name="/head/MatMul"),
+            helper.make_node("Softmax", ["scores"], ["probabilities"], name="/head/Softmax"),
+        ],
+        "recognizer",
+        [helper.make_tensor_value_info("strip", TensorProto.FLOAT, ("batch", "steps", 16))],
+        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ("batch", "steps", 40))],
+        [numpy_helper.from_array(classes, "classes")],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "r.onnx")
+    strips = generator.normal(0, 1, (16, 512, 16)).astype(np.float32)
+    np.savez(directory / "strips.npz", strip=strips)
+    return export_model(str(directory / "r.onnx")), directory / "strips.npz"
+
+
+def test_near_ties_in_fp16_leave_a_sound_graph_proven_and_a_constant_failed(tmp_path):
+    imported, strips = recognizer(tmp_path)
+    made = optimize_model(imported, target="tensorrt", precision="fp16", out=tmp_path / "fp16")
+    report = validate_model(made, data=str(strips))
+    assert report.passed, report.summary
+    found = [(case.kind, output) for case in report.cases for output in case.outputs]
+    assert all(output.limit > 1 for kind, output in found if kind == "real")
+
+    def answer_a_constant(model):
+        zero = numpy_helper.from_array(np.float16([0]), "zero")
+        model.graph.initializer.append(zero)
+        softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+        scores, softmax.input[0] = softmax.input[0], "nothing"
+        place = list(model.graph.node).index(softmax)
+        model.graph.node.insert(place, helper.make_node("Mul", [scores, "zero"], ["nothing"]))
+
+    broken = faults.break_graph(made.copy_to(tmp_path / "broken"), answer_a_constant)
+    report = validate_model(broken.path, data=str(strips))
+    assert not report.passed
+    assert "outputs differ from the source file" in report.summary
+
+
+def test_real_inputs_do_not_raise_the_limits_of_generated_ones(tmp_path):
+    imported, strips = recognizer(tmp_path)
+    made = optimize_model(imported, target="tensorrt", precision="fp16", out=tmp_path / "fp16")
+    alone, both = (
+        {
+            (case.graph, case.name): output.limit
+            for case in validate_model(made, data=data).cases
+            if case.kind == "sweep"
+            for output in case.outputs
+        }
+        for data in ("", str(strips))
+    )
+    assert alone == both
+
+
+def test_user_whose_own_inputs_prove_nothing_is_not_sent_in_a_circle(tmp_path):
+    imported, strips = recognizer(tmp_path)
+    np.savez(strips, strip=np.zeros((2, 8, 16), np.float32))
+    made = optimize_model(imported, target="tensorrt", precision="fp16", out=tmp_path / "fp16")
+    report = validate_model(made, data=str(strips), max_abs_error=10.0)
+    assert not report.passed
+    assert "the inputs of --data do not change that" in report.summary
+    assert "a smaller limit with --max-abs-error" in report.summary
+    assert "give other inputs with --data" not in report.summary
+    reasons = [line for line in report_lines(report) if line.startswith("not proven: ")]
+    assert len(reasons) == len(report.not_proven) == 2, "as it is, and with every value in FP16"
+
+
 @pytest.mark.parametrize(
     ("reference", "error"),
     [
@@ -107,4 +185,11 @@ def test_classifier_that_needs_the_end_of_a_text_is_proven(exported, copied):
     ],
 )
 def test_error_of_the_best_constant(reference, error):
-    np.testing.assert_equal(constant_error(reference), error)
+    np.testing.assert_equal(constant_error(reference).max_abs, error)
+
+
+def test_root_mean_square_of_the_best_constant():
+    assert constant_error(np.float32([[1, 5], [1, 7]])).rms == pytest.approx(0.5**0.5)
+    assert constant_error(np.float32([[1, -3.4e38], [2, -3.4e38]])).rms == pytest.approx(0.125**0.5)
+    padding = PaddingMask(np.ones((2, 2), bool), 1)
+    assert np.isnan(constant_error(np.float32([[1, 5], [1, 7]]), padding).rms)

@@ -277,7 +277,47 @@ def test_other_file_can_be_the_reference_if_it_takes_the_same_inputs(imported, c
     assert "outputs differ from the reference file" in report.summary
 
 
+@pytest.mark.parametrize("opset", ["auto", 21])
+def test_the_reference_is_the_file_with_its_own_names_of_dims(tmp_path, opset):
+    """The import has other dims than its file, and a converted graph other operators."""
+    path = convolution(tmp_path / "conv.onnx")
+    model = onnx.load(path)
+    for dim, name in zip(
+        model.graph.input[0].type.tensor_type.shape.dim, ("D.0", "", "D.1", "?"), strict=True
+    ):
+        if name:
+            dim.dim_param = name
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "D.0"
+    onnx.save(model, path)
+    artifact = export_model(str(path), opset=opset)
+    assert artifact.manifest.graphs[0].inputs[0].dims == ("batch", 3, "height", "width")
+    report = validate_model(artifact)
+    assert report.passed, report.summary
+    assert report.reference_name == "the source file"
+    low = optimize_model(artifact, target="tensorrt", precision="fp16", out=tmp_path / "fp16")
+    report = validate_model(low)
+    assert report.passed, report.summary
+    path.unlink()
+    with pytest.raises(SourceError, match=r"does not exist any more.*--reference MODEL"):
+        validate_model(artifact, effort="quick")
+
+
 # Arrays
+
+
+def test_a_folder_of_arrays_is_compared_size_by_size(tmp_path):
+    artifact = export_model(str(convolution(tmp_path / "conv.onnx")))
+    generator = np.random.default_rng(0)
+    (tmp_path / "rows").mkdir()
+    for count, size in ((3, 8), (2, 11)):
+        pixels = generator.normal(0, 1, (count, 3, size, size)).astype(np.float32)
+        np.savez(tmp_path / "rows" / f"{size}.npz", pixels=pixels)
+    report = validate_model(artifact, data=str(tmp_path / "rows"), effort="quick")
+    assert report.passed, report.summary
+    assert [case.name for case in report.cases if case.kind == "real"] == [
+        "rows of 3 × 11 × 11, 1–2",
+        "rows of 3 × 8 × 8, 1–3",
+    ]
 
 
 @pytest.mark.parametrize(

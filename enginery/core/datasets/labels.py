@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.datasets.samples import ARRAY_SUFFIXES, read_text_rows
+from enginery.core.datasets.samples import holds_arrays, read_text_rows
 from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.model.files import ModelConfig
 
@@ -35,7 +35,7 @@ def require_classifier(artifact: Artifact, data: str, label_column: str) -> None
         problem = f"{artifact.path} is for {kind.replace('_', ' ')}, which has no single best class"
     elif any(spec.name == "logits" and spec.dims[-1:] == (1,) for spec in _outputs(artifact)):
         problem = f"{artifact.path} gives one score for each text, not one for each class"
-    elif Path(data).suffix.lower() in ARRAY_SUFFIXES:
+    elif holds_arrays(Path(data)):
         problem = "arrays have no columns"
     if problem:
         raise OptionError(

@@ -28,7 +28,8 @@ from enginery.core.errors import InputError, nearest
 
 ARRAY_SUFFIXES = (".npz", ".npy")
 _ARRAY_BYTES = 2 << 30
-"""Largest size of the arrays in an .npz file, in bytes. An .npy file is memory-mapped."""
+"""Largest size in bytes of the arrays in an .npz file, and in a folder. An .npy file is
+memory-mapped."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +187,26 @@ def select_columns(given: Any, columns: Sequence[str]) -> Any:
     return given
 
 
+def holds_arrays(path: Path) -> bool:
+    """Return True for the name of an .npz or .npy file, and for a folder with .npz files."""
+    return path.suffix.lower() in ARRAY_SUFFIXES or bool(path.is_dir() and _npz_files(path))
+
+
+def _npz_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.npz") if not path.name.startswith("."))
+
+
+def array_files(path: Path) -> list[Path]:
+    """Return the files with arrays: the .npz files of a folder, sorted, or the file itself."""
+    return _npz_files(path) if path.is_dir() else [path]
+
+
 def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str, Any]]:
     """Return inputs of a graph from arrays: up to `rows` rows, at even intervals.
 
     Args:
-        path: .npz file with an array for each input, or .npy file for the only input.
+        path: .npz file with an array for each input, .npy file for the only input, or a folder of
+            .npz files, whose arrays may have other sizes in each file.
         names: names of the graph's inputs.
         rows: largest number of rows.
 
@@ -198,22 +214,31 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
         A dict for each row, of arrays with shape (1, …).
 
     Raises:
-        InputError: the file cannot be read, has Python objects or other names, or its arrays have
+        InputError: a file cannot be read, has Python objects or other names, or its arrays have
             different numbers of rows.
     """
-    arrays = load_arrays(path, names)
-    counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
-    if len(set(counts.values())) != 1 or not min(counts.values()):
-        found = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-        raise InputError(
-            f"data '{path}': found arrays of shape {found}; expected the same number of rows in "
-            "each, at least one."
-        )
-    indices = take_evenly(range(min(counts.values())), rows)
-    return [
-        {name: array[position : position + 1] for name, array in arrays.items()}
-        for position in indices
-    ]
+    found: list[dict[str, Any]] = []
+    size_bytes = 0
+    for file in array_files(path):
+        arrays = load_arrays(file, names)
+        counts = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
+        if len(set(counts.values())) != 1 or not min(counts.values()):
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            raise InputError(
+                f"data '{file}': found arrays of shape {shapes}; expected the same number of rows "
+                "in each, at least one."
+            )
+        size_bytes += sum(array.nbytes for array in arrays.values())
+        if path.is_dir() and size_bytes > _ARRAY_BYTES:
+            raise InputError(
+                f"data '{path}': its arrays have more than {_ARRAY_BYTES:,} bytes.",
+                do="Save fewer rows.",
+            )
+        found += [
+            {name: array[position : position + 1] for name, array in arrays.items()}
+            for position in range(min(counts.values()))
+        ]
+    return take_evenly(found, rows)
 
 
 def load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:

@@ -511,6 +511,15 @@ def module_kinds(directory: Path) -> list[str]:
     return [each.kind for each in _present_modules(directory)]
 
 
+def has_embedding_modules(directory: Path) -> bool:
+    """Return True if sentence-transformers' modules make embeddings of a model's token vectors.
+
+    Raises:
+        ArtifactError: modules.json cannot be read.
+    """
+    return any(kind not in ("Transformer", "LogitScore") for kind in module_kinds(directory))
+
+
 def _present_modules(directory: Path) -> list[SentenceModule]:
     return read_modules(directory) if (directory / "modules.json").is_file() else []
 

@@ -145,6 +145,8 @@ class ModelStructure:
 
     graph: Graph = field(default_factory=Graph)
     functions: list[Graph] = field(default_factory=list)
+    opset: int = 0
+    """The version of ONNX's own operators; 0 if the file does not say."""
 
 
 class _DamagedError(Exception):
@@ -188,6 +190,10 @@ class _Reader:
                 self._read_graph(found.graph, low, high, 1)
             elif number == 25 and wire == 2:
                 found.functions.append(self._function(low, high))
+            elif number == 8 and wire == 2:
+                domain, version = self._opset(low, high)
+                if domain in ("", "ai.onnx"):
+                    found.opset = version
         if not has_graph:
             raise _DamagedError("it has no graph")
         return found
@@ -264,6 +270,15 @@ class _Reader:
                     graph.inputs.append(value)
             elif number == 15:
                 graph.sparse.append(self._sparse(start, end))
+
+    def _opset(self, low: int, high: int) -> tuple[str, int]:
+        domain, version = "", 0
+        for number, wire, start, end in self._fields(low, high):
+            if number == 1 and wire == 2:
+                domain = self._text(start, end)
+            elif number == 2 and wire == 0:
+                version = _signed(start)
+        return domain, version
 
     def _function(self, low: int, high: int) -> Graph:
         self._count_node()

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
+from enginery.core.artifact.fingerprint import combined_sha256, data_sha256, sha256_of
 from enginery.core.datasets.images import list_images
 from enginery.core.datasets.labels import index_labels
 from enginery.core.datasets.samples import (
-    ARRAY_SUFFIXES,
+    holds_arrays,
     iterate,
     read_arrays,
     read_text_rows,
@@ -190,7 +190,7 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     path = Path(config.data).expanduser()
     record = artifact.manifest.graphs[0]
-    if path.suffix.lower() in ARRAY_SUFFIXES:
+    if holds_arrays(path):
         if config.label_column:
             raise OptionError(
                 f"option 'label_column' is '{config.label_column}', but arrays have no columns.",
@@ -198,7 +198,8 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             )
         feeds = read_arrays(path, [spec.name for spec in record.inputs], rows=config.rows)
         described = f"{path.name}: {len(feeds)} rows of arrays"
-        return CalibrationData("feeds", tuple(feeds), (), sha256_of(path), described)
+        digest = data_sha256(path) if path.is_dir() else sha256_of(path)
+        return CalibrationData("feeds", tuple(feeds), (), digest, described)
     if takes_images(record):
         if config.label_column:
             raise OptionError(

@@ -9,29 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.images import list_images
 from enginery.core.datasets.labels import read_labelled_texts
-from enginery.core.datasets.samples import (
-    ARRAY_SUFFIXES,
-    load_arrays,
-    read_arrays,
-    read_texts,
-)
-from enginery.core.errors import ArtifactError, InputError, ShapeError
-from enginery.core.model.feeds import Feeds
-from enginery.runtime.engines.padding import dim_sizes
+from enginery.core.datasets.samples import holds_arrays, read_texts
+from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.sample_inputs import (
-    ROWS,
     ImageFeeder,
     SampleBatch,
     TextFeeder,
+    array_batches,
     builtin_batches,
     image_batches,
-    sample_batches,
     takes_images,
     takes_real_inputs,
     text_batches,
@@ -84,58 +74,14 @@ def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
 
 
 def _is_arrays(config: ValidateConfig) -> bool:
-    return Path(config.data).suffix.lower() in ARRAY_SUFFIXES
+    return bool(config.data) and holds_arrays(Path(config.data).expanduser())
 
 
 def _array_cases(record: GraphRecord, config: ValidateConfig) -> list[ValidationCase]:
-    """Return cases of rows; or, if the first dim of some input is not the batch, one of all."""
-    path = Path(config.data).expanduser()
-    names = [spec.name for spec in record.inputs]
-    batches = {spec.dims[:1] for spec in record.inputs}
-    if len(batches) > 1 or () in batches:
-        feeds = _fit_arrays(path, record, load_arrays(path, names))
-        return [ValidationCase("arrays", "real", lambda: feeds)]
-
-    def feed(part: list[Feeds]) -> Feeds:
-        arrays = {name: np.concatenate([row[name] for row in part]) for name in names}
-        return _fit_arrays(path, record, arrays)
-
-    rows = read_arrays(path, names, rows=config.rows)
-    cases = _as_cases(sample_batches("rows", rows, feed, record, rows=ROWS))
-    cases[0].make()  # so that errors show before the reference starts
+    cases = _as_cases(array_batches(Path(config.data).expanduser(), record, rows=config.rows))
+    for case in cases:
+        case.make()  # so that errors show before the reference starts
     return cases
-
-
-def _fit_arrays(path: Path, record: GraphRecord, arrays: Feeds) -> Feeds:
-    """Return arrays in the dtypes of a graph's inputs.
-
-    Raises:
-        InputError: an array has another rank or another fixed size than its input, two of them have
-            different sizes of one dim, or values would change in the input's dtype.
-    """
-    feeds = {}
-    for spec in record.inputs:
-        array = arrays[spec.name]
-        if array.ndim != len(spec.dims):
-            raise InputError(
-                f"data '{path}': {spec.name} has the shape {array.shape}, the graph takes {spec}."
-            )
-        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
-        fits = array.dtype.kind in "biuf"
-        if fits:
-            with np.errstate(invalid="ignore", over="ignore"):
-                feeds[spec.name] = array.astype(dtype)
-            fits = dtype.kind == "f" or np.array_equal(feeds[spec.name], array)
-        if not fits:
-            raise InputError(
-                f"data '{path}': {spec.name} has values of {array.dtype} that {dtype} cannot hold; "
-                f"the graph takes {spec}."
-            )
-    try:
-        dim_sizes(record.inputs, feeds)
-    except ShapeError as error:
-        raise InputError(f"data '{path}': {error.message}") from error
-    return feeds
 
 
 def _text_cases(

@@ -108,17 +108,30 @@ def compute_differences(
     )
 
 
-def constant_error(reference: Array) -> float:
-    """Return the largest error of the best constant that is repeated for every row of the batch.
+@dataclass(frozen=True)
+class ConstantError:
+    """Smallest errors of a constant that is repeated for every row; NaN if unknown.
+
+    No constant has smaller ones. The two come from different constants: the middle of the lowest
+    and the highest value of each element, and their mean.
+    """
+
+    max_abs: float = math.nan
+    rms: float = math.nan
+
+
+def constant_error(reference: Array, padding: PaddingMask | None = None) -> ConstantError:
+    """Return the errors of the best constant that is repeated for every row of the batch.
 
     If there is one row, its positions (all axes but the last) count as rows. NaN if there is only
-    one position, or if the reference has no ordinary floats.
+    one position, or if the reference has no ordinary floats. With padding, whose positions have no
+    limit, the root mean square is unknown.
     """
     if reference.ndim < 2 or not np.issubdtype(reference.dtype, np.floating) or not reference.size:
-        return math.nan
+        return ConstantError()
     rows = reference if len(reference) > 1 else reference.reshape(-1, reference.shape[-1])
     if len(rows) < 2:
-        return math.nan
+        return ConstantError()
     lowest, highest = np.array(rows[0]), np.array(rows[0])
     for row in rows[1:]:
         np.minimum(lowest, row, out=lowest)
@@ -126,8 +139,14 @@ def constant_error(reference: Array) -> float:
     ordinary = np.isfinite(lowest) & np.isfinite(highest)
     ordinary &= np.maximum(np.abs(lowest), np.abs(highest)) < _FILL
     if not ordinary.any():
-        return math.nan
-    return float((highest[ordinary].astype(np.float64) - lowest[ordinary]).max()) / 2
+        return ConstantError()
+    max_abs = float((highest[ordinary].astype(np.float64) - lowest[ordinary]).max()) / 2
+    if padding is not None:
+        return ConstantError(max_abs)
+    mean = sum(row[ordinary].astype(np.float64) for row in rows) / len(rows)
+    squared = sum(float(np.square(row[ordinary] - mean).sum()) for row in rows)
+    # Elements that are not ordinary count as equal, so that this is a lower bound.
+    return ConstantError(max_abs, math.sqrt(squared / reference.size))
 
 
 def argmax_disagreement(

@@ -27,6 +27,7 @@ from enginery.core.precision import PRECISION_OF_DTYPE
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import (
+    ConstantError,
     Differences,
     argmax_disagreement,
     compute_differences,
@@ -88,10 +89,14 @@ def compare_output(
     rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=found.rms)
     if max_abs_error is not None:
         limit, rms_limit = max_abs_error, math.inf
-    # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
-    rounding = Tolerance.for_precision(tolerance.precision).limit(
-        noise_floor=noise.max_abs, largest=found.largest
-    )
+    limits = limit, rms_limit
+    if not math.isfinite(limit):
+        # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
+        rounding = Tolerance.for_precision(tolerance.precision)
+        limits = (
+            rounding.limit(noise_floor=noise.max_abs, largest=found.largest),
+            rounding.rms_limit(noise_rms=noise.rms, rms=found.rms),
+        )
     cosine_limit = min_cosine
     if cosine_limit is None:
         has_direction = found.rms > 4 * noise.max_abs
@@ -115,17 +120,21 @@ def compare_output(
         rms_error=found.rms_error,
         rms_limit=rms_limit,
         problem=_problem(found, limit, rms_limit, cosine_limit, agreement, name),
-        constant_ratio=_constant_ratio(reference, limit if math.isfinite(limit) else rounding),
+        constant_ratio=_constant_ratio(constant_error(reference, padding), *limits),
     )
 
 
-def _constant_ratio(reference: Array, limit: float) -> float | None:
-    """Return the error of the best constant as a multiple of the limit; None if unknown."""
-    error = constant_error(reference)
-    if math.isnan(error) or (error and not limit):  # no constant equals the reference
+def _constant_ratio(error: ConstantError, limit: float, rms_limit: float) -> float | None:
+    """Return the error of the best constant as a multiple of the limit; None if unknown.
+
+    Of the largest error and the root mean square, the larger multiple counts: each has a limit.
+    """
+    if math.isnan(error.max_abs) or (error.max_abs and not limit):  # no constant is equal
         return None
     # Below the smallest normal number, arithmetic has no relative accuracy.
-    return error / limit if limit >= np.finfo(np.float32).tiny else 0.0
+    least = np.finfo(np.float32).tiny
+    pairs = (error.max_abs, limit), (error.rms, rms_limit)
+    return max((e / most for e, most in pairs if most >= least and not math.isnan(e)), default=0.0)
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:

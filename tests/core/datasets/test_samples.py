@@ -10,7 +10,7 @@ import pytest
 
 from enginery.core.datasets import samples
 from enginery.core.datasets.images import list_images, take_evenly
-from enginery.core.datasets.samples import read_arrays, read_text_rows, read_texts
+from enginery.core.datasets.samples import holds_arrays, read_arrays, read_text_rows, read_texts
 from enginery.core.errors import InputError
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
@@ -279,6 +279,33 @@ def test_arrays_that_cannot_be_used_say_why(tmp_path, arrays, message):
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(InputError, match=message):
         read_arrays(tmp_path / "x.npz", ["a", "b"], rows=2)
+
+
+def test_a_folder_of_arrays_may_have_another_size_in_each_file(tmp_path):
+    for index, width in enumerate((2, 5)):
+        np.savez(tmp_path / f"{index}.npz", a=np.full((3, width), index))
+    assert holds_arrays(tmp_path)
+    found = read_arrays(tmp_path, ["a"], rows=3)
+    assert [row["a"].tolist() for row in found] == [[[0, 0]], [[0, 0]], [[1] * 5]]
+
+
+def test_a_folder_with_one_file_that_does_not_fit_names_it(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", a=np.ones(30))
+    np.savez(tmp_path / "b.npz", b=np.ones(3))
+    with pytest.raises(InputError, match=r"b\.npz' has the arrays b; expected"):
+        read_arrays(tmp_path, ["a"], rows=3)
+    np.savez(tmp_path / "b.npz", a=np.ones(300))
+    monkeypatch.setattr(samples, "_ARRAY_BYTES", 2600)
+    with pytest.raises(InputError, match="have more than 2,600 bytes"):
+        read_arrays(tmp_path, ["a"], rows=3)
+
+
+def test_folders_without_npz_hold_no_arrays(tmp_path):
+    (tmp_path / "photo.png").touch()
+    (tmp_path / "._a.npz").touch()
+    assert not holds_arrays(tmp_path)
+    assert not holds_arrays(tmp_path / "nowhere")
+    assert holds_arrays(tmp_path / "nowhere.npz"), "its name says so; reading it says what is wrong"
 
 
 def test_files_that_are_no_arrays_are_errors(tmp_path, monkeypatch):

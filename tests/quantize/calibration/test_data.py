@@ -240,3 +240,17 @@ def test_arrays_of_a_file_are_rows_of_the_graphs_own_inputs(bert, tmp_path):
     ]
     with pytest.raises(OptionError, match="arrays have no columns"):
         read(bert, data=str(path), label_column="label")
+
+
+def test_a_folder_of_arrays_has_rows_of_several_sizes(bert, tmp_path):
+    names = [spec.name for spec in bert.manifest.graphs[0].inputs]
+    for width in (4, 9):
+        ids = np.ones((2, width), np.int64)
+        np.savez(tmp_path / f"{width}.npz", **dict.fromkeys(names, ids))
+    data = read(bert, data=str(tmp_path))
+    assert data.description == f"{tmp_path.name}: 4 rows of arrays"
+    calibrating, _ = split(bert, data)
+    shapes = [batch.load()["input_ids"].shape for batch in calibrating]
+    assert shapes == [(1, 4), (1, 4), (1, 9), (1, 9)]
+    np.savez(tmp_path / "9.npz", **dict.fromkeys(names, 2 * ids))
+    assert read(bert, data=str(tmp_path)).sha256 != data.sha256

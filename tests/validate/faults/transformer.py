@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import ml_dtypes
 import numpy as np
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
 from tests.validate.faults.fault import (
     FLOATS,
@@ -180,20 +181,31 @@ _WITH_WEIGHTS = (
 
 
 def swap_layers(first: int, second: int) -> Edit:
-    """Exchange two layers with all their weights."""
+    """Exchange two layers with all their weights.
+
+    In a quantized graph, the search may have left out other products in the second one; then it is
+    the next layer with the same nodes as the first.
+    """
 
     def edit(g: GraphEditor) -> None:
-        names = [n.name for n in g.nodes(rf".*/layer\.{first}/.*")]
-        for name in names:
-            other = name.replace(f"layer.{first}/", f"layer.{second}/")
-            a, b = g.node(f"^{name}"), g.node(f"^{other}")
+        mine = _layer_nodes(g, first)
+        following = (_layer_nodes(g, index) for index in count(second))
+        theirs = next(nodes for nodes in following if nodes.keys() == mine.keys() or not nodes)
+        for name, a in mine.items():
+            b = theirs[name]
             if a.op_type not in _WITH_WEIGHTS:
                 continue
-            for index, (mine, theirs) in enumerate(zip(a.input, b.input, strict=True)):
-                if g.array(mine) is not None and g.array(theirs) is not None:
-                    a.input[index], b.input[index] = theirs, mine
+            for index, pair in enumerate(zip(a.input, b.input, strict=True)):
+                if all(g.array(tensor) is not None for tensor in pair):
+                    b.input[index], a.input[index] = pair
 
     return edit
+
+
+def _layer_nodes(g: GraphEditor, index: int) -> dict[str, NodeProto]:
+    """Return the nodes of a layer by their names within it."""
+    prefix = rf"layer.{index}/"
+    return {n.name.partition(prefix)[2]: n for n in g.nodes(rf".*/layer\.{index}/.*")}
 
 
 def _bias(node: str) -> str:

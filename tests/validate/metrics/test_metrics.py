@@ -8,7 +8,7 @@ import pytest
 
 from enginery.core.artifact.reports import EmbeddingMetrics, ValidationCaseResult, ValidationReport
 from enginery.core.shapes import TensorSpec
-from enginery.core.tolerance import Tolerance
+from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.metrics.outputs import NoiseFloor, compare_output, noise_floor
 from enginery.validate.report import summarize
@@ -298,3 +298,35 @@ def test_small_error_everywhere_fails_where_a_single_one_passes():
     assert judged(
         everywhere, reference, "last_hidden_state", noise=noise, tolerance=fp16, max_abs_error=0.02
     ).passed, "the user's own limit replaces both"
+
+
+def test_constant_that_only_the_root_mean_square_refuses_is_told_apart():
+    """A near tie of the reference in one row raises the limit of the largest error beyond 1."""
+    fp16 = Tolerance.for_precision("fp16")
+    noise = NoiseFloor(0.5, 0.999, rms=1e-3)
+    reference = np.eye(8, dtype=np.float32)
+    found = judged(reference, reference, "probabilities", noise=noise, tolerance=fp16)
+    assert found.passed
+    assert found.limit > 1
+    assert found.constant_ratio > 1
+    best = np.broadcast_to(reference.mean(0), reference.shape)
+    constant = judged(best, reference, "probabilities", noise=noise, tolerance=fp16)
+    assert constant.problem.startswith("root mean square error")
+    assert found.constant_ratio == pytest.approx(constant.rms_error / constant.rms_limit)
+
+
+@pytest.mark.parametrize("rms", [1.0, np.inf])
+def test_constant_within_both_limits_is_told(rms):
+    fp16 = Tolerance.for_precision("fp16")
+    reference = np.eye(8, dtype=np.float32)
+    noise = NoiseFloor(0.5, 0.9, rms=rms)
+    found = judged(reference, reference, "probabilities", noise=noise, tolerance=fp16)
+    assert found.constant_ratio < 1
+
+
+def test_constant_is_also_refused_in_a_quantized_graph():
+    noise = NoiseFloor(0.5, 0.999, rms=1e-3)
+    reference = np.eye(8, dtype=np.float32)
+    tolerance = QuantizedTolerance("fp16")
+    found = judged(reference, reference, "probabilities", noise=noise, tolerance=tolerance)
+    assert found.constant_ratio > 1
