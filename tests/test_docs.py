@@ -38,6 +38,8 @@ NOT_RUN = {
     r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",
     r"hf://": "needs the Hub: tests/publish/targets/test_hub.py",
     r"oci://": "needs a registry: tests/publish/targets/test_oci.py",
+    r"--dims x=": "needs files with such an input: tests/export/test_onnx_file.py",
+    r"Qwen/": "models of the Hub: tests/runtime/text/test_rerankers.py",
     r"reviews-int8": "random weights hold no accuracy: tests/quantize/test_digits.py",
     r"run reviews.yaml$": "as above: tests/recipe/test_draft.py",
     r"run recipes/(?!vit)": "a model of the Hub or a package: tests/recipe/test_shipped.py",
@@ -49,6 +51,7 @@ STAND_INS = {
     "org/name@revision": "./all-minilm",
     "sentence-transformers/all-MiniLM-L6-v2": "./all-minilm",
     "distilbert/distilbert-base-uncased-finetuned-sst-2-english": "./my-classifier",
+    "openai-community/gpt2": "./my-decoder",
 }
 """Tiny models in place of those that would be downloaded."""
 
@@ -65,6 +68,7 @@ MODELS = {
     "my-classifier": ("bert", "text-classification"),
     "my-vit": ("vit", "image-classification"),
     "my-t5": ("t5", "text2text-generation"),
+    "my-decoder": ("gpt2", "text-generation"),
 }
 ARTIFACTS = {
     "build/minilm": "all-minilm",
