@@ -58,10 +58,14 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
     if task is None:
         graphs = [record] if record else manifest.graphs[:1]
         feeds = ", ".join(f'"{spec.name}": …' for graph in graphs for spec in graph.inputs)
+        if manifest.task == "text-generation":
+            hint = "To generate, export it for text-generation-with-past. "
+        else:
+            hint = ""
         raise ArtifactError(
             f"the artifact was exported for {manifest.task}, which is not a supported task; "
             f"supported: {', '.join(supported_tasks())}.",
-            do="Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
+            do=f"{hint}Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
             f'OrtRunner(Artifact.open("…"), providers="cpu")({{{feeds}}}). Or open the directory '
             "with Optimum's ORTModel classes.",
         )

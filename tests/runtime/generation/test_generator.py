@@ -193,7 +193,7 @@ def test_nothing_in_nothing_out_and_other_methods_name_the_right_one(decoder):
 def test_a_decoder_without_cache_does_not_generate(tiny_model, home):
     source = str(tiny_model("gpt2", "text-generation"))
     artifact = export_model(source, task="text-generation")
-    with pytest.raises(ArtifactError, match=r"exported for text-generation, .*not a supported"):
+    with pytest.raises(ArtifactError, match="export it for text-generation-with-past"):
         load_model(artifact)
     artifact = export_model(source, task="text-generation-with-past")
     cacheless = [s for s in artifact.manifest.graphs[0].inputs if "past" not in s.name]
