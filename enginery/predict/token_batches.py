@@ -82,16 +82,9 @@ class TimedTokenizer(TextTokenizer):
     stats: WindowStats = field(default_factory=WindowStats)
     watchdog: TokenizerWatchdog = field(default_factory=TokenizerWatchdog)
 
-    def encode(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        *,
-        offsets: bool = True,
-        instruction: str = "",
-    ) -> list[Any]:
+    def encode(self, texts: Sequence[str | tuple[str, str]], **options: Any) -> list[Any]:
         """Encode as `TextTokenizer.encode`; also raise the errors of `TokenizerWatchdog`."""
-        encode = partial(super().encode, offsets=offsets, instruction=instruction)
-        return self._encode_timed(encode, texts)
+        return self._encode_timed(partial(super().encode, **options), texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
         """Encode as `TextTokenizer.encode_pairs`; also raise the errors of `TokenizerWatchdog`."""

@@ -226,11 +226,18 @@ def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -
     tokens = [score.true_token_id]
     if score.false_token_id is not None:
         tokens.append(score.false_token_id)
-    if head is None or head.bias is not None or max(tokens) >= len(head.weight):
-        found = "none" if head is None else f"{len(head.weight)} tokens"
+    if head is None:
+        problem = "has no head"
+    elif head.bias is not None:
+        problem = "has a head with a bias, which is not supported"
+    elif max(tokens) >= len(head.weight):
+        problem = f"has {len(head.weight)} tokens"
+    else:
+        problem = ""
+    if problem:
         raise ExportError(
-            f"the LogitScore module reads the logits of the tokens {tokens}, but the head of "
-            f"{type(language_model).__name__} has {found}{'' if head is None else ', or a bias'}."
+            f"the LogitScore module reads the logits of the tokens {tokens}, but "
+            f"{type(language_model).__name__} {problem}."
         )
     config = language_model.config
     config.num_labels = 1

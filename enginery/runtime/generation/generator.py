@@ -18,7 +18,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
-from enginery.runtime.generation.decoder import CachedDecoder, DecoderState
+from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Candidates, Hypothesis, Need, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -194,12 +194,7 @@ class TextGenerator(Closeable):
             running, rows = [running[index] for index in left], [following[index] for index in left]
             if not running:
                 return
-            state, found = self._step(state, tokens, parents, running)
-
-    def _step(
-        self, state: DecoderState, tokens: list[int], parents: list[int], running: Sequence[Search]
-    ) -> tuple[DecoderState, Candidates]:
-        return self._decoder.step(state, tokens, parents, _joined(running))
+            state, found = self._decoder.step(state, tokens, parents, _joined(running))
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special=True)

@@ -32,7 +32,7 @@ TokenIds = Annotated[
     BeforeValidator(lambda value: (value,) if isinstance(value, int) else value),
 ]
 
-_DEFAULTS_OF_OTHERS: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "assistant_early_exit": None,
     "constraints": None,
     "diversity_penalty": 0.0,
@@ -56,7 +56,8 @@ _DEFAULTS_OF_OTHERS: dict[str, Any] = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-"""Fields of transformers' GenerationConfig that change the tokens and are not supported."""
+"""Fields of transformers' GenerationConfig that change the tokens and are not supported, with their
+defaults."""
 
 
 class GenerationOptions(BaseModel):
@@ -117,12 +118,6 @@ class GenerationOptions(BaseModel):
     decoder_start_token_id: TokenId | None = None
     """The first token of an encoder-decoder's decoder."""
 
-    @property
-    def start_token(self) -> int | None:
-        """The first token of an encoder-decoder's decoder."""
-        start = self.decoder_start_token_id
-        return self.bos_token_id if start is None else start
-
     def with_arguments(self, **arguments: Any) -> GenerationOptions:
         """Return the options with a caller's values in place of those of the file; None is unset.
 
@@ -132,8 +127,8 @@ class GenerationOptions(BaseModel):
         given = {name: value for name, value in arguments.items() if value is not None}
         known = GenerationOptions.model_fields
         for name, value in given.items():
-            if name in _DEFAULTS_OF_OTHERS:
-                if value != _DEFAULTS_OF_OTHERS[name]:
+            if name in UNSUPPORTED:
+                if value != UNSUPPORTED[name]:
                     raise InputError(f"{name}: {value!r} is not supported.")
             elif name not in known:
                 raise InputError(f"unknown option '{name}'{nearest(name, known)}.")
@@ -166,7 +161,7 @@ class GenerationOptions(BaseModel):
             positions: the model's limit; None if it has none.
 
         Raises:
-            InputError: there is no room for a new token.
+            InputError: the prompt alone reaches that length.
         """
         if self.max_new_tokens is not None:
             longest = prompt + self.max_new_tokens
@@ -175,11 +170,10 @@ class GenerationOptions(BaseModel):
         if positions is not None:
             longest = min(longest, positions)
         if longest <= prompt:
-            limit = f"max_length is {longest}" if positions != longest else f"it takes {positions}"
+            limit = "max_length" if positions != longest else "the model's limit"
             raise InputError(
-                f"the prompt has {prompt} tokens, which leaves the model no room for new ones: "
-                f"{limit}.",
-                do="Shorten it, or set max_new_tokens.",
+                f"the prompt has {prompt} tokens, and {limit} is {longest} with the new ones.",
+                do="Shorten the prompt, or set max_new_tokens.",
             )
         return longest
 
@@ -197,7 +191,7 @@ def read_generation_config(directory: Path) -> GenerationOptions:
     file = directory / FILE
     document: Mapping[str, Any] = read_json(file, error=ArtifactError)
     values = {name: value for name, value in document.items() if value is not None}
-    for name, default in _DEFAULTS_OF_OTHERS.items():
+    for name, default in UNSUPPORTED.items():
         if values.get(name, default) != default:
             raise ArtifactError(
                 f"{file}: {name} is {values[name]!r}, which is not supported.",

@@ -21,6 +21,7 @@ from enginery.runtime.generation.options import GenerationOptions
 Scores = NDArray[np.float32]
 Tokens = Sequence[int]
 Processor = Callable[[Tokens, Scores], Scores]
+Warper = Callable[[Scores], Scores]
 
 _NEVER = np.float32(-np.inf)
 
@@ -59,12 +60,12 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
     return found
 
 
-def make_warpers(options: GenerationOptions) -> list[Callable[[Scores], Scores]]:
+def make_warpers(options: GenerationOptions) -> list[Warper]:
     """Return what changes the scores before a draw."""
     keep = 1 if options.num_beams == 1 else len(options.eos_token_id) + 1
     if options.num_beams > 1 and not options.eos_token_id:
         keep = 2
-    found: list[Callable[[Scores], Scores]] = []
+    found: list[Warper] = []
     if options.temperature != 1.0:
         found.append(lambda scores: scores / np.float32(options.temperature))
     if options.top_k:

@@ -24,6 +24,7 @@ from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import (
     Processor,
     Scores,
+    Warper,
     log_softmax,
     make_processors,
     make_warpers,
@@ -94,10 +95,15 @@ class Search(ABC):
 
     done: bool = field(default=False, init=False)
     _processors: list[Processor] = field(init=False)
+    _warpers: list[Warper] = field(init=False)
+    _random: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        self._processors = make_processors(
-            self.options, prompt=len(self.prompt), longest=self.longest
+        options = self.options
+        self._processors = make_processors(options, prompt=len(self.prompt), longest=self.longest)
+        self._warpers = make_warpers(options) if options.do_sample else []
+        self._random = np.random.default_rng(
+            secrets.randbits(64) if options.seed is None else options.seed
         )
 
     @property
@@ -144,9 +150,6 @@ class SequentialSearch(Search):
         self._sequences = [list(self.prompt) for _ in range(count)]
         self._running = [0]
         self._finishes = [""] * count
-        self._warpers = make_warpers(self.options) if self.options.do_sample else []
-        seed = self.options.seed
-        self._random = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
 
     @property
     def need(self) -> Need:
@@ -214,9 +217,6 @@ class BeamSearch(Search):
         super().__post_init__()
         self._running = [_Beam(self.prompt, 0.0)]
         self._finished = [_Beam(self.prompt, _WORST)] * self.options.num_beams
-        self._warpers = make_warpers(self.options) if self.options.do_sample else []
-        seed = self.options.seed
-        self._random = np.random.default_rng(secrets.randbits(64) if seed is None else seed)
 
     @property
     def need(self) -> Need:
@@ -335,7 +335,7 @@ def make_search(
         stops: tells whether generated tokens end with a stop string; None without stop strings.
 
     Raises:
-        InputError: the prompt leaves no room for a new token.
+        InputError: the prompt alone reaches the largest length.
     """
     kind = BeamSearch if options.num_beams > 1 else SequentialSearch
     longest = options.longest(len(prompt), positions)

@@ -246,8 +246,10 @@ class OrtRunner(Closeable):
             else value
             for name, value in feeds.items()
         }
-        shapes = {name: np.broadcast_to(np.int8(0), v.shape()) for name, v in values.items()}
-        session = self._sessions[self._index(shapes) if self.profiles else 0]
+        index = 0
+        if self.profiles:
+            index = self._index({name: shape_only_array(v) for name, v in values.items()})
+        session = self._sessions[index]
         device = device_of(session)
         try:
             if device.kind == "cpu":

@@ -84,7 +84,7 @@ class ChatTemplate:
         import jinja2
 
         try:
-            rendered: str = self.compile().render(
+            rendered: str = self.compiled.render(
                 messages=messages, **{**self.special_tokens, **variables}
             )
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -93,16 +93,13 @@ class ChatTemplate:
             ) from error
         return rendered
 
-    def compile(self) -> Any:
-        """Return the template as Jinja's; it is compiled once.
+    @cached_property
+    def compiled(self) -> Any:
+        """The template as Jinja's.
 
         Raises:
             ArtifactError: the template is invalid.
         """
-        return self._compiled
-
-    @cached_property
-    def _compiled(self) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -179,7 +176,7 @@ class PairTemplate:
         prompts = SentenceTransformersConfig.read(directory)
         instruction = prompts.prompts.get(prompts.default_prompt_name) or ""
         variables = sentence.processing_kwargs.chat_template
-        chat.compile()
+        _ = chat.compiled  # else the loop would hide that the template is invalid
         # Templates read content as a string or, like those for images, as a list of parts.
         for structured in (False, True):
             found = cls(chat, instruction, variables, structured)

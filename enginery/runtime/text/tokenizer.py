@@ -287,11 +287,11 @@ class TextTokenizer:
                 [*prompts, template.suffix],
             )
         )
-        room = max(self.limit - len(suffix), 0)
+        kept = max(self.limit - len(suffix), 0)
         pairs = (
             TokenIds(found)
             if len(found) <= self.limit
-            else TokenIds([*found[:room], *suffix], ("cut",))
+            else TokenIds([*found[:kept], *suffix], ("cut",))
             for found in ids
         )
         return [next(singles if isinstance(item, str) else pairs) for item in texts]

@@ -165,7 +165,7 @@ def test_samples_of_beams_are_among_the_allowed_tokens(decoder):
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
-        (["The engine. " * 200], {}, r"the prompt has \d+ tokens.*it takes 128"),
+        (["The engine. " * 200], {}, r"the prompt has \d+ tokens, and the model's limit is 128"),
         ([""], {}, "prompt 0 is empty"),
         (["a", 3], {}, "text 1 is a int"),
         ("a", {}, "expected a list"),

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.generation.options import (
-    _DEFAULTS_OF_OTHERS,
+    UNSUPPORTED,
     GenerationOptions,
     read_generation_config,
 )
@@ -42,9 +42,9 @@ def read(tmp_path):
 def test_every_field_of_transformers_is_supported_refused_or_without_effect():
     theirs = GenerationConfig().to_dict()
     ours = GenerationOptions.model_fields
-    assert set(theirs) <= {*ours, *_DEFAULTS_OF_OTHERS, *WITHOUT_EFFECT}
-    assert not set(_DEFAULTS_OF_OTHERS) & set(ours)
-    for name, default in _DEFAULTS_OF_OTHERS.items():
+    assert set(theirs) <= {*ours, *UNSUPPORTED, *WITHOUT_EFFECT}
+    assert not set(UNSUPPORTED) & set(ours)
+    for name, default in UNSUPPORTED.items():
         assert theirs[name] == default
 
 
@@ -75,9 +75,9 @@ def test_callers_values_win_and_none_is_unset(read):
 def test_length_is_bounded_by_the_models_positions():
     options = GenerationOptions().with_arguments(max_new_tokens=100)
     assert options.longest(10, 64) == 64
-    with pytest.raises(InputError, match=r"the prompt has 64 tokens.*it takes 64"):
+    with pytest.raises(InputError, match=r"the prompt has 64 tokens, and the model's limit is 64"):
         options.longest(64, 64)
-    with pytest.raises(InputError, match=r"max_length is 8.*set max_new_tokens"):
+    with pytest.raises(InputError, match=r"max_length is 8 with the new ones.*set max_new_tokens"):
         GenerationOptions().with_arguments(max_length=8).longest(8, None)
 
 
@@ -118,4 +118,4 @@ def test_invalid_files_are_errors(read, values, message):
 
 
 def test_defaults_of_unsupported_fields_and_unknown_keys_are_fine(read):
-    assert read(**_DEFAULTS_OF_OTHERS, chat_format="x") == GenerationOptions()
+    assert read(**UNSUPPORTED, chat_format="x") == GenerationOptions()

@@ -1,1 +1,0 @@
-"""Make the graphs of decoders cheaper to generate with."""
