@@ -82,6 +82,26 @@ _IMAGE = {
     "patch_size": 8,
     "initializer_range": 0.3,
 }
+_BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": MAX_POSITIONS,
+    "decoder_start_token_id": 2,
+    "init_std": 0.3,
+}
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _COMMON,
     "distilbert": {
@@ -135,17 +155,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": MAX_POSITIONS,
         "init_std": 0.3,
     },
-    "bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "max_position_embeddings": MAX_POSITIONS,
-        "decoder_start_token_id": 2,
-        "init_std": 0.3,
+    "bart": {**_BART, "forced_eos_token_id": 2},
+    "mbart": _BART,
+    "pegasus": _BART,
+    "blenderbot-small": _BART,
+    "m2m_100": {**_BART, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    # As in Helsinki-NLP's models, the padding token starts a text and is never generated.
+    "marian": {
+        **_BART,
+        "decoder_start_token_id": 1,
+        "bad_words_ids": [[1]],
+        "forced_eos_token_id": 2,
     },
     # The exporter's inputs are 30 seconds long: 3000 frames, half of which are positions.
     "whisper": {
@@ -166,14 +186,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 1,
         "init_std": 0.3,
     },
-    "t5": {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-    },
+    "t5": _T5,
+    "mt5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "vit": _IMAGE,
     # Two classes of DeiT classify images; the list says which one is meant.
     "deit": {**_IMAGE, "architectures": ["DeiTForImageClassification"]},
@@ -233,14 +247,17 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "llama": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "opt": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
     "qwen3": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
-    "bart": ("bpe", "BartTokenizerFast", _ROBERTA),
+    **dict.fromkeys(
+        ("bart", "mbart", "pegasus", "blenderbot-small", "m2m_100", "marian"),
+        ("bpe", "BartTokenizerFast", _ROBERTA),
+    ),
     "albert": ("unigram", "AlbertTokenizerFast", ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")),
     "deberta-v2": (
         "unigram",
         "DebertaV2TokenizerFast",
         ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"),
     ),
-    "t5": ("unigram", "T5TokenizerFast", ("<pad>", "</s>", "<unk>")),
+    **dict.fromkeys(("t5", "mt5"), ("unigram", "T5TokenizerFast", ("<pad>", "</s>", "<unk>"))),
 }
 
 
@@ -345,7 +362,7 @@ def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"model_max_length": MAX_POSITIONS, **by_role}
     if "mask_token" in by_role and algorithm != "wordpiece":
         options["mask_token"] = transformers.AddedToken(by_role["mask_token"], lstrip=True)
-    if kind == "t5":
+    if kind in ("t5", "mt5"):
         options["extra_ids"] = 10
     if kind == "modernbert":
         options["model_input_names"] = ["input_ids", "attention_mask"]
@@ -432,12 +449,12 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
     ids = [(token, index) for index, token in enumerate(specials)]
     if kind in ("gpt2", "llama", "opt", "qwen3"):
         return processors.ByteLevel(trim_offsets=False)
-    if kind == "t5":
+    if kind in ("t5", "mt5"):
         return processors.TemplateProcessing(
             single="$A </s>", pair="$A </s> $B </s>", special_tokens=ids
         )
     cls, sep = by_role["cls_token"], by_role["sep_token"]
-    if kind in ("roberta", "bart"):
+    if specials == _ROBERTA:
         return processors.RobertaProcessing(
             sep=(sep, specials.index(sep)), cls=(cls, specials.index(cls)), add_prefix_space=False
         )
@@ -475,7 +492,7 @@ def _widen(kind: str, model: Any) -> None:
     """Draw the weights of models whose initialization ignores `initializer_range`."""
     import torch
 
-    if kind in ("t5", "resnet", "convnext"):
+    if kind in ("t5", "mt5", "resnet", "convnext"):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.3)

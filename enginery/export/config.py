@@ -41,9 +41,10 @@ class ExportConfig:
     """Load pickled weights, with PyTorch's restricted unpickler."""
     cache_dir: str = ""
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
-    post_process: bool = True
-    """Run Optimum's post-processing, which merges decoders into one graph with an If node.
-    TensorRT cannot parse such a graph: switch it off for engines."""
+    layout: Literal["enginery", "optimum"] = "enginery"
+    """The graphs of a model with a cache. `enginery`: one decoder, for the last position's logits,
+    and an encoder that also computes the cross-attention's keys and values. `optimum`: Optimum's
+    graphs, for its ORTModel classes."""
 
 
 def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:

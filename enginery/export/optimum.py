@@ -19,6 +19,7 @@ from enginery.core.errors import ExportError, MissingPackageError, SourceError, 
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
+from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
 
@@ -66,6 +67,10 @@ def export_with_optimum(
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
     _convert_tokenizer(source, out)
+    notes = []
+    if task.endswith("-with-past") and config.layout == "enginery":
+        report_phase("arranging the graphs for generation")
+        notes = arrange_for_generation(out)
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
     _require_trained(untrained, [out / file for file in files], source, task)
     return ExportedModel(
@@ -75,7 +80,7 @@ def export_with_optimum(
         library=library,
         fixed_dims=fixed_dims(settings),
         config=with_image_size(settings, source),
-        notes=[f"task {task}"],
+        notes=[f"task {task}", *notes],
     )
 
 
@@ -111,7 +116,7 @@ def _export(
         opset=config.opset,
         task=task,
         device=config.device,
-        no_post_process=not config.post_process,
+        no_post_process=True,  # it merges decoders into one graph with an If node
         # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
         preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
         do_validation=False,  # the validate stage is stricter and raises

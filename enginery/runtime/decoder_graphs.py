@@ -4,7 +4,8 @@ A graph takes the cache as `past_key_values.0.key`, `past_key_values.0.value`, â
 longer one as `present.0.key`, â€¦, each of shape (batch, heads, positions, head_dim). A decoder that
 attends to an encoder takes its states as `encoder_hidden_states`, and its names may have one more
 part: `past_key_values.0.decoder.key` for its own positions, `past_key_values.0.encoder.key` for the
-encoder's. `use_cache_branch` tells a decoder that was merged from two graphs which of them to run.
+encoder's. Those are the same at every step: the decoder's first graph returns them, or the encoder
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import TensorSpec
 
 ENCODER_STATES = "encoder_hidden_states"
-CACHE_BRANCH = "use_cache_branch"
+LOGITS = "logits"
 
 _PAST, _PRESENT = "past_key_values.", "present."
 
@@ -45,6 +46,15 @@ def present_name(past: str) -> str:
     return past.replace(_PAST, _PRESENT, 1)
 
 
+def of_encoder(name: str) -> str:
+    """Return the name that a decoder gives to an input of its encoder, such as the mask.
+
+    >>> of_encoder("attention_mask")
+    'encoder_attention_mask'
+    """
+    return f"encoder_{name}"
+
+
 def is_decoder(record: GraphRecord) -> bool:
     """Return True if a graph takes a cache or the states of an encoder."""
     return any(is_past(spec.name) or spec.name == ENCODER_STATES for spec in record.inputs)
@@ -59,7 +69,8 @@ class DecoderGraphs:
     later: GraphRecord
     """Runs the tokens after it with the cache; often the same graph."""
     encoder: GraphRecord | None
-    """Computes `encoder_hidden_states`; None if the decoder takes none."""
+    """Computes what the decoder attends to: its states, or their keys and values; None if the
+    decoder has no encoder."""
 
     @classmethod
     def find_all(cls, graphs: Sequence[GraphRecord]) -> list[DecoderGraphs]:
@@ -68,16 +79,20 @@ class DecoderGraphs:
         without_past = [
             record
             for record in graphs
-            if record not in cached and any(map(is_present, _names(record.outputs)))
+            if record not in cached and any(map(_is_own_present, _names(record.outputs)))
         ]
         encoder = next((record for record in graphs if not is_decoder(record)), None)
         found = []
         for later in cached:
-            both = CACHE_BRANCH in _names(later.inputs) or not without_past
-            first = later if both else without_past[0]
-            attends = ENCODER_STATES in _names((*first.inputs, *later.inputs))
+            first = without_past[0] if without_past else later
+            taken = _names((*first.inputs, *later.inputs))
+            attends = ENCODER_STATES in taken or any(map(is_cross_attention, taken))
             found.append(cls(first, later, encoder if attends else None))
         return found
+
+
+def _is_own_present(name: str) -> bool:
+    return is_present(name) and not is_cross_attention(name)
 
 
 def _names(specs: Sequence[TensorSpec]) -> list[str]:

@@ -186,19 +186,25 @@ def load_model(
     generates = opened.manifest.task in TextGenerator.tasks
     if not generates:
         require_task(opened.manifest)
-    runner = OrtRunner(
-        opened,
-        providers=parse_providers(providers or provider, provider_options, default="cpu"),
-        allow_fallback=allow_fallback,
-        allow_build=allow_build,
-        threads=threads,
-        io_binding=io_binding,
-        cuda_graph=cuda_graph,
-        shrink_arena=shrink_arena,
-    )
+    specs = parse_providers(providers or provider, provider_options, default="cpu")
+
+    def open_graph(file: str = "") -> OrtRunner:
+        return OrtRunner(
+            opened,
+            graph=file,
+            providers=specs,
+            allow_fallback=allow_fallback,
+            allow_build=allow_build,
+            threads=threads,
+            io_binding=io_binding,
+            cuda_graph=cuda_graph,
+            shrink_arena=shrink_arena,
+        )
+
+    if generates:
+        return TextGenerator(opened, open_graph)
+    runner = open_graph()
     try:
-        if generates:
-            return TextGenerator(opened, runner)
         model = Model(opened, runner)
         model.warm_up()
         return model

@@ -20,8 +20,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.runtime.decoder_graphs import (
-    CACHE_BRANCH,
     ENCODER_STATES,
+    LOGITS,
     is_cross_attention,
     is_past,
     is_present,
@@ -44,18 +44,18 @@ class TorchDecoder:
         """
         self._model = model
         self._names = [spec.name for spec in record.outputs]
+        self._last_logits = any(s.name == LOGITS and s.dims[1:2] == (1,) for s in record.outputs)
         self._has_encoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
         self._cache: Any = None
         self._encoder_outputs: Any = None
 
     def run(self, tensors: Tensors) -> dict[str, Any]:
         """Return what the graph returns for its inputs: the past is part of them."""
-        cached = bool(tensors[CACHE_BRANCH].item()) if CACHE_BRANCH in tensors else True
-        past = {name: t for name, t in tensors.items() if cached and is_past(name)}
+        past = {name: t for name, t in tensors.items() if is_past(name)}
         arguments = {
             self._argument(name): tensor
             for name, tensor in tensors.items()
-            if not is_past(name) and name not in (CACHE_BRANCH, ENCODER_STATES)
+            if not is_past(name) and name != ENCODER_STATES
         }
         if self._has_encoder:
             states = tensors.get(ENCODER_STATES)
@@ -67,12 +67,9 @@ class TorchDecoder:
             use_cache=any(map(is_present, self._names)),
             return_dict=True,
         )
-        merged_with_past = CACHE_BRANCH in tensors and cached
-        outputs = dict(found.items())
+        outputs = self._with_last_logits(dict(found.items()))
         for name in filter(is_present, self._names):
-            # A merged graph has these outputs for its other branch, and returns none here.
-            if not (merged_with_past and is_cross_attention(name)):
-                outputs[name] = _read_cache(found.past_key_values, name)
+            outputs[name] = _read_cache(found.past_key_values, name)
         return outputs
 
     def decode(self, tensors: Tensors, *, resume: bool) -> dict[str, Any]:
@@ -105,7 +102,23 @@ class TorchDecoder:
             self._encoder_outputs = BaseModelOutput(
                 last_hidden_state=found.encoder_last_hidden_state
             )
-        return {name: value for name, value in found.items() if name != "past_key_values"}
+        return self._with_last_logits(
+            {name: value for name, value in found.items() if name != "past_key_values"}
+        )
+
+    def encode(self, tensors: Tensors) -> dict[str, Any]:
+        """Return the encoder's states, and the keys and values that the decoder makes of them.
+
+        Args:
+            tensors: the inputs of the encoder graph.
+        """
+        rows = next(iter(tensors.values())).shape[0]
+        start = torch.zeros(rows, 1, dtype=torch.long, device=self._model.device)
+        found = self._model(**tensors, decoder_input_ids=start, use_cache=True, return_dict=True)
+        return {
+            "last_hidden_state": found.encoder_last_hidden_state,
+            **{n: _read_cache(found.past_key_values, n) for n in self._names if is_present(n)},
+        }
 
     def check_cache(self, tensors: Tensors) -> None:
         """Check that the model takes the graph's past as it is, and returns it with new positions.
@@ -127,6 +140,12 @@ class TorchDecoder:
                     raise ValueError(
                         f"the cache has the shape {actual} after {name}, not {expected}"
                     )
+
+    def _with_last_logits(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the logits of the last position alone if the graph returns no others."""
+        if self._last_logits:
+            outputs[LOGITS] = outputs[LOGITS][:, -1:]
+        return outputs
 
     def _argument(self, name: str) -> str:
         """Return the name of an input in `forward`."""

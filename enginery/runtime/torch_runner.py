@@ -37,7 +37,7 @@ from enginery.core.model.files import LogitScoreConfig, read_logit_score
 from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
-from enginery.runtime.decoder_graphs import is_decoder
+from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
 
 try:
     import torch
@@ -427,15 +427,12 @@ class TorchRunner(Closeable):
         return dict(self._model(**tensors, return_dict=True).items())
 
     def _run_encoder(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        if any(is_cross_attention(spec.name) for spec in self.record.outputs):
+            return TorchDecoder(self._model, self.record).encode(tensors)
         return dict(self._model.get_encoder()(**tensors, return_dict=True).items())
 
     def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem
-        if "use_cache_branch" in tensors:  # Optimum's merged decoder has both branches
-            with_past = bool(tensors.pop("use_cache_branch").item())
-            stem = "decoder_with_past_model" if with_past else "decoder_model"
-            if not with_past:
-                tensors = {n: t for n, t in tensors.items() if not n.startswith("past_")}
         model, config = self._submodels[stem]
         inputs = _submodel_inputs(tensors, config)
         if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():

@@ -122,8 +122,8 @@ def compare_graph(
 ) -> list[ValidationCaseResult]:
     """Run every case and compare its outputs. Failures are part of the results.
 
-    An output that the reference lacks in some cases is skipped in those (a merged decoder passes on
-    what its other branch computes). An output that it lacks in all cases fails.
+    An output that the reference lacks in some cases is skipped in those, such as that of the other
+    branch of an If. An output that it lacks in all cases fails.
     """
     known = set(reference.noise_floors)
     results = []

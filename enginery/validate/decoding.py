@@ -27,12 +27,12 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
 from enginery.runtime.decoder_graphs import (
-    CACHE_BRANCH,
     ENCODER_STATES,
     DecoderGraphs,
     is_cross_attention,
     is_past,
     is_present,
+    of_encoder,
     present_name,
 )
 from enginery.validate.cases.sweep import ValidationCase, sweep_sizes
@@ -52,7 +52,6 @@ _ROWS = 4
 """Prompts in a batch."""
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
-_ENCODER = "encoder_"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Sequences:
                 for name, array in zip(_TEXT_INPUTS, text, strict=True)
                 if name in dtypes
             },
-            **{f"{_ENCODER}{name}": array for name, array in self.encoder.items()},
+            **{of_encoder(name): array for name, array in self.encoder.items()},
         }
 
     def cases(self, graphs: DecoderGraphs) -> list[ValidationCase]:
@@ -144,9 +143,9 @@ def _describe(batch: int, prompt: int, *, padded: bool) -> str:
 
 def _obstacle(graphs: DecoderGraphs) -> str:
     """Return the reason why the graphs cannot decode prompts; empty if they can."""
-    known = {*_TEXT_INPUTS, CACHE_BRANCH}
+    known = {*_TEXT_INPUTS}
     if graphs.encoder is not None:
-        known |= {ENCODER_STATES, *(_ENCODER + spec.name for spec in graphs.encoder.inputs)}
+        known |= {ENCODER_STATES, *(of_encoder(s.name) for s in graphs.encoder.inputs)}
     for record in (graphs.first, graphs.later):
         if not any(spec.name == "input_ids" for spec in record.inputs):
             return "it takes no input_ids"
@@ -160,7 +159,8 @@ def _obstacle(graphs: DecoderGraphs) -> str:
                 if record is not graphs.first and spec.dims[1] == 1:
                     continue
                 return f"it takes {spec.dims[1]} tokens at a time, neither more nor fewer"
-    returned = {spec.name for spec in (*graphs.first.outputs, *graphs.later.outputs)}
+    records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
+    returned = {spec.name for record in records for spec in record.outputs}
     missing = [
         spec.name
         for spec in graphs.later.inputs
@@ -181,7 +181,9 @@ class _Decoder:
 
     def start(self, feeds: Feeds) -> dict[str, Array]:
         """Run the encoder and the prompt."""
-        self._cache, self._states = {}, self._encode(feeds)
+        self._cache, self._states = {}, None
+        if self._graphs.encoder is not None:
+            self._encode(self._graphs.encoder, feeds)
         return self._run(self._graphs.first, feeds, resume=False)
 
     def resume(self, feeds: Feeds) -> dict[str, Array]:
@@ -198,20 +200,22 @@ class _Decoder:
                 self._cache[spec.name] = outputs[name]
         return outputs
 
-    def _encode(self, feeds: Feeds) -> Array | None:
-        encoder = self._graphs.encoder
-        if encoder is None:
-            return None
-        given = {spec.name: feeds[_ENCODER + spec.name] for spec in encoder.inputs}
-        return self._runners[encoder.file](given)[encoder.outputs[0].name]
+    def _encode(self, encoder: GraphRecord, feeds: Feeds) -> None:
+        given = {spec.name: feeds[of_encoder(spec.name)] for spec in encoder.inputs}
+        outputs = self._runners[encoder.file](given)
+        self._states = outputs[encoder.outputs[0].name]
+        self._cache = {
+            spec.name: outputs[present_name(spec.name)]
+            for spec in self._graphs.later.inputs
+            if present_name(spec.name) in outputs
+        }
 
     def _input(self, spec: TensorSpec, feeds: Feeds, *, resume: bool) -> Array:
-        if spec.name == CACHE_BRANCH:
-            return np.array([resume])
         if spec.name == ENCODER_STATES and self._states is not None:
             return self._states
         if is_past(spec.name):
-            return self._cache[spec.name] if resume else self._empty_past(spec, feeds)
+            kept = resume or (is_cross_attention(spec.name) and spec.name in self._cache)
+            return self._cache[spec.name] if kept else self._empty_past(spec, feeds)
         return feeds[spec.name]
 
     def _empty_past(self, spec: TensorSpec, feeds: Feeds) -> Array:

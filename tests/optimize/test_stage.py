@@ -157,7 +157,7 @@ def test_graph_that_cannot_be_repaired_is_marked_with_its_node(
 
 @pytest.mark.slow
 def test_all_graphs_of_sequence_to_sequence_models_are_cast(exported, optimized):
-    source = exported("t5", "text2text-generation", post_process=False)
+    source = exported("t5", "text2text-generation")
     artifact = optimized(source)
     assert len(report_of(artifact)["graphs"]) == len(source.manifest.graphs) > 1
     assert artifact.failed_verdict() is None

@@ -475,7 +475,7 @@ class TestDynamic:
             quantized(fused)
 
     def test_every_graph_of_several_is_quantized(self, exported, quantized):
-        source = exported("t5", "text2text-generation", post_process=False)
+        source = exported("t5", "text2text-generation")
         made = quantized(source, None, scheme="dynamic", target="cpu")
         products = report_of(made)["products"]
         assert set(products) == {graph.file for graph in source.manifest.graphs}

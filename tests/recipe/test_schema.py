@@ -130,7 +130,7 @@ SAME = [
     ("export", "{opset: '${OPSET}'}", True),
     ("export", "{revision: no}", True),
     ("export", "{task: fill-mask, revision: 2024}", True),
-    ("export", "{allow_pickle: no, trust_remote_code: off, post_process: False}", True),
+    ("export", "{allow_pickle: no, trust_remote_code: off}", True),
     ("export", "{dtype: fp16}", True),
     ("export", "{dtype: '${DTYPE:-fp16}'}", True),
     ("export", "", True),

@@ -19,10 +19,10 @@ from tests.validate.faults.graph_editor import GraphEditor
 PROMPTS = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 1–24 tokens")
 ENCODED = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 24 tokens")
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
-FIRST, LATER, MERGED = (
+FIRST, LATER, ENCODER = (
     "decoder_model.onnx",
     "decoder_with_past_model.onnx",
-    "decoder_model_merged.onnx",
+    "encoder_model.onnx",
 )
 
 
@@ -30,8 +30,8 @@ FIRST, LATER, MERGED = (
 def verdict(exported, copied):
     """Return a function that validates an artifact, with one fault or without."""
 
-    def make(kind, task, edit=None, *, graph="model.onnx"):
-        artifact = copied(exported(kind, task))
+    def make(kind, task, edit=None, *, graph="model.onnx", layout="enginery"):
+        artifact = copied(exported(kind, task, layout=layout))
         if edit is not None:
 
             def plant(model):
@@ -82,13 +82,11 @@ def test_decoder_passes_on_every_step(verdict, kind):
         ),  # its audio has 3000 frames
     ],
 )
-def test_encoder_decoder_passes_on_every_step_with_and_without_merged_graphs(verdict, kind, task):
-    report = verdict(kind, task)
+@pytest.mark.parametrize(("layout", "first"), [("enginery", LATER), ("optimum", FIRST)])
+def test_encoder_decoder_passes_on_every_step(verdict, kind, task, layout, first):
+    report = verdict(kind, task, layout=layout)
     assert report.passed, report.summary
-    assert decoded(report) == [
-        *steps_of(ENCODED, MERGED, MERGED),
-        *steps_of(ENCODED, FIRST, LATER),
-    ]
+    assert decoded(report) == steps_of(ENCODED, first, LATER)
 
 
 @pytest.mark.parametrize(
@@ -150,20 +148,20 @@ def test_prompt_runs_with_an_empty_past(verdict):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault", "graph"),
+    ("kind", "layout", "fault", "graph"),
     [
-        ("t5", faults.encoder_keys_of_another_layer, LATER),
-        ("t5", faults.encoder_mask_ignored, FIRST),
-        ("t5", faults.cached_branch_always, MERGED),
-        ("bart", faults.encoder_keys_returned_of_another_layer, FIRST),
-        ("bart", faults.encoder_mask_ignored, LATER),
+        ("t5", "optimum", faults.encoder_keys_of_another_layer, LATER),
+        ("t5", "optimum", faults.encoder_mask_ignored, FIRST),
+        ("t5", "enginery", faults.encoder_mask_ignored, LATER),
+        ("bart", "optimum", faults.encoder_keys_returned_of_another_layer, FIRST),
+        ("bart", "enginery", faults.encoder_keys_returned_of_another_layer, ENCODER),
+        ("bart", "enginery", faults.encoder_mask_ignored, LATER),
     ],
 )
-def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, fault, graph):
-    report = verdict(kind, SEQ2SEQ, fault, graph=graph)
+def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, layout, fault, graph):
+    report = verdict(kind, SEQ2SEQ, fault, graph=graph, layout=layout)
     assert not report.passed
-    merged = {graph == MERGED for graph, _ in decoded(report, failed=True)}
-    assert merged == {graph == MERGED}
+    assert decoded(report, failed=True)
 
 
 # Sequences

@@ -1,6 +1,5 @@
 """Deliberately broken models: each fault fails, and the verdict says where."""
 
-import numpy as np
 import pytest
 from onnx import TensorProto
 
@@ -150,32 +149,6 @@ def test_fault_in_a_convolution(verdict):
         ("wav2vec2", "audio-classification"), lambda model: faults.change_weight(model, halve)
     )
     assert not report.passed
-
-
-@pytest.mark.parametrize(
-    ("branch", "fails", "steps"),
-    [
-        ("else_branch", {"without past"}, {"the prompt"}),
-        (
-            "then_branch",
-            {"one", "small", "odd", "ragged", "longest"},
-            {f"token {step}" for step in range(1, 6)},
-        ),
-    ],
-)
-def test_fault_in_one_branch_of_a_merged_decoder(verdict, branch, fails, steps):
-    def edit(model):
-        node = next(node for node in model.graph.node if node.op_type == "If")
-        graph = next(a.g for a in node.attribute if a.name == branch)
-        scaled = faults.with_operand("Mul", np.float32(1.01))
-        faults.after(graph, graph.output[0].name, scaled)
-
-    model = ("t5", "text2text-generation-with-past")
-    report = verdict(model, edit, graph="decoder_model_merged.onnx")
-    failed = [case for case in report.cases if not case.passed]
-    assert {case.name for case in failed if case.kind == "sweep"} == fails
-    assert {case.name.split(", ")[1] for case in failed if case.kind == "decoding"} == steps
-    assert "decoder_model_merged.onnx, logits on " in report.summary
 
 
 def test_output_that_pytorch_lacks_fails(verdict, exported):

@@ -83,6 +83,6 @@ def control_flow(graph: LintGraph) -> Iterator[LintFinding]:
             "warning",
             label(node),
             f"{node.op_type} reads its condition on the host, which prevents CUDA graphs.",
-            "Export with a constant condition; for a merged decoder, export with "
-            "--no-post-process.",
+            "Export with a constant condition; for a merged decoder, export the model with "
+            "enginery, or with --no-post-process of optimum-cli.",
         )

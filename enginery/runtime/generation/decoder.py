@@ -1,13 +1,15 @@
 """Run a decoder step by step, with its cache of keys and values.
 
-    decoder = CachedDecoder(runner)
+    decoder = CachedDecoder(graphs, runners)
     state, found = decoder.begin([[5, 6, 7], [8]], Need())
     state, found = decoder.step(state, tokens, parents, Need())
 
 The cache stays in ONNX Runtime's values from one step to the next; nothing of it is copied unless
-rows change their places. Prompts of different lengths are padded on the left, so that all rows end
-at the same position. A row may continue any row of the step before (`parents`), which reorders,
+rows change their places. A row may continue any row of the step before (`parents`), which reorders,
 copies and drops rows.
+
+A decoder alone takes prompts of different lengths, padded on the left, so that all rows end at the
+same position. A decoder with an encoder runs that once; what it attends to is kept for each row.
 """
 
 from __future__ import annotations
@@ -21,16 +23,22 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec, canonical_dim
-from enginery.runtime.decoder_graphs import is_past, present_name
-from enginery.runtime.generation.processors import log_softmax
+from enginery.runtime.decoder_graphs import (
+    ENCODER_STATES,
+    LOGITS,
+    DecoderGraphs,
+    is_cross_attention,
+    is_past,
+    of_encoder,
+    present_name,
+)
+from enginery.runtime.generation.operators import Operators, Values
 from enginery.runtime.generation.search import Candidates, Need
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
-LOGITS = "logits"
 _TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
-Values = dict[str, Any]
-"""`onnxruntime.OrtValue` by name."""
+Feeds = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -40,45 +48,68 @@ class DecoderState:
     mask: NDArray[np.int64]
     """(rows, positions): 0 for padding, on the left."""
     cache: Values
-    """The graph's past, by the names of its inputs."""
+    """The decoder's past, by the names of its inputs."""
+    encoded: Values
+    """What the decoder reads of the encoder, by the names of its inputs; empty without one."""
+    sources: tuple[int, ...]
+    """The encoder's input that each row is about."""
 
 
 class CachedDecoder:
-    """A decoder without encoder, as one graph that takes its own past."""
+    """A decoder as one graph that takes its own past, and its encoder if it has one."""
 
-    def __init__(self, runner: OrtRunner, *, pad_id: int = 0) -> None:
-        """Read the names and shapes of the graph.
+    def __init__(
+        self, graphs: DecoderGraphs, runners: Mapping[str, OrtRunner], *, pad_id: int = 0
+    ) -> None:
+        """Read the names and shapes of the graphs.
 
         Args:
-            runner: the graph in ONNX Runtime; the caller closes it.
+            graphs: the graphs.
+            runners: each graph in ONNX Runtime, by its file; the caller closes them.
             pad_id: token of padding.
 
         Raises:
-            ArtifactError: the graph takes no past, or has an input that a decoder has not.
+            ArtifactError: the decoder's first step needs another graph, or it has an input that
+                nothing computes.
+            MissingPackageError: the package onnx is not installed.
         """
-        self._runner = runner
+        record = graphs.later
+        self._runner = runners[record.file]
+        self._encoder = None if graphs.encoder is None else runners[graphs.encoder.file]
         self._pad_id = pad_id
-        record = runner.record
         self._inputs = {spec.name: spec for spec in record.inputs}
-        self._past = [spec for spec in record.inputs if is_past(spec.name)]
         outputs = {spec.name for spec in record.outputs}
-        unknown = [name for name in self._inputs if not is_past(name) and name not in _TEXT_INPUTS]
+        self._past = [
+            s for s in record.inputs if is_past(s.name) and not is_cross_attention(s.name)
+        ]
+        self._encoded = _encoded_inputs(graphs)
+        known = {*_TEXT_INPUTS, *self._encoded, *(spec.name for spec in self._past)}
+        unknown = [name for name in self._inputs if name not in known]
         lacking = [s.name for s in self._past if present_name(s.name) not in outputs]
-        if not self._past or unknown or lacking or LOGITS not in outputs:
-            reason = f"it has the input {unknown[0]}" if unknown else "it has no complete cache"
+        problem = ""
+        if graphs.first is not record:
+            problem = f"its first step is another graph, {graphs.first.file}"
+        elif unknown:
+            problem = f"it has the input {unknown[0]}"
+        elif not self._past or lacking or LOGITS not in outputs:
+            problem = "it has no complete cache"
+        if problem:
             raise ArtifactError(
-                f"{record.file} does not generate: {reason}.",
-                do="Export the model for text-generation-with-past.",
+                f"{record.file} does not generate: {problem}.",
+                do="Export the model for a task that ends in -with-past, with --layout enginery.",
             )
+        self._presents = {present_name(spec.name): spec.name for spec in self._past}
+        self._operators = Operators(self._runner.device)
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], need: Need
+        self, prompts: Sequence[Sequence[int]], need: Need, inputs: Feeds | None = None
     ) -> tuple[DecoderState, Candidates]:
         """Run prompts, each in a row.
 
         Args:
-            prompts: one or more tokens each.
+            prompts: one or more tokens each; with an encoder, all of the same length.
             need: what to return of the last position.
+            inputs: the encoder's inputs; None without one.
         """
         longest = max(map(len, prompts))
         ids = np.full((len(prompts), longest), self._pad_id, np.int64)
@@ -87,7 +118,16 @@ class CachedDecoder:
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
         cache = {spec.name: _empty(spec, len(prompts)) for spec in self._past}
-        return self._run(ids, DecoderState(mask, cache), need)
+        rows = tuple(range(len(prompts)))
+        if self._encoder is None:
+            return self._run(ids, DecoderState(mask, cache, {}, rows), need)
+        state = DecoderState(mask[:, :0], cache, self._encode(self._encoder, inputs or {}), rows)
+        for position in range(longest):
+            # Optimum traces a decoder with a cache for one token: more give wrong masks.
+            mask = np.ones((len(prompts), position + 1), np.int64)
+            state = DecoderState(mask, state.cache, state.encoded, rows)
+            state, found = self._run(ids[:, position : position + 1], state, need)
+        return state, found
 
     def step(
         self,
@@ -104,10 +144,10 @@ class CachedDecoder:
             parents: for each row, the one of `state` that it continues.
             need: what to return.
         """
-        state = reordered(state, parents)
+        state = self._reordered(state, parents)
         mask = np.concatenate([state.mask, np.ones((len(tokens), 1), np.int64)], axis=1)
         ids = np.asarray(tokens, np.int64).reshape(-1, 1)
-        return self._run(ids, DecoderState(mask, state.cache), need)
+        return self._run(ids, DecoderState(mask, state.cache, state.encoded, state.sources), need)
 
     def _run(
         self, ids: NDArray[np.int64], state: DecoderState, need: Need
@@ -120,38 +160,64 @@ class CachedDecoder:
             for name, array in arrays.items()
             if name in self._inputs
         }
-        names = [LOGITS, *(present_name(spec.name) for spec in self._past)]
-        found = self._runner.run_values({**feeds, **state.cache}, names)
-        cache = {spec.name: found[present_name(spec.name)] for spec in self._past}
-        return DecoderState(state.mask, cache), candidates(found, need)
+        names = [LOGITS, *self._presents]
+        found = self._runner.run_values({**feeds, **state.cache, **state.encoded}, names)
+        cache = {past: found[present] for present, past in self._presents.items()}
+        following = DecoderState(state.mask, cache, state.encoded, state.sources)
+        return following, self._candidates(found[LOGITS], need)
+
+    def _encode(self, encoder: OrtRunner, inputs: Feeds) -> Values:
+        """Run the encoder, and return what the decoder reads of it."""
+        from onnxruntime import OrtValue
+
+        computed = {name: output for name, output in self._encoded.items() if output not in inputs}
+        found = encoder.run_values(inputs, list(computed.values()))
+        given = {
+            name: OrtValue.ortvalue_from_numpy(
+                np.ascontiguousarray(inputs[output], self._inputs[name].dtype)
+            )
+            for name, output in self._encoded.items()
+            if output in inputs
+        }
+        return {**given, **{name: found[output] for name, output in computed.items()}}
+
+    def _reordered(self, state: DecoderState, parents: Sequence[int]) -> DecoderState:
+        """Return a state whose rows are those of `parents`; the same state if nothing changes."""
+        if list(parents) == list(range(len(state.mask))):
+            return state
+        sources = tuple(state.sources[row] for row in parents)
+        # Beams of one input attend to the same states: those stay where they are.
+        encoded = state.encoded
+        if encoded and sources != state.sources:
+            encoded = self._operators.take(encoded, parents)
+        cache = self._operators.take(state.cache, parents)
+        return DecoderState(state.mask[np.asarray(parents)], cache, encoded, sources)
+
+    def _candidates(self, logits: Any, need: Need) -> Candidates:
+        """Return what a search needs of a step's logits, at the last position."""
+        rows, _, vocabulary = logits.shape()
+        if need.best > 1 and not need.logits:
+            log_probs, tokens = self._operators.best(logits, min(need.best, vocabulary))
+            return Candidates(tokens, log_probs)
+        last = logits.numpy()[:, -1]
+        if need.logits:
+            # On the host this is ONNX Runtime's memory: copy what outlives the value.
+            return Candidates(np.empty((rows, 0), np.int64), logits=np.array(last, np.float32))
+        return Candidates(last.argmax(axis=1)[:, None])
 
 
-def reordered(state: DecoderState, parents: Sequence[int]) -> DecoderState:
-    """Return a state whose rows are those of `parents`; the same state if nothing changes."""
-    if list(parents) == list(range(len(state.mask))):
-        return state
-    from onnxruntime import OrtValue
+def _encoded_inputs(graphs: DecoderGraphs) -> dict[str, str]:
+    """Return the decoder's inputs that come from the encoder: the names of its inputs or outputs.
 
-    rows = np.asarray(parents, np.int64)
-    cache = {
-        name: OrtValue.ortvalue_from_numpy(np.take(value.numpy(), rows, axis=0))
-        for name, value in state.cache.items()
-    }
-    return DecoderState(state.mask[rows], cache)
-
-
-def candidates(found: Mapping[str, Any], need: Need) -> Candidates:
-    """Return what a search needs of a step's outputs, at the last position."""
-    logits = found[LOGITS].numpy()[:, -1].astype(np.float32, copy=False)
-    if need.logits:
-        return Candidates(np.empty((len(logits), 0), np.int64), logits=logits)
-    if need.best == 1:
-        return Candidates(logits.argmax(axis=1)[:, None])
-    count = min(need.best, logits.shape[1])
-    best = np.argpartition(-logits, count - 1, axis=1)[:, :count]
-    order = np.argsort(-np.take_along_axis(logits, best, axis=1), axis=1, kind="stable")
-    best = np.take_along_axis(best, order, axis=1)
-    return Candidates(best, np.take_along_axis(log_softmax(logits), best, axis=1))
+    Empty without an encoder.
+    """
+    if graphs.encoder is None:
+        return {}
+    found = {of_encoder(spec.name): spec.name for spec in graphs.encoder.inputs}
+    found[ENCODER_STATES] = graphs.encoder.outputs[0].name
+    taken = [spec.name for spec in graphs.later.inputs]
+    found |= {name: present_name(name) for name in taken if is_cross_attention(name)}
+    return {name: source for name, source in found.items() if name in taken}
 
 
 def _empty(spec: TensorSpec, rows: int) -> Any:

@@ -11,20 +11,24 @@ Needs only onnxruntime, tokenizers and numpy; no torch or transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
-from enginery.core.errors import InputError
+from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
+from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.decoder import CachedDecoder
+from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Candidates, Hypothesis, Need, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks import TASKS
-from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 _UNFINISHED = "�"
 """What the first bytes of a character decode to."""
@@ -46,74 +50,100 @@ class Generation:
 
 
 class TextGenerator(Closeable):
-    """A decoder loaded for inference. A context manager; closing it frees the session."""
+    """A model that generates text, loaded for inference. A context manager; closing it frees it.
 
-    tasks: ClassVar[tuple[str, ...]] = ("text-generation-with-past",)
+    A decoder continues texts. With an encoder it writes the text of other texts or of images.
+    """
+
+    tasks: ClassVar[tuple[str, ...]] = (
+        "text-generation-with-past",
+        "text2text-generation-with-past",
+        "image-to-text-with-past",
+    )
     method = "generate"
 
-    def __init__(self, artifact: Artifact, runner: OrtRunner) -> None:
-        """Read the artifact's tokenizer and generation_config.json.
+    def __init__(self, artifact: Artifact, open_graph: Callable[[str], OrtRunner]) -> None:
+        """Read the artifact's tokenizer, processor and generation_config.json; open its graphs.
+
+        Args:
+            artifact: the artifact.
+            open_graph: opens the graph of a file; the generator closes it.
 
         Raises:
-            ArtifactError: a file is missing or malformed, or the graph takes no cache.
+            ArtifactError: a file is missing or malformed, or a graph takes no cache.
         """
         self.artifact = artifact
         self.task = artifact.manifest.task
+        graphs = find_generating(artifact)
         self.tokenizer = TextTokenizer.open(artifact.path)
         self.options = read_generation_config(artifact.path)
         """The model's own options."""
         self.positions = ModelConfig.read(artifact.path).merged().positions or None
-        """Largest number of tokens, with the prompt; None if the model has no limit."""
-        self._runner = runner
-        self._decoder = CachedDecoder(runner, pad_id=self.tokenizer.pad_id or 0)
+        """Largest number of a decoder's tokens, with the prompt; None if it has no limit."""
+        self._inputs = open_inputs(artifact, graphs, self.tokenizer, self.options)
+        with ExitStack() as stack:
+            records = [graphs.later, *([graphs.encoder] if graphs.encoder else [])]
+            runners = {each.file: stack.enter_context(open_graph(each.file)) for each in records}
+            self._decoder = CachedDecoder(graphs, runners, pad_id=self.tokenizer.pad_id or 0)
+            self._runner = runners[graphs.later.file]
+            self._open = stack.pop_all()
 
     @property
     def providers(self) -> list[Provider]:
         return self._runner.providers
 
-    def generate(self, inputs: Sequence[str], **options: Any) -> list[Generation]:
-        """Continue texts.
+    def generate(
+        self, inputs: Sequence[Any], *, batch_size: int = 8, **options: Any
+    ) -> list[Generation]:
+        """Generate a text for each input.
 
         Args:
-            inputs: the prompts.
+            inputs: texts; for image-to-text, images as paths, file contents, Pillow images or uint8
+                arrays (height, width, channels).
+            batch_size: largest number of inputs that run together; results do not depend on it.
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
                 are not given are the model's own.
 
         Returns:
-            `num_return_sequences` results for each prompt, in order.
+            `num_return_sequences` results for each input, in order.
 
         Raises:
-            InputError: a prompt is empty or too long, or an option is invalid.
+            InputError: an input is empty, too long or malformed, or an option is invalid.
         """
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
         chosen = self.options.with_arguments(**options)
-        searches = [self._search(ids, chosen) for ids in self._encode(inputs)]
-        for _ in self._run(searches):
-            pass
-        return [self._finished(found, chosen) for each in searches for found in each.results()]
+        rows = self._inputs.rows(inputs)
+        found: list[Generation] = []
+        while batch := list(islice(rows, batch_size)):
+            searches = [self._search(row, chosen) for row in batch]
+            for _ in self._run(searches, self._inputs.join(batch)):
+                pass
+            found += [self._finished(one, chosen) for each in searches for one in each.results()]
+        return found
 
-    def stream(self, text: str, **options: Any) -> Iterator[str]:
-        """Continue one text, piece by piece; the pieces together are that of `generate`.
+    def stream(self, text: Any, **options: Any) -> Iterator[str]:
+        """Generate the text of one input, piece by piece; together they are that of `generate`.
 
         A piece ends between characters, and what may be the beginning of a stop string is held
         back.
 
         Args:
-            text: the prompt.
+            text: the input, see `generate`.
             options: see `generate`; with beam search the whole text is one piece.
 
         Raises:
-            InputError: the prompt is empty or too long, or an option is invalid.
+            InputError: the input is invalid, or an option is.
         """
         chosen = self.options.with_arguments(**options)
         if chosen.num_return_sequences > 1:
             raise InputError("num_return_sequences is above 1, but a stream has one text.")
-        (ids,) = self._encode([text])
-        search = self._search(ids, chosen)
-        return self._pieces(search, chosen)
+        rows = list(self._inputs.rows([text]))
+        return self._pieces(self._search(rows[0], chosen), self._inputs.join(rows), chosen)
 
     def close(self) -> None:
-        """Free the session."""
-        self._runner.close()
+        """Free the sessions."""
+        self._open.close()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in TASKS:
@@ -127,9 +157,11 @@ class TextGenerator(Closeable):
 
         return refuse
 
-    def _pieces(self, search: Search, options: GenerationOptions) -> Iterator[str]:
+    def _pieces(
+        self, search: Search, inputs: Feeds | None, options: GenerationOptions
+    ) -> Iterator[str]:
         sent = ""
-        for _ in self._run([search]):
+        for _ in self._run([search], inputs):
             if options.num_beams > 1 or search.done:
                 continue
             (found,) = search.results()
@@ -151,21 +183,10 @@ class TextGenerator(Closeable):
         if rest[len(sent) :]:
             yield rest[len(sent) :]
 
-    def _encode(self, inputs: Sequence[str]) -> list[list[int]]:
-        check_texts(inputs)
-        encodings = self.tokenizer.encode_untruncated(inputs, special=True)
-        for index, encoding in enumerate(encodings):
-            if not encoding.ids:
-                raise InputError(
-                    f"prompt {index} is empty, and the tokenizer puts no token in front.",
-                    do="Start with some text.",
-                )
-        return [list(encoding.ids) for encoding in encodings]
-
-    def _search(self, prompt: list[int], options: GenerationOptions) -> Search:
+    def _search(self, row: GenerationRow, options: GenerationOptions) -> Search:
         stops = options.stop_strings
         return make_search(
-            prompt,
+            row.prompt,
             options,
             positions=self.positions,
             stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
@@ -173,11 +194,10 @@ class TextGenerator(Closeable):
             else None,
         )
 
-    def _run(self, searches: Sequence[Search]) -> Iterator[None]:
+    def _run(self, searches: Sequence[Search], inputs: Feeds | None) -> Iterator[None]:
         """Run all searches in one batch until they are done; yield after each step."""
-        if not searches:
-            return
-        state, found = self._decoder.begin([s.prompt for s in searches], _joined(searches))
+        prompts = [search.prompt for search in searches]
+        state, found = self._decoder.begin(prompts, _joined(searches), inputs)
         rows = [range(index, index + 1) for index in range(len(searches))]
         running = list(searches)
         while True:
@@ -205,6 +225,22 @@ class TextGenerator(Closeable):
         return Generation(
             text[: min(ends)] if ends else text, found.tokens, found.finish, found.score
         )
+
+
+def find_generating(artifact: Artifact) -> DecoderGraphs:
+    """Return the graphs of an artifact that generate.
+
+    Raises:
+        ArtifactError: no graph takes a cache.
+    """
+    found = DecoderGraphs.find_all(artifact.manifest.graphs)
+    if len(found) != 1:
+        names = ", ".join(record.file for record in artifact.manifest.graphs)
+        raise ArtifactError(
+            f"{artifact.path} does not generate: expected one decoder with a cache, found {names}.",
+            do="Export the model for a task that ends in -with-past.",
+        )
+    return found[0]
 
 
 def _joined(searches: Sequence[Search]) -> Need:

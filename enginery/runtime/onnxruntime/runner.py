@@ -30,7 +30,12 @@ from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
-from enginery.runtime.onnxruntime.device_values import device_of, read_value, shape_only_array
+from enginery.runtime.onnxruntime.device_values import (
+    Device,
+    device_of,
+    read_value,
+    shape_only_array,
+)
 from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import check_interface, new_session
@@ -249,22 +254,16 @@ class OrtRunner(Closeable):
         index = 0
         if self.profiles:
             index = self._index({name: shape_only_array(v) for name, v in values.items()})
-        session = self._sessions[index]
-        device = device_of(session)
         try:
-            if device.kind == "cpu":
-                found = session.run_with_ort_values(list(outputs), values)
-                return dict(zip(outputs, found, strict=True))
-            binding = session.io_binding()
-            for name, value in values.items():
-                binding.bind_ortvalue_input(name, value)
-            for name in outputs:
-                binding.bind_output(name, device.kind, device.index)
-            session.run_with_iobinding(binding)
-            return dict(zip(outputs, binding.get_outputs(), strict=True))
+            return run_values(self._sessions[index], values, list(outputs))
         except Exception as error:  # ONNX Runtime raises many unrelated types
             found_shapes = ", ".join(f"{name} {v.shape()}" for name, v in values.items())
             raise InputError(f"the graph fails on {found_shapes}: {error}") from error
+
+    @property
+    def device(self) -> Device:
+        """The device of the session."""
+        return device_of(self._sessions[0])
 
     def placement(self, feeds: Feeds | None = None) -> Placement:
         """Return which provider runs which nodes, from a separate session of the first engine.
@@ -368,6 +367,20 @@ class OrtRunner(Closeable):
             binding.close()
         self._bindings = {}
         self._sessions = []
+
+
+def run_values(session: Any, values: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    """Run a session on `onnxruntime.OrtValue`s, and leave the outputs on its device."""
+    device = device_of(session)
+    if device.kind == "cpu":
+        return dict(zip(outputs, session.run_with_ort_values(outputs, values), strict=True))
+    binding = session.io_binding()
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in outputs:
+        binding.bind_output(name, device.kind, device.index)
+    session.run_with_iobinding(binding)
+    return dict(zip(outputs, binding.get_outputs(), strict=True))
 
 
 def shrink_config(session: Any) -> dict[str, str]:

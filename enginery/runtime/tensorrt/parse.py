@@ -37,10 +37,7 @@ _NO_DEVICE = re.compile(r"^\[?checkMacros\.cpp::catchCudaError.*$", re.MULTILINE
 
 MERGED_CONDITION = "use_cache_branch"
 """Input of Optimum's merged decoder that selects the branch to run."""
-MERGED_REMEDY = (
-    "Export separate decoders: `enginery export --no-post-process`, or no_post_process=True of "
-    "Optimum."
-)
+MERGED_REMEDY = "Export the model with `enginery export`, or with --no-post-process of optimum-cli."
 _MERGED = (
     "The parser accepts a merged decoder, but the builder does not, because the outputs of its "
     "branches have different shapes."

@@ -48,11 +48,11 @@ def test_changes_shorten_digests():
 
 
 def test_option_fields_are_text():
-    options = {"task": "auto", "opset": 20, "post_process": True, "profile": ("a",)}
+    options = {"task": "auto", "opset": 20, "trust_remote_code": True, "profile": ("a",)}
     assert option_fields(options) == {
         "task": "auto",
         "opset": "20",
-        "post_process": "true",
+        "trust_remote_code": "true",
         "profile": '["a"]',
     }
 

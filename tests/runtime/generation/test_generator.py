@@ -1,15 +1,12 @@
 """Decoders generate the tokens of PyTorch's `generate`, alone and in batches."""
 
-import dataclasses
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from enginery import export_model, load_model
 from enginery.core.errors import ArtifactError, InputError
-from enginery.runtime.generation.generator import TextGenerator
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
 KINDS = ("gpt2", "llama", "opt", "qwen3")
@@ -195,12 +192,3 @@ def test_a_decoder_without_cache_does_not_generate(tiny_model, home):
     artifact = export_model(source, task="text-generation")
     with pytest.raises(ArtifactError, match="export it for text-generation-with-past"):
         load_model(artifact)
-    artifact = export_model(source, task="text-generation-with-past")
-    cacheless = [s for s in artifact.manifest.graphs[0].inputs if "past" not in s.name]
-    graph = artifact.manifest.graphs[0].model_copy(update={"inputs": tuple(cacheless)})
-    without = dataclasses.replace(
-        artifact, manifest=artifact.manifest.model_copy(update={"graphs": (graph,)})
-    )
-    runner = SimpleNamespace(record=graph)
-    with pytest.raises(ArtifactError, match=r"no complete cache.*text-generation-with-past"):
-        TextGenerator(without, runner)

@@ -14,7 +14,6 @@ import psutil
 import pytest
 from onnx import TensorProto
 
-from enginery import export_model
 from enginery.core.errors import (
     MissingPackageError,
     OptionError,
@@ -437,9 +436,10 @@ def test_merged_decoder_is_rejected_with_the_export_option(tmp_path):
 
 
 @needs_tensorrt
-def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model):
+def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model, tmp_path):
     source = tiny_model("t5", "text2text-generation")
-    artifact = export_model(str(source), task="text2text-generation-with-past")
+    task = "text2text-generation-with-past"
+    artifact = tiny_artifact("t5", task, tmp_path / "merged", source=source)
     dims = "batch=1:2:4,encoder_sequence=8,decoder_sequence=1,past_decoder_sequence=1:8:16"
     with pytest.raises(ProviderError, match=r"built no engine for 8\.9.*--no-post-process"):
         build_plan(artifact.path / "decoder_model_merged.onnx", profiles=[Profile.parse(dims)])

@@ -93,7 +93,3 @@ def encoder_keys_returned_of_another_layer(g: GraphEditor) -> None:
 
 def encoder_mask_ignored(g: GraphEditor) -> None:
     g.replace("encoder_attention_mask", lambda x: _ones_like(g, x))
-
-
-def cached_branch_always(g: GraphEditor) -> None:
-    g.replace("use_cache_branch", lambda _: g.constant(np.array([True])))

@@ -1,0 +1,67 @@
+"""Arrange the graphs that Optimum exports for generation.
+
+A decoder computes the logits of the last position alone. Of an encoder-decoder there are two graphs
+in place of three: the encoder also computes the cross-attention's keys and values, and one decoder
+runs every step, the first with an empty cache. No weight is in two graphs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from enginery.core.artifact.external_data import external_data_files
+from enginery.passes.generation.cross_attention import UnknownPathError, add_cross_attention
+from enginery.passes.generation.last_position import keep_last_position
+from enginery.passes.ir.graph_file import read_graph, write_graph
+from enginery.passes.ir.nodes import infer_types
+from enginery.runtime.decoder_graphs import ENCODER_STATES, is_cross_attention, is_present
+
+_ENCODER = "encoder_model.onnx"
+_FIRST, _STEP = "decoder_model.onnx", "decoder_with_past_model.onnx"
+
+
+def arrange_for_generation(directory: Path) -> list[str]:
+    """Edit the graphs of a model that Optimum has exported with a cache.
+
+    Returns:
+        Notes: why the graphs of an encoder-decoder stay as they are.
+    """
+    files = [path.name for path in directory.glob("*.onnx")]
+    if len(files) == 1:
+        model = read_graph(directory / files[0])
+        infer_types(model)
+        keep_last_position(model)
+        _replace(directory, {files[0]: model}, files)
+        return []
+    if sorted(files) != sorted((_ENCODER, _FIRST, _STEP)):
+        return [f"graphs are Optimum's: expected an encoder and decoders, found {', '.join(files)}"]
+    encoder, first, step = (read_graph(directory / name) for name in (_ENCODER, _FIRST, _STEP))
+    cross = [
+        value.name
+        for value in first.graph.outputs
+        if is_present(value.name or "") and is_cross_attention(value.name or "")
+    ]
+    try:
+        if cross:
+            add_cross_attention(encoder, first, cross, states=ENCODER_STATES)
+    except UnknownPathError as error:
+        return [f"graphs are Optimum's: the keys of the cross-attention depend on {error}"]
+    keep_last_position(step)
+    _replace(directory, {_ENCODER: encoder, _STEP: step}, files)
+    return []
+
+
+def _replace(directory: Path, models: Mapping[str, ir.Model], old: Iterable[str]) -> None:
+    """Write graphs in place of old ones, from which weights may still be read."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for name, model in models.items():
+            write_graph(model, Path(folder) / name)
+        for name in old:
+            for file in (name, *external_data_files(directory / name)):
+                (directory / file).unlink()
+        for path in Path(folder).iterdir():
+            path.rename(directory / path.name)

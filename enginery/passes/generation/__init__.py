@@ -1,0 +1,1 @@
+"""Prepare the graphs of decoders for generation."""
