@@ -1,0 +1,110 @@
+"""Searches over a small vocabulary, where sequences end often, are those of transformers."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+
+from enginery.runtime.generation.options import GenerationOptions
+from enginery.runtime.generation.processors import log_softmax
+from enginery.runtime.generation.search import Candidates, make_search
+
+END, PAD, VOCABULARY = 3, 0, 12
+SEED = 4  # some sequences end, others reach the largest length
+PROMPTS = [[4, 5], [6], [7, 8, 9], [10, 4, 4, 5]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A decoder of twelve tokens, whose sequences end after a few."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            initializer_range=0.5,
+            bos_token_id=1,
+            eos_token_id=END,
+            pad_token_id=PAD,
+            **sizes,
+        )
+        return GPT2LMHeadModel(config).eval()
+
+
+def found_by_search(model, prompt, options):
+    """Run a search on logits that PyTorch computes anew for each step."""
+    import torch
+
+    search = make_search(tuple(prompt), options, positions=64)
+    sequences = [list(prompt)]
+    while not search.done:
+        with torch.no_grad():
+            logits = model(torch.tensor(sequences)).logits[:, -1].numpy()
+        need = search.need
+        best = np.argsort(-logits, axis=1, kind="stable")[:, : need.best]
+        if need.logits:
+            found = Candidates(best[:, :0], logits=logits)
+        else:
+            log_probs = np.take_along_axis(log_softmax(logits), best, 1)
+            found = Candidates(best, log_probs if need.best > 1 else None)
+        move = search.advance(found)
+        sequences = [
+            [*sequences[parent], token]
+            for parent, token in zip(move.parents, move.tokens, strict=True)
+        ]
+    return search.results()
+
+
+def found_by_transformers(model, prompt, options):
+    import torch
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+    tokens = []
+    for row in found.sequences[:, len(prompt) :].tolist():
+        end = row.index(END) + 1 if END in row else len(row)
+        tokens.append(tuple(row[:end]))
+    return tokens, getattr(found, "sequences_scores", None)
+
+
+BEAMS = [
+    {"num_beams": beams, "early_stopping": stopping, "length_penalty": penalty}
+    for beams, stopping, penalty in itertools.product(
+        (2, 4), (False, True, "never"), (-1.0, 0.5, 2.0)
+    )
+]
+
+
+@pytest.mark.parametrize("options", [{}, *BEAMS], ids=str)
+def test_sequences_that_end_are_those_of_transformers(model, options):
+    count = options.get("num_beams", 1)
+    given = {"max_new_tokens": 14, "num_return_sequences": count, **options}
+    chosen = GenerationOptions(eos_token_id=(END,), pad_token_id=PAD, **given)
+    for prompt in PROMPTS:
+        tokens, scores = found_by_transformers(model, prompt, given)
+        found = found_by_search(model, prompt, chosen)
+        assert [each.tokens for each in found] == tokens
+        assert [each.finish for each in found] == [
+            "stop" if END in row else "length" for row in tokens
+        ]
+        if scores is not None:
+            np.testing.assert_allclose([each.score for each in found], scores, rtol=1e-4)
+
+
+def test_some_of_these_sequences_end_and_others_do_not(model):
+    for options in ({"num_beams": 1}, {"num_beams": 2, "num_return_sequences": 2}):
+        given = GenerationOptions(eos_token_id=(END,), max_new_tokens=14, **options)
+        found = [each for prompt in PROMPTS for each in found_by_search(model, prompt, given)]
+        assert {each.finish for each in found} == {"stop", "length"}
