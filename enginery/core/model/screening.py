@@ -45,7 +45,7 @@ _TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
 _SWITCHES = {"configuration_files": "config.json", "fast_tokenizer_files": "tokenizer.json"}
 
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", *_CODE_SUFFIXES)
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".spm", ".jinja", *_CODE_SUFFIXES)
 
 _LONGEST = 300
 """Longest key path or value in a message, in characters."""

@@ -13,6 +13,10 @@ from enginery.core.model.files import (
     TokenizerConfig,
 )
 
+HIDDEN = " "
+"""First character of the tokens in tokenizer.json that texts are not segmented into. No normalized
+text contains it. `enginery.export.sentencepiece_tokenizers` writes such tokens."""
+
 _MAX_REASON_CHARACTERS = 300
 """Maximum length of a reason in an error message: a panic may quote the whole text."""
 
