@@ -166,7 +166,8 @@ def written_tokenizer(slow_tokenizer, shared_directory):
             if not out.is_dir():
                 out.mkdir()
                 copy_side_files(source, out, code=False, config=True)
-                assert write_tokenizer(source, out, trust_remote_code=False) == []
+                write_tokenizer(source, out, trust_remote_code=False)
+                assert (out / "tokenizer.json").is_file()
         return out
 
     return make

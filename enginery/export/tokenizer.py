@@ -41,7 +41,6 @@ _SAMPLES = (
     "The engine is warm, and the pump runs again.",
     "Who built the bridge? Nobody knows; but (in 1843) Ada Lovelace wrote about it!",
     "It's 12:30, 3.5% of £1,000 is £35 – isn't it? Write to ada@example.com.",
-    "  Two  spaces,\ta tab and\na new line. ",
     "Der Motor ist warm. Über die Brücke in Köln fährt kein Zug, sagt Jürgen.",
     "Où est la clé du bateau ? Elle est tombée à l'eau, hélas. « Ça alors ! »",
     "¿Quién construyó el puente? Nadie lo sabe, señor.",
@@ -60,6 +59,9 @@ _SAMPLES = (
     "a",
     "",
 )
+_UNUSUAL = ("  Two  spaces,\ta tab and\na new line. ", "De\u0301ja\u0300 vu, Vie\u0323\u0302t Nam.")
+"""Texts for which fast tokenizers of transformers may differ from the slow ones: many spaces, and
+letters with separate marks."""
 
 
 def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list[str]:
@@ -101,7 +103,7 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
         if not special.is_file():
             written.append(special)
             special.write_text(json.dumps(slow.special_tokens_map, indent=2), encoding="utf-8")
-        _require_equal(slow, TextTokenizer.open(out))
+        notes += _compare(slow, TextTokenizer.open(out))
     except (UnsupportedTokenizerError, ArtifactError) as error:
         notes = [f"no tokenizer.json: {error}"]
     except BaseException as error:
@@ -137,27 +139,41 @@ def _fast_tokenizer(slow: Any, fast: Any) -> tuple[Any, list[str]]:
     return _BUILDERS[name](slow), [note] if count else []
 
 
-def _require_equal(slow: Any, tokenizer: TextTokenizer) -> None:
-    """Raise UnsupportedTokenizerError if the tokenizer differs from the slow one on samples.
+def _compare(slow: Any, tokenizer: TextTokenizer) -> list[str]:
+    """Compare a tokenizer with the slow one on samples; return notes on what is tolerated.
 
-    Texts are decoded only by those that are built here. For others, transformers' slow and fast
-    tokenizers differ in spaces.
+    What is built here must be equal. transformers' own fast tokenizers may differ for unusual
+    texts, and for those with characters that the model does not know. Decoded texts of these are
+    not compared, because they differ in spaces.
+
+    Raises:
+        UnsupportedTokenizerError: they differ.
     """
     if slow.is_fast:
-        return
-    name = type(slow).__name__
+        return []
+    name, built = type(slow).__name__, type(slow).__name__ in _BUILDERS
     codes = [*getattr(slow, "supported_language_codes", ()), ">>no-language<<"]
-    texts = [*_SAMPLES, *(f"{code} {_SAMPLES[0]}" for code in codes)]
-    for text, encoding in zip(texts, tokenizer.encode_source(texts), strict=True):
-        if encoding.ids != slow(text).input_ids:
-            raise UnsupportedTokenizerError(f"it would differ from {name} for the text {text!r}.")
+    texts = [*_SAMPLES, *_UNUSUAL, *(f"{code} {_SAMPLES[0]}" for code in codes)]
+    encodings = tokenizer.encode_source(texts)
+    wanted = [slow(text).input_ids for text in texts]
+    tolerated = []
+    for text, encoding, ids in zip(texts, encodings, wanted, strict=True):
+        if encoding.ids == ids:
+            continue
+        if built or not (text in _UNUSUAL or slow.unk_token_id in ids):
+            raise UnsupportedTokenizerError(f"it would differ from {name} for {text!r}.")
+        tolerated.append(text)
     step = max(len(slow) // _SAMPLED_IDS, 1)
-    for first in range(0, len(slow) if name in _BUILDERS else 0, step * _IDS_AT_ONCE):
+    for first in range(0, len(slow) if built else 0, step * _IDS_AT_ONCE):
         ids = list(range(first, len(slow), step))[:_IDS_AT_ONCE]
         # M2M100 leaves the ▁ in pieces that its sentencepiece model does not have.
-        wanted = slow.decode(ids, skip_special_tokens=True).replace("▁", " ").strip()
-        if tokenizer.decode(ids, skip_special=True) != wanted:
-            raise UnsupportedTokenizerError(f"it would differ from {name} for the token ids {ids}.")
+        decoded = slow.decode(ids, skip_special_tokens=True).replace("▁", " ").strip()
+        if tokenizer.decode(ids, skip_special=True) != decoded:
+            raise UnsupportedTokenizerError(f"it would differ from {name} for the ids {ids}.")
+    if not tolerated:
+        return []
+    shown = f"{tolerated[0]!r}" + (f" and {len(tolerated) - 1} more" if tolerated[1:] else "")
+    return [f"tokenizer.json: transformers' fast tokenizer differs from {name} for {shown}"]
 
 
 def _require_sentencepiece_model(path: Path) -> None:

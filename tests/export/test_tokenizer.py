@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from enginery import export_model
 from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
 from enginery.export import tokenizer as module
 from enginery.export.side_files import copy_side_files
@@ -136,7 +137,7 @@ def test_tokenizer_that_would_differ_is_not_written(slow_tokenizer, tmp_path, mo
     monkeypatch.setattr(module, "_BUILDERS", {"MarianTokenizer": _with_other_spaces})
     notes, out = write(slow_tokenizer("marian"), tmp_path)
     (note,) = notes
-    assert note.startswith("no tokenizer.json: it would differ from MarianTokenizer for the text '")
+    assert note.startswith("no tokenizer.json: it would differ from MarianTokenizer for '")
     assert not (out / "tokenizer.json").exists()
     with pytest.raises(ArtifactError, match=r"has no tokenizer\.json"):
         TextTokenizer.open(out)
@@ -192,3 +193,45 @@ def test_own_tokenizer_json_is_kept(slow_tokenizer, tmp_path):
     source = edited(slow_tokenizer("marian"), tmp_path, tokenizer_json=b"{}", source_spm=b"damaged")
     notes, out = write(source, tmp_path)
     assert (notes, (out / "tokenizer.json").read_bytes()) == ([], b"{}")
+
+
+@pytest.fixture(scope="module")
+def marian_model(slow_tokenizer, tmp_path_factory):
+    """A tiny Marian model, as published: weights, sentencepiece models and vocab.json."""
+    from transformers import MarianConfig, MarianMTModel
+
+    directory = tmp_path_factory.mktemp("marian") / "model"
+    shutil.copytree(slow_tokenizer("marian"), directory)
+    size = len(json.loads((directory / "vocab.json").read_text()))
+    config = MarianConfig(
+        vocab_size=size,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=64,
+        pad_token_id=size - 1,
+        eos_token_id=0,
+        decoder_start_token_id=size - 1,
+        forced_eos_token_id=0,
+    )
+    MarianMTModel(config).save_pretrained(directory)
+    return directory
+
+
+def test_exported_marian_has_its_tokenizer(marian_model, home):
+    artifact = export_model(str(marian_model), task="text2text-generation")
+    assert {"tokenizer.json", "source.spm", "target.spm"} < artifact.manifest.files.keys()
+    assert artifact.manifest.source.files.keys() >= {"source.spm", "target.spm"}
+    assert not any("tokenizer.json" in note for note in artifact.manifest.stages[0].notes)
+    assert differing(artifact.path, [*TEXTS, *HOSTILE["codes"]]) == []
+
+
+def test_export_of_a_damaged_sentencepiece_model_leaves_nothing(marian_model, tmp_path, home):
+    source = edited(marian_model, tmp_path, source_spm=b"no model")
+    with pytest.raises(SourceError, match=r"source\.spm is not a sentencepiece model"):
+        export_model(str(source), task="feature-extraction", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -49,7 +49,8 @@ def load_tokenizer(directory: Path) -> Any:
     if not file.is_file():
         raise ArtifactError(
             f"{directory} has no tokenizer.json, which is needed to tokenize texts.",
-            do="Save one in the model's directory and export again: "
+            do="If the model has a tokenizer, enginery inspect shows why. "
+            "Save one in the model's directory and export again: "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL).",
         )
     try:
