@@ -108,7 +108,7 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
         notes = [f"no tokenizer.json: {error}"]
     except BaseException as error:
         reason = " ".join(failure_reason(error).split())
-        notes = [f"no tokenizer.json: transformers cannot read the tokenizer: {reason}"]
+        notes = [f"no tokenizer.json: the tokenizer cannot be read: {reason}"]
     else:
         return notes
     for path in written:
@@ -185,7 +185,8 @@ def _require_sentencepiece_model(path: Path) -> None:
             "sentencepiece", extra="export", purpose="Reading the model's tokenizer"
         ) from error
     try:
-        sentencepiece.SentencePieceProcessor().Load(str(path))
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        model.id_to_piece(list(range(len(model))))  # raises UnicodeDecodeError, a ValueError
     except (OSError, RuntimeError, ValueError) as error:
         raise SourceError(
             f"{path} is not a sentencepiece model, or is damaged.",

@@ -120,6 +120,14 @@ def test_damaged_sentencepiece_model_is_an_error(slow_tokenizer, tmp_path, conte
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_sentencepiece_model_with_bytes_that_are_no_text_is_an_error(slow_tokenizer, tmp_path):
+    whole = (slow_tokenizer("marian") / "source.spm").read_bytes()
+    damaged = whole.replace("▁the".encode(), b"\xff\xfe\xfd" + b"the", 1)
+    source = edited(slow_tokenizer("marian"), tmp_path, source_spm=damaged)
+    with pytest.raises(SourceError, match=r"source\.spm is not a sentencepiece model"):
+        write(source, tmp_path)
+
+
 def test_truncated_sentencepiece_model_is_an_error(slow_tokenizer, tmp_path):
     whole = (slow_tokenizer("marian") / "source.spm").read_bytes()
     source = edited(slow_tokenizer("marian"), tmp_path, source_spm=whole[: len(whole) // 2])
