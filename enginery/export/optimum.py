@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ try:
     from optimum.exporters.tasks import TasksManager
     from optimum.utils.save_utils import maybe_load_preprocessors
 
+    from enginery.export.tokenizer import write_tokenizer
     from enginery.runtime.torch_runner import load_pytorch
 except ImportError as error:
     raise MissingPackageError(
@@ -66,11 +66,10 @@ def export_with_optimum(
     untrained = _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
     copy_side_files(source, out, code=config.trust_remote_code)
-    _convert_tokenizer(source, out)
-    notes = []
+    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     if task.endswith("-with-past") and config.layout == "enginery":
         report_phase("arranging the graphs for generation")
-        notes = arrange_for_generation(out)
+        notes = [*notes, *arrange_for_generation(out)]
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
     _require_trained(untrained, [out / file for file in files], source, task)
     return ExportedModel(
@@ -180,17 +179,6 @@ def _pad_token_id(source: Path) -> int:
             do="Set pad_token_id in config.json.",
         )
     return int(tokenizer.pad_token_id)
-
-
-def _convert_tokenizer(source: Path, out: Path) -> None:
-    """Write tokenizer.json for a model that has only the files of a slow tokenizer."""
-    names = ("tokenizer_config.json", "vocab.txt", "spiece.model", "tokenizer.model", "vocab.json")
-    if (out / "tokenizer.json").is_file() or not any((source / name).is_file() for name in names):
-        return
-    # Some tokenizers cannot be converted to fast ones; load_model reports that when it needs one.
-    with suppress(Exception):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
-        tokenizer.backend_tokenizer.save(str(out / "tokenizer.json"))
 
 
 def choose_task(asked: str, settings: ModelConfig) -> str:

@@ -13,7 +13,7 @@ from enginery.core.errors import UntrustedModelError
 from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
 
-_COPIED = (".json", ".txt", ".model", ".jinja")
+_COPIED = (".json", ".txt", ".model", ".spm", ".jinja")
 # Optimum and dynamo write these themselves, in the form that Optimum's loaders require.
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 

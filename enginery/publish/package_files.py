@@ -116,5 +116,5 @@ def _group(graphs: Sequence[GraphRecord], name: str) -> str:
         return "graph"
     if any(name in graph.data_files for graph in graphs):
         return "weights"
-    is_tokenizer = parts.name.startswith(_TOKENIZER) or parts.suffix == ".model"
+    is_tokenizer = parts.name.startswith(_TOKENIZER) or parts.suffix in (".model", ".spm")
     return "tokenizer" if is_tokenizer else "config"

@@ -288,6 +288,7 @@ class ModelConfig(ModelPart, _File):
     architecture: String = ""
     """Name of the model in timm; only in files from timm."""
     architectures: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
+    tokenizer_class: String = ""
     is_encoder_decoder: Flag = False
     problem_type: String = ""
     id2label: dict[int, Label] = Field(default_factory=dict)
@@ -374,6 +375,10 @@ class TokenizerConfig(SpecialTokens, _File):
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     pad_token_type_id: Count = 0
     clean_up_tokenization_spaces: Flag = False
+    src_lang: String = ""
+    """The source language of a translation model; empty if missing."""
+    legacy_behaviour: Flag = False
+    """NLLB: put the source language behind a text."""
     chat_template: String | list[NamedTemplate] = ""
 
     @property

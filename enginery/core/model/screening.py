@@ -36,7 +36,7 @@ _ATTENTION_KEYS = ("_attn_implementation", "_attn_implementation_internal", "att
 
 # Loaders open the paths in these keys if they are nested; at the top level they ignore them.
 _PATH_KEYS = ("_name_or_path", "name_or_path", "backbone", "base_model_name_or_path")
-_FILE_KEYS = re.compile(r"(^|_)file$")
+_FILE_KEYS = re.compile(r"(^|_)(file|spm|vocab)$")
 _TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
 
 # transformers loads one of the files named here, selected by its version, instead of the usual one.
@@ -45,7 +45,7 @@ _TOP_PATH_KEYS = ("gguf_file", "audio_tokenizer_name_or_path")
 _SWITCHES = {"configuration_files": "config.json", "fast_tokenizer_files": "tokenizer.json"}
 
 _CODE_SUFFIXES = (".py", ".pyc", ".so", ".pyd", ".dll", ".dylib")
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", *_CODE_SUFFIXES)
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".spm", ".jinja", *_CODE_SUFFIXES)
 
 _LONGEST = 300
 """Longest key path or value in a message, in characters."""

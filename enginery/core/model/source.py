@@ -25,7 +25,7 @@ from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_weights
 from enginery.core.paths import is_relative_path
 
-_SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".py")
+_SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 

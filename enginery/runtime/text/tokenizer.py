@@ -13,7 +13,7 @@ the limits in the model's own files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,7 +31,9 @@ from enginery.core.model.files import (
 )
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.chat_template import PairTemplate
+from enginery.runtime.text.languages import Languages, Placement
 from enginery.runtime.text.tokenizer_files import (
+    HIDDEN,
     apply_settings,
     failure_reason,
     length_limit,
@@ -173,6 +175,8 @@ class TextTokenizer:
     """Remove spaces before punctuation from decoded text."""
     pair_template: PairTemplate | None = None
     """Turns a pair of texts into the prompt of a language model; None if the tokenizer joins it."""
+    load_languages: Callable[[], Languages] = Languages
+    """Returns the languages of a translation model; read on the first call."""
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
     threads of `tokenizers`, which all tokenizers of the process share."""
@@ -227,6 +231,7 @@ class TextTokenizer:
             lower_case=sentence.do_lower_case,
             clean_up=settings.clean_up_tokenization_spaces,
             pair_template=PairTemplate.open(directory),
+            load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
 
     def encode(
@@ -321,6 +326,72 @@ class TextTokenizer:
             return encodings
 
         return _encode_each(lambda items: self._encode_list(encode, items), texts)
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """The codes of a translation model's languages and their token ids; empty for others."""
+        return self.load_languages().tokens
+
+    def encode_source(
+        self,
+        texts: Sequence[str],
+        *,
+        source_language: str | None = None,
+        target_language: str | None = None,
+    ) -> list[Any]:
+        """Encode texts for an encoder-decoder, with special tokens and without truncation.
+
+        Args:
+            texts: the texts to translate, summarize, ….
+            source_language: the language of the texts; None for the model's default.
+            target_language: the language to translate to. Only Marian's tokenizers need it here;
+                for the others, generation starts with `forced_bos_id(target_language)`.
+
+        Returns:
+            An object with `ids` and `attention_mask` per text.
+
+        Raises:
+            InputError: the model does not have a language, or see `encode`.
+            ArtifactError: the model does not have its default source language.
+        """
+        check_texts(texts)
+        languages = self.load_languages()
+        language_id = languages.source_id(source_language)
+        if target_language is not None:
+            languages.target_id(target_language)
+            if languages.placement is Placement.TEXT:
+                texts = [f">>{target_language}<< {text}" for text in texts]
+        if language_id is None:
+            return [
+                self._with_hidden(encoding)
+                for encoding in self.encode_untruncated(texts, special=True)
+            ]
+        before, after = languages.around(language_id)
+        encodings = self.encode_untruncated(texts, special=False)
+        return [TokenIds([*before, *encoding.ids, *after]) for encoding in encodings]
+
+    def forced_bos_id(self, target_language: str) -> int | None:
+        """Return the token that a translation to a language starts with.
+
+        It is None for Marian, whose texts name the language, see `encode_source`.
+
+        Raises:
+            InputError: the model does not have the language.
+        """
+        languages = self.load_languages()
+        found = languages.target_id(target_language)
+        return None if languages.placement is Placement.TEXT else found
+
+    def _with_hidden(self, encoding: Any) -> Any:
+        """Replace unknown tokens that are hidden tokens as a whole, as Marian's tokenizer does."""
+        if self.unk_id is None or self.unk_id not in encoding.ids:
+            return encoding
+        ids = list(encoding.ids)
+        for place, token in enumerate(encoding.tokens):
+            if ids[place] == self.unk_id:
+                hidden = self.backend.token_to_id(HIDDEN + token)
+                ids[place] = self.unk_id if hidden is None else hidden
+        return TokenIds(ids)
 
     def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
         """Add the model's special tokens around a client's token ids and truncate to `limit`.

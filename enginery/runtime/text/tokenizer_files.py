@@ -13,6 +13,10 @@ from enginery.core.model.files import (
     TokenizerConfig,
 )
 
+HIDDEN = " "
+"""First character of the tokens in tokenizer.json that texts are not segmented into. No normalized
+text contains it. `enginery.export.sentencepiece_tokenizers` writes such tokens."""
+
 _MAX_REASON_CHARACTERS = 300
 """Maximum length of a reason in an error message: a panic may quote the whole text."""
 
@@ -45,7 +49,8 @@ def load_tokenizer(directory: Path) -> Any:
     if not file.is_file():
         raise ArtifactError(
             f"{directory} has no tokenizer.json, which is needed to tokenize texts.",
-            do="Save one in the model's directory and export again: "
+            do="If the model has a tokenizer, enginery inspect shows why. "
+            "Save one in the model's directory and export again: "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(MODEL).",
         )
     try:

@@ -81,6 +81,11 @@ REFUSED = {
         {"tokenizer_config.json": {"vocab_file": "../../../../../../../etc/passwd"}},
         "vocab_file is",
     ),
+    "sentencepiece model": (
+        {"tokenizer_config.json": {"source_spm": "/etc/passwd"}},
+        "source_spm is '/etc/passwd'",
+    ),
+    "vocabulary": ({"tokenizer_config.json": {"vocab": "/etc/passwd"}}, "vocab is '/etc/passwd'"),
     "adapter": (
         {"adapter_config.json": {"base_model_name_or_path": "evil/base"}},
         "an adapter of another model, 'evil/base'",
