@@ -102,7 +102,8 @@ class TextGenerator(Closeable):
                 arrays (height, width, channels).
             batch_size: largest number of inputs that run together; results do not depend on it.
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
-                are not given are the model's own.
+                are not given are the model's own. Of translation models also `source_language` and
+                `target_language`.
 
         Returns:
             `num_return_sequences` results for each input, in order.
@@ -112,8 +113,8 @@ class TextGenerator(Closeable):
         """
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
-        chosen = self.options.with_arguments(**options)
-        rows = self._inputs.rows(inputs)
+        own, chosen = self._read(options)
+        rows = self._inputs.rows(inputs, chosen, **own)
         found: list[Generation] = []
         while batch := list(islice(rows, batch_size)):
             searches = [self._search(row, chosen) for row in batch]
@@ -135,10 +136,10 @@ class TextGenerator(Closeable):
         Raises:
             InputError: the input is invalid, or an option is.
         """
-        chosen = self.options.with_arguments(**options)
+        own, chosen = self._read(options)
         if chosen.num_return_sequences > 1:
             raise InputError("num_return_sequences is above 1, but a stream has one text.")
-        rows = list(self._inputs.rows([text]))
+        rows = list(self._inputs.rows([text], chosen, **own))
         return self._pieces(self._search(rows[0], chosen), self._inputs.join(rows), chosen)
 
     def close(self) -> None:
@@ -182,6 +183,13 @@ class TextGenerator(Closeable):
         rest = self._finished(search.results()[0], options).text
         if rest[len(sent) :]:
             yield rest[len(sent) :]
+
+    def _read(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], GenerationOptions]:
+        """Return the arguments that are about the inputs, and the options of generation."""
+        names = self._inputs.arguments
+        own = {name: value for name, value in arguments.items() if name in names}
+        others = {name: value for name, value in arguments.items() if name not in names}
+        return own, self.options.with_arguments(**{**self._inputs.implied(**own), **others})
 
     def _search(self, row: GenerationRow, options: GenerationOptions) -> Search:
         stops = options.stop_strings

@@ -87,6 +87,8 @@ class Languages:
     """The source language of texts for which none is named."""
     eos_id: int = 0
     """The end token."""
+    replaces_start: bool = False
+    """A translation starts with its language alone, not with the start token before it."""
 
     @classmethod
     def read(
@@ -125,7 +127,8 @@ class Languages:
         if name == "NllbTokenizer" and settings.legacy_behaviour:
             placement = Placement.BACK
         source = settings.src_lang or convention.source
-        return cls(dict(sorted(tokens.items())), placement, source, eos_id)
+        starts = name == "MBartTokenizer"
+        return cls(dict(sorted(tokens.items())), placement, source, eos_id, starts)
 
     def source_id(self, code: str | None) -> int | None:
         """Return the token that tells a text's language; None if the model needs none.
@@ -157,6 +160,36 @@ class Languages:
         if self.placement is Placement.BACK:
             return [], [self.eos_id, source_id]
         return [source_id], [self.eos_id]
+
+    def first_tokens(self, target: str) -> dict[str, int]:
+        """Return the options of generation that make it translate to a language.
+
+        None for Marian, whose texts name the language.
+
+        Raises:
+            InputError: the model does not have the language.
+        """
+        found = self.target_id(target)
+        if self.placement is Placement.TEXT:
+            return {}
+        return {"decoder_start_token_id" if self.replaces_start else "forced_bos_token_id": found}
+
+    def require_target(self, start: int | None, forced: int | None) -> None:
+        """Raise InputError if neither token of a translation is a language.
+
+        Args:
+            start: the decoder's first token.
+            forced: the token that is forced after it.
+        """
+        if self.placement in (Placement.TEXT, Placement.NONE):
+            return
+        if start not in self.tokens.values() and forced not in self.tokens.values():
+            codes = list(self.tokens)
+            raise InputError(
+                f"no target language is given, and the model has {len(codes)}: "
+                f"{', '.join(codes[:6])}{', …' if len(codes) > 6 else ''}.",
+                do="Name it: target_language.",
+            )
 
     def target_id(self, code: str) -> int:
         """Return the token of a target language.

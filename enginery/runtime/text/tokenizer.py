@@ -345,7 +345,7 @@ class TextTokenizer:
             texts: the texts to translate, summarize, ….
             source_language: the language of the texts; None for the model's default.
             target_language: the language to translate to. Only Marian's tokenizers need it here;
-                for the others, generation starts with `forced_bos_id(target_language)`.
+                for the others, see `Languages.first_tokens`.
 
         Returns:
             An object with `ids` and `attention_mask` per text.
@@ -369,18 +369,6 @@ class TextTokenizer:
         before, after = languages.around(language_id)
         encodings = self.encode_untruncated(texts, special=False)
         return [TokenIds([*before, *encoding.ids, *after]) for encoding in encodings]
-
-    def forced_bos_id(self, target_language: str) -> int | None:
-        """Return the token that a translation to a language starts with.
-
-        It is None for Marian, whose texts name the language, see `encode_source`.
-
-        Raises:
-            InputError: the model does not have the language.
-        """
-        languages = self.load_languages()
-        found = languages.target_id(target_language)
-        return None if languages.placement is Placement.TEXT else found
 
     def _with_hidden(self, encoding: Any) -> Any:
         """Replace unknown tokens that are hidden tokens as a whole, as Marian's tokenizer does."""

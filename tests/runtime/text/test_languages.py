@@ -37,11 +37,13 @@ def test_every_language_has_the_token_of_transformers(written_tokenizer, kind):
     for code, token_id in tokenizer.languages.items():
         token = f"__{code}__" if kind.startswith("m2m100") else code
         assert wanted.convert_tokens_to_ids(token) == token_id
-        assert tokenizer.forced_bos_id(code) == token_id
+        assert list(tokenizer.load_languages().first_tokens(code).values()) == [token_id]
     inputs = wanted._build_translation_inputs(
         "x", src_lang=own, tgt_lang=other, **({} if "m2m" in kind else {"return_tensors": None})
     )
-    assert tokenizer.forced_bos_id(other) == inputs["forced_bos_token_id"]
+    name = "decoder_start_token_id" if kind == "mbart" else "forced_bos_token_id"
+    found = tokenizer.load_languages().first_tokens(other)
+    assert found == {name: inputs["forced_bos_token_id"]}
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -106,7 +108,7 @@ def test_marian_names_the_target_in_the_text(written_tokenizer):
         "deu_Latn": vocabulary[">>deu_Latn<<"],
         "fra": vocabulary[">>fra<<"],
     }
-    assert tokenizer.forced_bos_id("fra") is None
+    assert tokenizer.load_languages().first_tokens("fra") == {}
     ids = [wanted(f">>fra<< {text}").input_ids for text in SAMPLES]
     assert encoded(tokenizer, target_language="fra") == ids
     assert encoded(tokenizer) == [wanted(text).input_ids for text in SAMPLES]
@@ -124,7 +126,7 @@ def test_unknown_language_names_the_nearest(written_tokenizer):
     with pytest.raises(InputError, match=message):
         tokenizer.encode_source(["x"], source_language="fra")
     with pytest.raises(InputError, match=r"target language .* none of the tokenizer's 202"):
-        tokenizer.forced_bos_id("x" * 10**6)
+        tokenizer.load_languages().first_tokens("x" * 10**6)
     for odd in ("", 7, ["fra_Latn"]):
         with pytest.raises(InputError, match="none of the tokenizer's 202"):
             tokenizer.encode_source(["x"], source_language=odd)
@@ -143,7 +145,7 @@ def test_model_without_languages_takes_none(written_tokenizer):
     with pytest.raises(InputError, match=r"'en' is given, but the tokenizer has no languages"):
         tokenizer.encode_source(["x"], target_language="en")
     with pytest.raises(InputError, match="no languages"):
-        tokenizer.forced_bos_id("en")
+        tokenizer.load_languages().first_tokens("en")
 
 
 def test_default_language_that_the_vocabulary_lacks(written_tokenizer, tmp_path):

@@ -1,0 +1,107 @@
+"""Models with several languages translate as transformers does, with their own tokenizers."""
+
+import shutil
+import warnings
+
+import pytest
+
+from enginery import export_model, load_model
+from enginery.core.errors import InputError
+
+TASK = "text2text-generation-with-past"
+TEXTS = ["Return the number of items.", "Where is it?"]
+# kind of tokenizer -> model type, source and target language, the option that names the target
+MODELS = {
+    "m2m100": ("m2m_100", "en", "fr", "forced_bos_token_id"),
+    "mbart": ("mbart", "en_XX", "fr_XX", "decoder_start_token_id"),
+    "marian": ("marian", None, "fra", ""),
+}
+SIZES = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 64,
+    "init_std": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def translator(slow_tokenizer, tmp_path_factory):
+    """`translator("marian")`: the source of a tiny model, its artifact and its slow tokenizer."""
+    import torch
+    import transformers
+
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            source = tmp_path_factory.mktemp("translators") / kind
+            shutil.copytree(slow_tokenizer(kind), source)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, use_fast=False)
+            config = transformers.AutoConfig.for_model(
+                MODELS[kind][0],
+                vocab_size=len(tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                forced_eos_token_id=tokenizer.eos_token_id,
+                decoder_start_token_id=(
+                    tokenizer.pad_token_id if kind == "marian" else tokenizer.eos_token_id
+                ),
+                **SIZES,
+            )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(5)
+                model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+                model.save_pretrained(source)
+            made[kind] = (model, tokenizer, export_model(str(source), task=TASK))
+        return made[kind]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_translations_are_those_of_pytorch(translator, home, kind):
+    import torch
+
+    model, tokenizer, artifact = translator(kind)
+    _, source, target, option = MODELS[kind]
+    expected = []
+    for text in TEXTS:
+        if source:
+            tokenizer.src_lang = source
+        inputs = tokenizer(f">>{target}<< {text}" if not source else text, return_tensors="pt")
+        options = {option: tokenizer.convert_tokens_to_ids(_token(kind, target))} if option else {}
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = model.generate(
+                **inputs, **options, max_new_tokens=10, num_beams=3, do_sample=False
+            )
+        expected.append(tokenizer.decode(found[0], skip_special_tokens=True))
+    with load_model(artifact) as loaded:
+        languages = {"target_language": target} | ({"source_language": source} if source else {})
+        found = loaded.generate(TEXTS, max_new_tokens=10, num_beams=3, **languages)
+    assert [each.text for each in found] == expected
+    assert len({each.text for each in found}) == 2
+
+
+def _token(kind, language):
+    return f"__{language}__" if kind == "m2m100" else language
+
+
+def test_languages_that_are_missing_or_unknown_are_errors(translator, home):
+    artifact = translator("m2m100")[2]
+    with load_model(artifact) as model:
+        for languages, message in (
+            ({}, "no target language is given, and the model has 100: "),
+            ({"target_language": "fx"}, "'fx' is none of the tokenizer's 100; the nearest are"),
+            (
+                {"target_language": "fr", "source_language": "french"},
+                "source language 'french' is none",
+            ),
+        ):
+            with pytest.raises(InputError, match=message):
+                model.generate(TEXTS, **languages)
