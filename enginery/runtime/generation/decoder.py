@@ -98,6 +98,9 @@ class CachedDecoder:
                 f"{record.file} does not generate: {problem}.",
                 do="Export the model for a task that ends in -with-past, with --layout enginery.",
             )
+        self.takes_more = self._encoder is None and "position_ids" in self._inputs
+        """Whether rows may join those that have begun: the graph takes the position of each row,
+        where others count from the first column of the batch."""
         self._presents = {present_name(spec.name): spec.name for spec in self._past}
         self._operators = Operators(self._runner.device)
 
@@ -148,6 +151,26 @@ class CachedDecoder:
         mask = np.concatenate([state.mask, np.ones((len(tokens), 1), np.int64)], axis=1)
         ids = np.asarray(tokens, np.int64).reshape(-1, 1)
         return self._run(ids, DecoderState(mask, state.cache, state.encoded, state.sources), need)
+
+    def join(self, above: DecoderState, below: DecoderState) -> DecoderState:
+        """Return the rows of two states as one; see `takes_more`.
+
+        Shorter rows get padding on the left, and padding that all rows have is taken away.
+        """
+        own = [int(state.mask.any(axis=0).argmax()) for state in (above, below)]
+        lengths = [
+            state.mask.shape[1] - padding
+            for state, padding in zip((above, below), own, strict=True)
+        ]
+        shifts = [max(lengths) - state.mask.shape[1] for state in (above, below)]
+        masks = [
+            np.pad(state.mask[:, max(0, -shift) :], ((0, 0), (max(0, shift), 0)))
+            for state, shift in zip((above, below), shifts, strict=True)
+        ]
+        cache = self._operators.join(above.cache, below.cache, (shifts[0], shifts[1]))
+        first = max(above.sources) + 1
+        sources = (*above.sources, *(first + source for source in below.sources))
+        return DecoderState(np.concatenate(masks), cache, {}, sources)
 
     def _run(
         self, ids: NDArray[np.int64], state: DecoderState, need: Need

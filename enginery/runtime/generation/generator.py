@@ -21,10 +21,11 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
-from enginery.runtime.generation.search import Candidates, Hypothesis, Need, Search, make_search
+from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks import TASKS
@@ -204,25 +205,12 @@ class TextGenerator(Closeable):
 
     def _run(self, searches: Sequence[Search], inputs: Feeds | None) -> Iterator[None]:
         """Run all searches in one batch until they are done; yield after each step."""
-        prompts = [search.prompt for search in searches]
-        state, found = self._decoder.begin(prompts, _joined(searches), inputs)
-        rows = [range(index, index + 1) for index in range(len(searches))]
-        running = list(searches)
-        while True:
-            tokens: list[int] = []
-            parents: list[int] = []
-            following: list[range] = []
-            for search, place in zip(running, rows, strict=True):
-                move = search.advance(_part(found, place))
-                following.append(range(len(tokens), len(tokens) + len(move.tokens)))
-                tokens += move.tokens
-                parents += [place[parent] for parent in move.parents]
+        batch = RunningBatch(self._decoder)
+        batch.add(searches, inputs)
+        yield
+        while batch.searches:
+            batch.step()
             yield
-            left = [index for index, search in enumerate(running) if not search.done]
-            running, rows = [running[index] for index in left], [following[index] for index in left]
-            if not running:
-                return
-            state, found = self._decoder.step(state, tokens, parents, _joined(running))
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special=True)
@@ -249,19 +237,3 @@ def find_generating(artifact: Artifact) -> DecoderGraphs:
             do="Export the model for a task that ends in -with-past.",
         )
     return found[0]
-
-
-def _joined(searches: Sequence[Search]) -> Need:
-    """Return what all searches of a batch need together."""
-    needs = [search.need for search in searches]
-    return Need(any(need.logits for need in needs), max(need.best for need in needs))
-
-
-def _part(found: Candidates, rows: range) -> Candidates:
-    """Return the candidates of one search's rows."""
-    place = slice(rows.start, rows.stop)
-    return Candidates(
-        found.tokens[place],
-        None if found.log_probs is None else found.log_probs[place],
-        None if found.logits is None else found.logits[place],
-    )

@@ -11,7 +11,7 @@ the chosen tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,18 +59,33 @@ class Operators:
         found = run_values(session, self._placed(values), ["log_probs", "tokens"])
         return found["log_probs"].numpy(), found["tokens"].numpy()
 
-    def take(self, values: Mapping[str, Any], rows: Sequence[int]) -> Values:
+    def take(self, values: Values, rows: Sequence[int]) -> Values:
         """Return values that consist of these rows, on the same device.
 
         Args:
             values: values whose first dim is the row, not empty.
             rows: index of each row; rows may occur several times or not at all.
         """
-        kinds = [(name, ELEMENTS[dtype_of(v)], len(v.shape())) for name, v in values.items()]
-        session = self._session(_take_graph, *kinds)
+        session = self._session(_take_graph, *_kinds(values))
         feeds = {f"{name}.from": value for name, value in values.items()}
         feeds["rows"] = self._value(np.asarray(rows, np.int64))
         return run_values(session, self._placed(feeds), list(values))
+
+    def join(self, above: Values, below: Values, shifts: tuple[int, int]) -> Values:
+        """Return the rows of two caches as one.
+
+        Args:
+            above: keys and values of (rows, heads, positions, width) by name.
+            below: the same of other rows.
+            shifts: for each, the number of positions that are put in front of its own, of zeros, or
+                taken away there if negative.
+        """
+        session = self._session(_join_graph, *_kinds(above))
+        feeds = {f"{name}.above": value for name, value in above.items()}
+        feeds |= {f"{name}.below": value for name, value in below.items()}
+        for name, shift in zip(("above", "below"), shifts, strict=True):
+            feeds[name] = self._value(np.array([shift, 0], np.int64))
+        return run_values(session, self._placed(feeds), list(above))
 
     def _session(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Return the session of a graph, made by the first call with these arguments."""
@@ -114,6 +129,11 @@ class Operators:
         return OrtValue.ortvalue_from_numpy(array)
 
 
+def _kinds(values: Values) -> list[tuple[str, int, int]]:
+    """Return the name, the type and the rank of values."""
+    return [(name, ELEMENTS[dtype_of(v)], len(v.shape())) for name, v in values.items()]
+
+
 def _best_graph(element: int) -> Any:
     from onnx import helper
 
@@ -135,17 +155,38 @@ def _best_graph(element: int) -> Any:
     return helper.make_graph(nodes, "best", inputs, outputs, [last])
 
 
+def _info(name: str, element: int, rank: int) -> Any:
+    from onnx import helper
+
+    return helper.make_tensor_value_info(name, element, [f"{name}.{axis}" for axis in range(rank)])
+
+
 def _take_graph(*values: tuple[str, int, int]) -> Any:
     """Return the graph for values of these names, types and ranks."""
     from onnx import helper
 
-    def info(name: str, element: int, rank: int) -> Any:
-        dims = [f"{name}.{axis}" for axis in range(rank)]
-        return helper.make_tensor_value_info(name, element, dims)
-
-    inputs = [info(f"{name}.from", element, rank) for name, element, rank in values]
+    inputs = [_info(f"{name}.from", element, rank) for name, element, rank in values]
     nodes = [
         helper.make_node("Gather", [f"{name}.from", "rows"], [name], axis=0) for name, *_ in values
     ]
     inputs.append(helper.make_tensor_value_info("rows", _INT64, ["rows"]))
-    return helper.make_graph(nodes, "take", inputs, [info(*value) for value in values])
+    return helper.make_graph(nodes, "take", inputs, [_info(*value) for value in values])
+
+
+def _join_graph(*values: tuple[str, int, int]) -> Any:
+    """Return the graph for caches of these names, types and ranks."""
+    from onnx import helper
+
+    parts = ("above", "below")
+    inputs = [_info(f"{name}.{part}", *kind) for name, *kind in values for part in parts]
+    inputs += [helper.make_tensor_value_info(part, _INT64, [2]) for part in parts]
+    nodes = []
+    for name, *_ in values:
+        shifted = [f"{name}.{part}.shifted" for part in parts]
+        nodes += [
+            helper.make_node("Pad", [f"{name}.{part}", part, "", "axis"], [output])
+            for part, output in zip(parts, shifted, strict=True)
+        ]
+        nodes.append(helper.make_node("Concat", shifted, [name], axis=0))
+    axis = helper.make_tensor("axis", _INT64, [1], [2])
+    return helper.make_graph(nodes, "join", inputs, [_info(*value) for value in values], [axis])
