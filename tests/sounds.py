@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import wave
+
 import numpy as np
 
 RATE = 16_000
@@ -46,3 +49,14 @@ def speech(seconds, *, rate=RATE, seed=0):
 
 def silence(seconds, *, rate=RATE):
     return np.zeros(round(seconds * rate), np.float32)
+
+
+def wav(samples, rate=RATE):
+    """Return the samples as a WAV file of 16 bits."""
+    content = io.BytesIO()
+    with wave.open(content, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return content.getvalue()

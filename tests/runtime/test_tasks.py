@@ -179,11 +179,11 @@ def test_every_task_has_all_class_attributes():
     for verb, task in TASKS.items():
         assert task.verb == verb
         assert not inspect.isabstract(task)
-        assert all(find_task(name, takes_images=task.takes_images) is task for name in task.tasks)
+        assert all(find_task(name, modality=task.modality) is task for name in task.tasks)
         required = [field.name for field in task.inputs if not field.optional]
-        assert len(task.example) == (0 if task.takes_images else len(required))
+        assert len(task.example) == (len(required) if task.modality == "text" else 0)
         assert task.result_type is not None
-    assert find_task("feature-extraction", takes_images=True).verb == "embed_images"
+    assert find_task("feature-extraction", modality="image").verb == "embed_images"
     assert len(set(supported_tasks())) == len(supported_tasks())
 
 
@@ -194,21 +194,23 @@ def test_every_task_has_all_class_attributes():
         ("bert", "fill-mask"),
         ("vit", "feature-extraction"),
         ("vit", "image-classification"),
+        ("wav2vec2", "audio-classification"),
+        ("wav2vec2", "automatic-speech-recognition"),
     ],
 )
 def test_probe_row_runs(tiny, kind, task):
     with load_model(tiny.artifact(kind, task)) as model:
         row = model.definition.probe(5)
-        assert row.tokens == (1 if model.definition.takes_images else 5)
+        assert row.tokens == (1 if model.definition.modality == "image" else 5)
         (found,) = model._batches.run([row])
-        assert np.isfinite(found).all()
+        assert all(np.isfinite(each).all() for each in found)
 
 
 def test_images_of_a_call_are_not_all_held_at_once(tiny, monkeypatch):
     happened = []
-    image_row, call = ImageTask.image_row, OrtRunner.__call__
+    read_row, call = ImageTask.read_row, OrtRunner.__call__
     monkeypatch.setattr(
-        ImageTask, "image_row", lambda *given: happened.append("image") or image_row(*given)
+        ImageTask, "read_row", lambda *given: happened.append("image") or read_row(*given)
     )
     monkeypatch.setattr(
         OrtRunner, "__call__", lambda *given: happened.append("run") or call(*given)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.datasets.batches import DatasetReader, Item, Values
-from enginery.core.datasets.images import take_evenly
+from enginery.core.datasets.folders import take_evenly
 from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import InputError, nearest
 

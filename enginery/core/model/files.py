@@ -214,9 +214,17 @@ class ModelPart(_Values):
     @property
     def audio_samples(self) -> int:
         """Samples that a convolutional audio encoder needs for eight frames; 1 for other models."""
+        return self._samples_of(_AUDIO_FRAMES)
+
+    @property
+    def audio_frame_samples(self) -> int:
+        """Samples that a convolutional audio encoder needs for one frame; 1 for other models."""
+        return self._samples_of(1)
+
+    def _samples_of(self, frames: int) -> int:
         if self.conv_kernel is None or self.conv_stride is None:
             return 1
-        samples = _AUDIO_FRAMES
+        samples = frames
         for kernel, stride in zip(
             reversed(self.conv_kernel), reversed(self.conv_stride), strict=False
         ):
@@ -371,6 +379,12 @@ class TokenizerConfig(SpecialTokens, _File):
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     pad_token_type_id: Count = 0
+    word_delimiter_token: SpecialToken | None = None
+    """CTC: the token between words; None for `|`."""
+    replace_word_delimiter_char: String = " "
+    """CTC: what is written between words."""
+    target_lang: String = ""
+    """CTC: the language, for a vocabulary by language."""
     clean_up_tokenization_spaces: Flag = False
     chat_template: String | list[NamedTemplate] = ""
 

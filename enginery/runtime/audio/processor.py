@@ -163,6 +163,16 @@ class AudioProcessor:
         """The name of the features in the result and of the graph's input."""
         return _INPUT_NAMES[self.kind]
 
+    @property
+    def fixed_samples(self) -> int:
+        """The length that waveforms are padded or truncated to; 0 if they keep their own."""
+        settings = self.settings
+        if self.kind == "Whisper":
+            return int(settings["chunk_length"] * self.sampling_rate)
+        if self.kind == "AST":
+            return int(_KALDI_FRAME + (settings["max_length"] - 1) * _KALDI_HOP)
+        return 0
+
     def __call__(self, waveforms: Sequence[Waveform], *, first: int = 0) -> dict[str, NDArray[Any]]:
         """Preprocess waveforms into one batch, padded as transformers does with `padding=True`.
 
@@ -203,7 +213,7 @@ class AudioProcessor:
     def _whisper(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
         settings = self.settings
         rate, bins, n_fft = self.sampling_rate, settings["feature_size"], settings["n_fft"]
-        samples = settings["chunk_length"] * rate
+        samples = self.fixed_samples
         window = np.hanning(n_fft + 1)[:-1]
         filters = _whisper_filters(bins, n_fft, rate)
         frames = _whisper_frames(settings)
@@ -240,10 +250,9 @@ class AudioProcessor:
     def _ast(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
         settings = self.settings
         bins, length = settings["num_mel_bins"], settings["max_length"]
-        used = _KALDI_FRAME + (length - 1) * _KALDI_HOP
         features = np.zeros((len(waveforms), length, bins), np.float32)
         for row, wave in zip(features, waveforms, strict=True):
-            found = _kaldi_features(wave[:used], np.hanning(_KALDI_FRAME), bins)
+            found = _kaldi_features(wave[: self.fixed_samples], np.hanning(_KALDI_FRAME), bins)
             row[: len(found)] = found
         if settings["do_normalize"]:
             features = (features - settings["mean"]) / (settings["std"] * 2)

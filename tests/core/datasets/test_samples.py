@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from enginery.core.datasets import samples
-from enginery.core.datasets.images import list_images, take_evenly
+from enginery.core.datasets.folders import list_images, take_evenly
 from enginery.core.datasets.samples import holds_arrays, read_arrays, read_text_rows, read_texts
 from enginery.core.errors import InputError
 
