@@ -266,7 +266,8 @@ def _check_input_kind(
     taken = PLURALS[predictor.modality]
     if isinstance(reader, FolderReader) and reader.kind != taken:
         raise InputError(
-            f"the input is {reader.kind}, but the model's task is {task}, which takes {taken}."
+            f"the input is {reader.kind}, but the model's task is {task}, which takes {taken}.",
+            do="" if taken == "texts" else f"If it has {taken}, too, pass --format {taken}.",
         )
     if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.modality != "text"):
         wanted = " and ".join(f"'{column}'" for column in columns)

@@ -250,7 +250,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
     with _about("input"):
         if not options.input:
             raise OptionError(
-                "option 'input' is empty.", do="Name a file, a folder of images, or -."
+                "option 'input' is empty.", do="Name a file, a folder of images or audio, or -."
             )
         if options.input == STDIN:
             check_stdin_format(options)
