@@ -25,6 +25,7 @@ from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks import TASKS, find_task, supported_tasks
+from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
@@ -170,6 +171,30 @@ def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkey
     monkeypatch.chdir(counting.path.parent)
     exec(loading_snippets(counting, "counting")["enginery"], {})
     assert capsys.readouterr().out == f"[{counted()[0]}]\n"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
+def test_audio_task_has_a_signature_for_mlflow(tiny):
+    pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
+    from enginery.publish.targets.mlflow.model import signature
+
+    found = signature(tiny.artifact("wav2vec2", "automatic-speech-recognition").manifest)
+    assert found.inputs.to_dict() == [{"type": "binary", "required": True}]
+    assert [(each["name"], each["type"]) for each in found.outputs.to_dict()] == [
+        ("text", "string"),
+        ("score", "double"),
+    ]
+
+
+def test_audio_task_is_an_mlflow_model(tiny):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    artifact = tiny.artifact("wav2vec2", "audio-classification")
+    model = _load_pyfunc(str(artifact.path))
+    with load_model(artifact) as loaded:
+        expected = [each.to_dict() for each in loaded([example_wav()])]
+    assert model.predict({"audio": [example_wav()]}) == expected
 
 
 # The tasks
