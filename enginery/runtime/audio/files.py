@@ -34,6 +34,8 @@ MIN_SAMPLING_RATE, MAX_SAMPLING_RATE = 1_000, 768_000
 
 _LIBSNDFILE_FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 _SCALES = {"uint8": 2.0**7, "int16": 2.0**15, "int32": 2.0**31}
+_UNKNOWN_LENGTH = 2**63 - 1
+"""Number of samples that libsndfile gives if the header of a FLAC file lacks it."""
 _BLOCK_SAMPLES = 2**18
 """Samples that are decoded at a time, over all channels."""
 
@@ -121,6 +123,11 @@ def _decode(
                 raise _unsupported(name)
             _check_rate(opened.samplerate, name)
             _check_channels(opened.channels, name)
+            if opened.frames == _UNKNOWN_LENGTH:  # soundfile cannot read it to its end
+                raise InputError(
+                    f"{name} does not declare its length, as FLAC that was written to a pipe.",
+                    do="Write it to a file: ffmpeg -i FILE audio.flac",
+                )
             _check_seconds(opened.frames / opened.samplerate, name, limit)
             blocks = _blocks(opened, name)
             return _join(_resampled(blocks, opened.samplerate, sampling_rate))

@@ -204,6 +204,14 @@ def test_duration_is_checked_before_decoding(monkeypatch):
         load_audio((silence(60), RATE), RATE, max_seconds=59)
 
 
+def test_flac_without_its_length_is_named():
+    content = bytearray(encoded(speech(2.0), kind="FLAC"))
+    content[21] &= 0xF0  # the number of samples in STREAMINFO has 36 bits
+    content[22:26] = bytes(4)
+    with pytest.raises(InputError, match=r"audio does not declare its length.*ffmpeg"):
+        load_audio(bytes(content), RATE)
+
+
 def test_memory_depends_on_the_seconds_alone():
     import tracemalloc
 
