@@ -260,7 +260,8 @@ def predict_file(
 
     Args:
         artifact: the artifact or its path.
-        source: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-`.
+        source: a CSV, TSV, JSONL, Parquet or text file, a folder of images or
+            audio, or `-`.
         output: a .parquet, .csv or .jsonl file.
         force: predict again even if there is an output.
         progress: receives progress messages.

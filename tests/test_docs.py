@@ -20,6 +20,7 @@ import enginery
 from enginery import cli, export_model, validate_model
 from enginery.runtime.sample_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
+from tests.sounds import speech, wav
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny
 
@@ -67,6 +68,7 @@ MODELS = {
     "my-model": ("bert", "token-classification"),
     "my-classifier": ("bert", "text-classification"),
     "my-vit": ("vit", "image-classification"),
+    "my-speech": ("wav2vec2", "automatic-speech-recognition"),
     "my-t5": ("t5", "text2text-generation"),
     "my-decoder": ("gpt2", "text-generation"),
 }
@@ -75,6 +77,7 @@ ARTIFACTS = {
     "build/name": "all-minilm",
     "build/classifier": "my-classifier",
     "build/vit": "my-vit",
+    "build/speech": "my-speech",
 }
 GRAPHS = {
     "any-model.onnx": "build/minilm",
@@ -114,6 +117,11 @@ class Shelf:
             path.mkdir()
             for index, image in enumerate(synthetic_images(3)):
                 Image.fromarray(image).save(path / f"{index}.png")
+            return path
+        if name == "calls":
+            path.mkdir()
+            for index in range(3):
+                (path / f"{index}.wav").write_bytes(wav(speech(0.5, seed=index)))
             return path
         if name == "recipe.yaml":
             path.write_text("model: ./all-minilm\nstages: [export, validate]\n")

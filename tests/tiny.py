@@ -19,7 +19,7 @@ from typing import Any
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.manifest import Manifest, StageRecord
-from enginery.core.json_file import read_json
+from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.source import resolve_source
 
 TEXT_KINDS = (
@@ -41,6 +41,8 @@ TEXT_TASKS = (
 )
 IMAGE_KINDS = ("vit", "deit", "swin", "convnext", "resnet")
 IMAGE_TASKS = ("image-classification", "feature-extraction")
+AUDIO_KINDS = ("wav2vec2", "hubert", "audio-spectrogram-transformer", "whisper")
+CTC_KINDS = ("wav2vec2", "hubert")
 
 LABELS = {
     "text-classification": ("calm", "angry", "glad"),
@@ -101,6 +103,17 @@ _T5 = {
     "num_layers": 2,
     "num_heads": 4,
     "decoder_start_token_id": 0,
+}
+_SPEECH = {
+    **_COMMON,
+    "conv_dim": [16, 16],
+    "conv_kernel": [10, 3],
+    "conv_stride": [5, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+    "vocab_size": 32,
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _COMMON,
@@ -207,16 +220,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "initializer_range": 0.3,
     },
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]},
-    "wav2vec2": {
+    "wav2vec2": _SPEECH,
+    "hubert": _SPEECH,
+    "audio-spectrogram-transformer": {
         **_COMMON,
-        "conv_dim": [16, 16],
-        "conv_kernel": [10, 3],
-        "conv_stride": [5, 2],
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 8,
-        "num_conv_pos_embedding_groups": 2,
-        "classifier_proj_size": 16,
-        "vocab_size": 32,
+        "num_mel_bins": 16,
+        "max_length": 64,
+        "patch_size": 8,
+        "frequency_stride": 8,
+        "time_stride": 8,
     },
 }
 
@@ -272,13 +284,17 @@ def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
         settings |= _save_tokenizer(kind, directory)
     else:
         _preprocessor(kind).save_pretrained(directory)
+    ctc = kind in CTC_KINDS and task == "automatic-speech-recognition"
+    if ctc:
+        _save_letters(directory)
     if labels := LABELS.get(task, ())[: config.pop("num_labels", None)]:
         settings["id2label"] = dict(enumerate(labels))
         settings["label2id"] = {label: index for index, label in enumerate(labels)}
     made = transformers.AutoConfig.for_model(kind, **{**settings, **config})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = getattr(transformers, _AUTO_MODELS[task]).from_config(made).eval()
+        auto = "AutoModelForCTC" if ctc else _AUTO_MODELS[task]
+        model = getattr(transformers, auto).from_config(made).eval()
         _widen(kind, model)
         model.save_pretrained(directory, safe_serialization=True)
     return directory
@@ -377,6 +393,16 @@ def _save_tokenizer(kind: str, directory: Path) -> dict[str, Any]:
     return {"vocab_size": len(fast), **ids}
 
 
+def _save_letters(directory: Path) -> None:
+    """Save the tokenizer of a CTC model: 32 tokens, most of them letters."""
+    import transformers
+
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", "|", "'", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    file = directory / "vocab.json"
+    file.write_bytes(json_bytes({token: index for index, token in enumerate(tokens)}))
+    transformers.Wav2Vec2CTCTokenizer(str(file)).save_pretrained(directory)
+
+
 def _train(algorithm: str, specials: tuple[str, ...]) -> Any:
     """Return a tokenizer of the algorithm, the same in every process.
 
@@ -468,8 +494,10 @@ def _preprocessor(kind: str) -> Any:
     import transformers
 
     square = {"height": 32, "width": 32}
-    if kind == "wav2vec2":
+    if kind in CTC_KINDS:
         return transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    if kind == "audio-spectrogram-transformer":
+        return transformers.ASTFeatureExtractor(num_mel_bins=16, max_length=64)
     if kind == "whisper":
         return transformers.WhisperFeatureExtractor(feature_size=8)
     if kind == "deit":

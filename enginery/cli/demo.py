@@ -44,10 +44,10 @@ def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[
     """Return the built-in recipe's sentences as inputs of the artifact's task.
 
     The result is empty if the task takes more than single texts, which is reported as progress, and
-    for images, because none are built in.
+    for images and audio, because none are built in.
     """
     task = manifest_task(artifact.manifest)
-    if task is not None and task.takes_images:
+    if task is not None and task.modality != "text":
         return ()
     if task is None or not _is_single(task):
         progress.say(f"ask: skipped, {artifact.manifest.task} takes more than single texts")
@@ -79,8 +79,8 @@ def predict_samples(
     if task is None or not _is_single(task):
         single = (name for each in TASKS.values() if _is_single(each) for name in each.tasks)
         raise InputError(
-            f"inputs were given to ask, but {artifact.manifest.task} takes more than single texts "
-            "or images.",
+            f"inputs were given to ask, but {artifact.manifest.task} takes more than single texts, "
+            "images or audio.",
             do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
@@ -95,5 +95,5 @@ def predict_samples(
 
 
 def _is_single(task: type[Task]) -> bool:
-    """Return True if one text or image is an input."""
+    """Return True if one text, image or audio is an input."""
     return sum(not field.optional for field in task.inputs) == 1

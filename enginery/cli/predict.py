@@ -26,14 +26,14 @@ def predict(
     config: Annotated[PredictConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
-    """Predict every row of a file: CSV, TSV, JSONL, Parquet, text lines, or a folder of images.
+    """Predict every row of a file: CSV, TSV, JSONL, Parquet, text lines, or a folder of files.
 
     Parameters
     ----------
     artifact
         The artifact's directory.
     input
-        The file, a folder of images, or - for standard input.
+        The file, a folder of images or audio, or - for standard input.
     out
         Where the results go: a .parquet, .csv or .jsonl file.
     force

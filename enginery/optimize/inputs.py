@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.datasets.images import list_images
+from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds

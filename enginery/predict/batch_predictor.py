@@ -39,10 +39,11 @@ from enginery.predict.token_batches import InferencePool, WindowRunner, WindowSt
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import check_run_options
+from enginery.runtime.tasks.task import Modality
 
 _CONCURRENT_TEXT_WINDOWS = 2
 """While the batches of one window run, the other is tokenized or written. Preparing an image takes
-longer than running the model on it in one thread, so images use one window per worker."""
+longer than running the model on it in one thread, so images and audio use one window per worker."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -75,7 +76,7 @@ class BatchPredictor(Closeable):
             artifact: a model for a task that `load_model` supports.
             config: the options.
             workers: number of text batches that run at the same time.
-            base: folder that relative image paths start from.
+            base: folder that relative paths of images or audio start from.
 
         Raises:
             ArtifactError: the task is not supported, or a file of the artifact cannot be used.
@@ -120,8 +121,8 @@ class BatchPredictor(Closeable):
         return [provider.name for provider in self._runner.providers]
 
     @property
-    def takes_images(self) -> bool:
-        return self.task.takes_images
+    def modality(self) -> Modality:
+        return self.task.modality
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
-        threads = self.workers if self.takes_images else _CONCURRENT_TEXT_WINDOWS
+        threads = _CONCURRENT_TEXT_WINDOWS if self.modality == "text" else self.workers
         windows = reader.read(skip)
         for predicted in map_in_order(partial(self, columns=columns), windows, threads=threads):
             yield replace(predicted, done=reader.fraction_read())
@@ -243,7 +244,7 @@ class BatchPredictor(Closeable):
             answers[row] = answer
 
     def _input(self, values: Values) -> Any:
-        if self.takes_images:
+        if self.modality != "text":
             return str(self._base / values[0])
         return values[0] if len(values) == 1 else values
 

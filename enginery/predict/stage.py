@@ -1,7 +1,7 @@
 r"""Predict stage: write the rows of a data set together with the model's predictions.
 
-The input is a table, a text file, a folder of images or standard input. The output is a Parquet,
-CSV or JSONL file with the rows in their order, and a report beside it, `OUTPUT.json`.
+The input is a table, a text file, a folder of images or audio, or standard input. The output is a
+Parquet, CSV or JSONL file with the rows in their order, and a report beside it, `OUTPUT.json`.
 
 >>> _ = (tmp_path / "reviews.csv").write_text("text\nIt works.\nIt does not.\n")
 >>> source, output = str(tmp_path / "reviews.csv"), tmp_path / "out.parquet"
@@ -37,7 +37,7 @@ from enginery.core.artifact.fingerprint import (
 )
 from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
-from enginery.core.datasets.images import ImageReader
+from enginery.core.datasets.folders import FolderReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import EngineryError, InputError, OptionError
@@ -60,6 +60,7 @@ from enginery.predict.report import PredictReport, sidecar
 from enginery.predict.task_inputs import column_names, provider_specs, require_task
 from enginery.predict.writer import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores
+from enginery.runtime.tasks.task import PLURALS
 
 STAGE = "predict"
 STAGE_VERSION = "3"
@@ -100,7 +101,7 @@ def run(
 
     Args:
         artifact: a model for a task of `runtime.tasks`.
-        source: a file, a folder of images, or `-` for standard input.
+        source: a file, a folder of images or audio, or `-` for standard input.
         output: a .parquet, .csv or .jsonl file.
         config: the options.
         force: replace an existing output.
@@ -261,10 +262,14 @@ def _check_input_kind(
     task: str,
     predictor: BatchPredictor | RayPredictor,
 ) -> None:
-    """Raise InputError if the input is images or lines of text, but the model needs another."""
-    if isinstance(reader, ImageReader) and not predictor.takes_images:
-        raise InputError(f"the input is images, but the model's task is {task}, which takes texts.")
-    if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.takes_images):
+    """Raise InputError if the input is a folder or lines of text, but the model needs another."""
+    taken = PLURALS[predictor.modality]
+    if isinstance(reader, FolderReader) and reader.kind != taken:
+        raise InputError(
+            f"the input is {reader.kind}, but the model's task is {task}, which takes {taken}.",
+            do="" if taken == "texts" else f"If it has {taken}, too, pass --format {taken}.",
+        )
+    if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.modality != "text"):
         wanted = " and ".join(f"'{column}'" for column in columns)
         raise InputError(
             f"the input is lines of text, but {task} needs the columns {wanted}.",
@@ -303,7 +308,7 @@ def input_options(
 
 def check_stdin_format(config: PredictConfig) -> None:
     """Raise OptionError unless the options give the format of standard input."""
-    if config.format in ("auto", "images"):
+    if config.format in ("auto", "images", "audio"):
         raise OptionError(
             f"option 'format' is {config.format}, but standard input has no suffix to tell its "
             "format.",

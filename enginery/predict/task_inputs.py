@@ -24,6 +24,7 @@ truncated, and an encoding takes kilobytes per token."""
 _COLUMNS = {
     "text": "column",
     "image": "column",
+    "audio": "column",
     "text_pair": "pair_column",
     "question": "question_column",
     "context": "context_column",

@@ -27,8 +27,14 @@ from enginery.predict.task_inputs import read_options, require_task
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, Task, TaskOptions
+from enginery.runtime.tasks.task import (
+    Arrays,
+    MediaTask,
+    ModelInputs,
+    Row,
+    Task,
+    TaskOptions,
+)
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.pooling import Vectors
 from enginery.runtime.text.tokenizer import TextTokenizer
@@ -72,7 +78,7 @@ class WindowStats:
     run_seconds: float = 0.0
     """Sum over batches, which run concurrently."""
     truncated: int = 0
-    """Number of predicted texts that were truncated."""
+    """Number of predicted inputs that were truncated."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +138,19 @@ class WindowRunner:
         Raises:
             InputError: an input cannot be used, or the graph rejects the rows.
         """
-        if isinstance(self.task, ImageTask):
+        if isinstance(self.task, MediaTask):
             # In this thread: preparing an image takes longer than running the model on it.
-            rows = self.batches.run_stream(self.task.image_rows(inputs))
-            return self.task.postprocess(ModelInputs([]), rows, self.options)
+            truncated = 0
+
+            def counted(row: Row) -> Row:
+                nonlocal truncated
+                truncated += row.truncated
+                return row
+
+            rows = self.batches.run_stream(map(counted, self.task.read_rows(inputs)))
+            results = self.task.postprocess(ModelInputs([]), rows, self.options)
+            stats.truncated += truncated
+            return results
         task = self.with_watchdog(stats)
         work = task.preprocess(inputs, self.options)
         results = task.postprocess(work, self._run(work.rows, stats), self.options)

@@ -1,4 +1,4 @@
-"""MLflow's loader of published artifacts: predict texts or images without PyTorch.
+"""MLflow's loader of published artifacts: predict texts, images or audio without PyTorch.
 
     model = mlflow.pyfunc.load_model("models:/minilm/1")
     model.predict(["The engine is warm."]).shape  # (1, 384)
@@ -50,7 +50,7 @@ class PyfuncModel:
 
         Args:
             model_input: a pandas DataFrame or a dict with the task's columns; a list of dicts; or a
-                list of texts, of images, or of (question, context).
+                list of texts, of images, of audio, or of (question, context).
             params: options of the task: `top_k`, `activation`, …
 
         Returns:
@@ -138,7 +138,7 @@ def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
     for index, value in enumerate(rows):
         if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
-        if not task.takes_images and not isinstance(value, str | tuple):
+        if task.modality == "text" and not isinstance(value, str | tuple):
             found = f"{type(value).__name__} {value!r}"
             raise InputError(f"row {index} is {found:.80}, expected a text.")
     return rows

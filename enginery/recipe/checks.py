@@ -19,7 +19,7 @@ from typing import Any
 
 from enginery.bench import config as bench
 from enginery.core.artifact.staging import check_overwritable
-from enginery.core.datasets.images import IMAGE_SUFFIXES, list_images
+from enginery.core.datasets.folders import list_images, media_kind
 from enginery.core.datasets.samples import holds_arrays, require_texts
 from enginery.core.errors import (
     ArtifactError,
@@ -53,7 +53,8 @@ from enginery.recipe.stages import (
 )
 from enginery.runtime.providers.gpus import visible_gpus
 from enginery.runtime.providers.specification import check_run_options, parse_providers
-from enginery.runtime.tasks import find_task, supported_tasks
+from enginery.runtime.tasks import TASKS, find_task, supported_tasks
+from enginery.runtime.tasks.task import PLURALS
 from enginery.validate import config as validate
 
 _TEXTS = ("text-classification", "token-classification", "fill-mask", "question-answering")
@@ -249,7 +250,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
     with _about("input"):
         if not options.input:
             raise OptionError(
-                "option 'input' is empty.", do="Name a file, a folder of images, or -."
+                "option 'input' is empty.", do="Name a file, a folder of images or audio, or -."
             )
         if options.input == STDIN:
             check_stdin_format(options)
@@ -269,12 +270,16 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     from enginery.predict.stage import input_options
     from enginery.predict.task_inputs import column_names, read_options
 
-    task = find_task(name, takes_images=name in _IMAGES or kind == "images")
-    if task is None and name in supported_tasks():
+    # Some names are of two tasks: feature-extraction is of texts and of images.
+    fitting = [each for each in TASKS.values() if name in each.tasks]
+    usual = fitting[0].modality if fitting else "text"
+    given = next((each for each, plural in PLURALS.items() if plural == kind), usual)
+    task = find_task(name, modality=given)
+    if task is None and fitting:
         raise InputError(
-            f"input '{options.input}' is images, but the model's task is {name}, which takes "
-            "texts.",
-            do="Name a file of texts.",
+            f"input '{options.input}' is {kind}, but the model's task is {name}, which takes "
+            f"{PLURALS[usual]}.",
+            do=f"Name a {'file' if usual == 'text' else 'folder'} of {PLURALS[usual]}.",
             option="input",
         )
     if task is None:
@@ -392,8 +397,7 @@ def _check_files(options: Any, known: _Known) -> None:
 def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
     if path.exists() and holds_arrays(path):
         return  # what arrays a graph takes is known when it has been exported
-    looks_like_images = path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES
-    if task in _IMAGES or (looks_like_images and task not in _TEXTS):
+    if task in _IMAGES or (media_kind(path) == "images" and task not in _TEXTS):
         list_images(path, rows=1)
     else:
         require_texts(path, column, label_column=label_column)

@@ -77,9 +77,11 @@ def draft_recipe(
             do="Leave it out.",
             option="label_column",
         )
-    known = [each for each in TASKS.values() if task in each.tasks]
+    # The shapes of models for audio differ, so the draft has no profile for them.
+    known = [each for each in TASKS.values() if task in each.tasks and each.modality != "audio"]
     takes_images = bool(settings and settings.image_size and not settings.merged().vocab_size)
-    fitting = [each for each in known if each.takes_images == takes_images] or known
+    modality = "image" if takes_images else "text"
+    fitting = [each for each in known if each.modality == modality] or known
     served = fitting[0] if fitting else None
     takes_texts = served is not None and issubclass(served, TextTask)
     limits = FeedLimits.from_config(settings).max_sizes if settings else {}
@@ -110,7 +112,7 @@ def draft_recipe(
         gpus="" if capability in ("portable", "current") else capability,
         served=served is not None,
         takes_texts=takes_texts,
-        takes_images=served is not None and served.takes_images,
+        takes_images=served is not None and served.modality == "image",
     )
 
 

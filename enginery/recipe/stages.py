@@ -47,7 +47,8 @@ class PredictStage(PredictConfig):
     OLD_NAMES: ClassVar = {"output": "out"}
 
     input: str
-    """A CSV, TSV, JSONL, Parquet or text file, a folder of images, or `-` for standard input."""
+    """A CSV, TSV, JSONL, Parquet or text file, a folder of images
+    or audio, or `-` for standard input."""
     out: str
     """The file of results: a .parquet, .csv or .jsonl file."""
 

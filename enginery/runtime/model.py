@@ -1,9 +1,10 @@
-"""Load an artifact for inference: texts or images in, results out.
+"""Load an artifact for inference: texts, images or audio in, results out.
 
     with load_model("minilm") as model:
         model.embed(["The engine is warm."]).shape    # (1, 384)
 
-Needs only onnxruntime, tokenizers, numpy and Pillow; no torch or transformers.
+Needs only onnxruntime, tokenizers, numpy and Pillow, and for audio files the extra `audio`; no
+torch or transformers.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import ModelInputs
+from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row
 
 
 class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
-    It has the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`
-    or `embed_images`, with the task's options as keyword arguments (`help(model.embed)` lists
-    them). The method takes a list of inputs and returns the results in the same order. Texts that
-    are longer than the model takes are truncated, and counted in `truncated`.
+    It has the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
+    `embed_images`, `classify_audio` or `transcribe`, with the task's options as keyword arguments
+    (`help(model.embed)` lists them). The method takes a list of inputs and returns the results in
+    the same order. Texts and audio that are longer than the model takes are truncated, and counted
+    in `truncated`.
     """
 
     def __init__(self, artifact: Artifact, runner: OrtRunner) -> None:
@@ -47,7 +48,7 @@ class Model(Closeable):
         self.method = definition.verb
         """Name of the task's method."""
         self.truncated = 0
-        """Number of texts truncated so far."""
+        """Number of inputs truncated so far."""
         self._batches = BatchRunner(self.definition, runner)
         self._lock = threading.Lock()
 
@@ -65,7 +66,8 @@ class Model(Closeable):
 
         Args:
             inputs: texts or pairs of texts; images as paths, file contents, Pillow images or uint8
-                arrays (height, width, channels); (question, context) pairs for question answering.
+                arrays (height, width, channels); audio as paths, file contents, or pairs (samples,
+                sampling rate in Hz); (question, context) pairs for question answering.
             options: options of the task.
 
         Returns:
@@ -76,13 +78,11 @@ class Model(Closeable):
         """
         task = self.definition
         read = task.Options.read(options)
-        if isinstance(task, ImageTask):  # pixels are large: do not hold all images in memory
-            outputs = self._batches.run_stream(task.image_rows(inputs))
+        if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
+            outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
             return task.collect(task.postprocess(ModelInputs([]), outputs, read))
         work = task.preprocess(inputs, read)
-        with self._lock:
-            self.truncated += sum(row.truncated for row in work.rows)
-        outputs = self._batches.run_all(work.rows)
+        outputs = self._batches.run_all([self._count(row) for row in work.rows])
         return task.collect(task.postprocess(work, outputs, read))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -108,6 +108,13 @@ class Model(Closeable):
     def close(self) -> None:
         """Free the session."""
         self._runner.close()
+
+    def _count(self, row: Row) -> Row:
+        """Count a row if its input was truncated."""
+        if row.truncated:
+            with self._lock:
+                self.truncated += 1
+        return row
 
     def _refuse(self, verb: str, *_: Any, **__: Any) -> Any:
         raise InputError(

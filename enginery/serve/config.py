@@ -77,6 +77,9 @@ class ServeConfig:
     max_pixels: int = 33_177_600
     """Maximum number of pixels of an image, 8K by default. It bounds memory: a file of some
     kilobytes can decode to gigabytes."""
+    max_seconds: float = 60.0
+    """Maximum duration of audio, in seconds. It bounds memory, which grows with the square of the
+    duration in models that take audio of any length."""
     truncate: bool = True
     """Truncate texts that are longer than the model takes, unless the request sets its own
     option."""
@@ -123,6 +126,7 @@ def check_options(config: ServeConfig) -> None:
         ("max_held_bytes", 1),
         ("max_wait", 0),
         ("max_pixels", 1),
+        ("max_seconds", 0.01),
         ("grace", 0),
         ("drain_delay", 0),
         ("stuck_after", 0.1),

@@ -412,6 +412,12 @@ def test_labels_are_a_file_for_triton(mood, models):
     assert (models / "m/labels.txt").read_text().split() == ["calm", "angry", "glad"]
 
 
+def test_audio_model_exports_only_the_graph(exported, models):
+    artifact = exported("wav2vec2", "audio-classification")
+    found = export_triton(artifact, models, name="m", provider="cpu")
+    assert "exported only the graph: the model takes audio" in found.notes
+
+
 def test_image_model_exports_only_the_graph(exported, models):
     found = export_triton(exported("vit", "image-classification"), models, name="m", provider="cpu")
     assert found.models == ("m",)

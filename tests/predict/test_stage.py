@@ -11,8 +11,9 @@ from enginery.core.errors import EngineryError, InputError, OptionError, Provide
 from enginery.predict import batch_predictor, stage
 from enginery.runtime.model import load_model
 from tests.predict.conftest import text_of
+from tests.sounds import speech, wav
 from tests.tiny import LABELS
-from tests.tolerances import OUTPUTS
+from tests.tolerances import OUTPUTS, SCORES
 
 
 @pytest.fixture
@@ -210,6 +211,55 @@ def test_folder_of_images_with_an_invalid_one(predict, rows, tmp_path, tiny):
     with load_model(model) as loaded:
         expected = loaded.classify_images([folder / "4.png"])[0]
     assert found[4]["label"] == expected.label
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_folder_or_table_of_audio_with_an_invalid_file(predict, rows, tmp_path, tiny, table):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    for index in range(5):
+        (folder / f"{index}.wav").write_bytes(wav(speech(0.2 + 0.1 * (index % 2), seed=index)))
+    (folder / "3.wav").write_bytes(b"no sound at all")
+    model = tiny("wav2vec2", "automatic-speech-recognition")
+    if table:
+        source = tmp_path / "calls.csv"
+        source.write_text("path\n" + "".join(f"calls/{index}.wav\n" for index in range(5)))
+        report = predict(model, source, column="path")
+    else:
+        report = predict(model, folder)
+    found = rows()
+    assert [row["path"].removeprefix("calls/") for row in found] == [f"{i}.wav" for i in range(5)]
+    assert [row["score"] is None for row in found] == [False, False, False, True, False]
+    assert "is not an audio file of a supported format" in found[3]["error"]
+    assert report.bad_rows == 1
+    with load_model(model) as loaded:
+        expected = loaded.transcribe([folder / "4.wav"])[0]
+    assert found[4]["text"] == expected.text
+    assert found[4]["score"] == pytest.approx(expected.score, abs=SCORES)
+
+
+def test_truncated_audio_is_counted(predict, tmp_path, tiny):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    for index, seconds in enumerate((0.3, 2.0)):
+        (tmp_path / f"{index}.wav").write_bytes(wav(speech(seconds)))
+    report = predict(tiny("audio-spectrogram-transformer", "audio-classification"), tmp_path)
+    assert (report.counts.rows, report.counts.truncated) == (2, 1)
+
+
+def test_folder_of_another_kind_than_the_model_takes_is_an_error(predict, tmp_path, tiny, bert):
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    (folder / "a.wav").write_bytes(wav(speech(0.2)))
+    with pytest.raises(
+        InputError, match=r"input is audio, .* feature-extraction, which takes text"
+    ):
+        predict(bert, folder)
+    (folder / "a.png").touch()  # with images, it is a folder of images
+    with pytest.raises(
+        InputError, match=r"input is images, .* which takes audio\. .* --format audio"
+    ):
+        predict(tiny("wav2vec2", "audio-classification"), folder)
 
 
 def test_long_texts_and_whole_books_are_truncated_and_counted(predict, rows, tmp_path, bert):

@@ -498,6 +498,17 @@ def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsy
     run_snippets(artifact, "my-model", task, tmp_path, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("task", ["audio-classification", "automatic-speech-recognition"])
+def test_snippets_for_audio_run(task, tmp_path, monkeypatch, capsys):
+    artifact = tiny_artifact("wav2vec2", task, tmp_path / "my-model")
+    ways = loading_snippets(artifact, "my-model")
+    assert list(ways) == ["enginery", "onnxruntime"]
+    monkeypatch.chdir(tmp_path)
+    for code in ways.values():
+        exec(compile(code, "snippet", "exec"), {})
+        assert capsys.readouterr().out.strip()
+
+
 @pytest.mark.parametrize(("kind", "task"), [TEXTS[0], TEXTS[1], *OTHERS[1:]])
 def test_snippets_run_with_the_graphs_in_the_hubs_folder(kind, task, tmp_path, monkeypatch, capsys):
     made = arrange([tiny_artifact(kind, task, tmp_path / "my-model")], tmp_path / "hub")

@@ -681,10 +681,10 @@ BROKEN = {
         "",
     ),
     "task of sound": (
-        HEAD + "  - export: {task: automatic-speech-recognition}\n"
+        HEAD + "  - export: {task: audio-xvector}\n"
         "  - predict:\n      input: reviews.csv\n      out: a.csv\n",
         5,
-        "predict follows an export for automatic-speech-recognition",
+        "predict follows an export for audio-xvector",
         "export for another task",
     ),
     "input that would be overwritten": (

@@ -25,6 +25,7 @@ from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.pyfunc import _load_pyfunc
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks import TASKS, find_task, supported_tasks
+from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
@@ -172,6 +173,30 @@ def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkey
     assert capsys.readouterr().out == f"[{counted()[0]}]\n"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
+def test_audio_task_has_a_signature_for_mlflow(tiny):
+    pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
+    from enginery.publish.targets.mlflow.model import signature
+
+    found = signature(tiny.artifact("wav2vec2", "automatic-speech-recognition").manifest)
+    assert found.inputs.to_dict() == [{"type": "binary", "required": True}]
+    assert [(each["name"], each["type"]) for each in found.outputs.to_dict()] == [
+        ("text", "string"),
+        ("score", "double"),
+    ]
+
+
+def test_audio_task_is_an_mlflow_model(tiny):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    artifact = tiny.artifact("wav2vec2", "audio-classification")
+    model = _load_pyfunc(str(artifact.path))
+    with load_model(artifact) as loaded:
+        expected = [each.to_dict() for each in loaded([example_wav()])]
+    assert model.predict({"audio": [example_wav()]}) == expected
+
+
 # The tasks
 
 
@@ -179,11 +204,11 @@ def test_every_task_has_all_class_attributes():
     for verb, task in TASKS.items():
         assert task.verb == verb
         assert not inspect.isabstract(task)
-        assert all(find_task(name, takes_images=task.takes_images) is task for name in task.tasks)
+        assert all(find_task(name, modality=task.modality) is task for name in task.tasks)
         required = [field.name for field in task.inputs if not field.optional]
-        assert len(task.example) == (0 if task.takes_images else len(required))
+        assert len(task.example) == (len(required) if task.modality == "text" else 0)
         assert task.result_type is not None
-    assert find_task("feature-extraction", takes_images=True).verb == "embed_images"
+    assert find_task("feature-extraction", modality="image").verb == "embed_images"
     assert len(set(supported_tasks())) == len(supported_tasks())
 
 
@@ -194,21 +219,23 @@ def test_every_task_has_all_class_attributes():
         ("bert", "fill-mask"),
         ("vit", "feature-extraction"),
         ("vit", "image-classification"),
+        ("wav2vec2", "audio-classification"),
+        ("wav2vec2", "automatic-speech-recognition"),
     ],
 )
 def test_probe_row_runs(tiny, kind, task):
     with load_model(tiny.artifact(kind, task)) as model:
         row = model.definition.probe(5)
-        assert row.tokens == (1 if model.definition.takes_images else 5)
+        assert row.tokens == (1 if model.definition.modality == "image" else 5)
         (found,) = model._batches.run([row])
-        assert np.isfinite(found).all()
+        assert all(np.isfinite(each).all() for each in found)
 
 
 def test_images_of_a_call_are_not_all_held_at_once(tiny, monkeypatch):
     happened = []
-    image_row, call = ImageTask.image_row, OrtRunner.__call__
+    read_row, call = ImageTask.read_row, OrtRunner.__call__
     monkeypatch.setattr(
-        ImageTask, "image_row", lambda *given: happened.append("image") or image_row(*given)
+        ImageTask, "read_row", lambda *given: happened.append("image") or read_row(*given)
     )
     monkeypatch.setattr(
         OrtRunner, "__call__", lambda *given: happened.append("run") or call(*given)

@@ -27,6 +27,8 @@ TINY = {
     "filler": ("bert", "fill-mask", {}),
     "photos": ("vit", "image-classification", {}),
     "pictures": ("vit", "feature-extraction", {}),
+    "sounds": ("wav2vec2", "audio-classification", {}),
+    "calls": ("wav2vec2", "automatic-speech-recognition", {}),
 }
 
 

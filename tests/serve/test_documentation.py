@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from enginery.runtime.tasks.audio import example_wav
 from enginery.serve.config import ServeConfig
 from tests.serve.conftest import Running
 
@@ -21,6 +22,7 @@ MODELS = {
     "reader": "reader",
     "photos": "photos",
     "ranker": "ranker",
+    "calls": "calls",
 }
 
 
@@ -54,7 +56,7 @@ def served(tiny_paths):
 def test_commands_name_the_models_of_the_documented_server():
     server = max(commands("enginery serve"), key=len)
     assert set(re.findall(r"(\w+)=", server)) == set(MODELS)
-    assert len(CURLS) == 8
+    assert len(CURLS) == 10
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
@@ -67,6 +69,7 @@ def test_curl_is_answered(served, tmp_path, command):
     (tmp_path / ".curlrc").write_text(settings)
     for name in ("cat", "boat"):
         Image.effect_noise((48, 40), 90).convert("RGB").save(tmp_path / f"{name}.png")
+    (tmp_path / "call.wav").write_bytes(example_wav())
     done = subprocess.run(
         command,
         shell=True,

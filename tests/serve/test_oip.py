@@ -14,6 +14,7 @@ from PIL import Image
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from enginery import load_model
+from enginery.runtime.tasks.audio import example_wav
 from enginery.serve.api.errors import HTTPError
 from enginery.serve.api.oip_tensors import DATATYPES, BinaryData, InferTensor, read_tensor
 from tests.deploy.triton_server import PROTO
@@ -253,6 +254,23 @@ def test_image_comes_as_bytes_or_in_base64(client, running):
     np.testing.assert_allclose(other["outputs"][1]["data"], found[0], atol=SCORES)
     broken = {**tensor, "data": [base64.b64encode(file.getvalue()[:50]).decode()]}
     assert running("POST", "/v2/models/photos/infer", {"inputs": [broken]}).status == 422
+
+
+def test_audio_comes_as_bytes_or_in_base64(client, running):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    content = example_wav()
+    array = np.array([content], dtype=object)
+    found = client.infer("calls", [bytes_input("audio", array)])
+    tensor = {
+        "name": "audio",
+        "datatype": "BYTES",
+        "shape": [1],
+        "data": [base64.b64encode(content).decode()],
+    }
+    other = running("POST", "/v2/models/calls/infer", {"inputs": [tensor]}).json
+    text, score = (output["data"] for output in other["outputs"])
+    assert text == [found.as_numpy("text")[0].decode()]
+    np.testing.assert_allclose(score, found.as_numpy("score"), atol=SCORES)
 
 
 # The graph's own tensors

@@ -29,7 +29,8 @@ TASKS = {
     "reader": "question-answering",
     "filler": "fill-mask",
     "photos": "image-classification",
-    "raw": "audio-classification",
+    "calls": "automatic-speech-recognition",
+    "raw": "audio-xvector",
 }
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
@@ -38,9 +39,8 @@ PIXEL = (
 EXAMPLES = {
     "question-answering": {"question": "Who?", "context": "Ada."},
     "image-classification": PIXEL,
-    "audio-classification": [
-        {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [0.5, -1.0]}
-    ],
+    "automatic-speech-recognition": "UklGRg==",
+    "audio-xvector": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [0.5, -1.0]}],
 }
 METHODS = {
     "text-classification": "classify",
@@ -49,6 +49,7 @@ METHODS = {
     "token-classification": "tag",
     "question-answering": "answer",
     "image-classification": "classify_images",
+    "automatic-speech-recognition": "transcribe",
 }
 OUTPUTS = {
     "mood": {"labels": [{"label": "glad", "score": 0.9}, {"label": EVIL, "score": 0.1}]},
@@ -64,6 +65,7 @@ OUTPUTS = {
         ]
     },
     "photos": {"labels": [{"label": "cat", "score": 0.75}]},
+    "calls": {"text": "the engine is warm", "score": 0.5},
     "raw": [{"name": "y", "datatype": "FP32", "shape": [1, 3], "data": [1.0, 2.0, EVIL]}],
 }
 
@@ -210,7 +212,9 @@ class _Hosted:
 
     def form(self):
         """What the real server's /info has for the page's form."""
-        task = find_task(self.task, takes_images=self.name == "photos")
+        task = find_task(
+            self.task, modality={"photos": "image", "calls": "audio"}.get(self.name, "text")
+        )
         return {
             "fields": [asdict(part) for part in task.inputs] if task else [],
             "options": task.Options.schemas() if task else {},
@@ -373,7 +377,7 @@ def test_every_task_has_inputs_and_results(page, server, tmp_path):
     page.choose("raw")
     page.press()
     assert server.path == "/v2/models/raw/infer"
-    assert json.loads(server.asked[-1][1]) == {"inputs": EXAMPLES["audio-classification"]}
+    assert json.loads(server.asked[-1][1]) == {"inputs": EXAMPLES["audio-xvector"]}
     assert "FP32 1 × 3" in page.answer()
     assert EVIL in page.answer()
     assert page.complaints() == []
@@ -407,6 +411,7 @@ def test_only_what_a_person_needs_is_unfolded(page):
         "filler": ["text"],
         "reader": ["question", "context"],
         "photos": ["image"],
+        "calls": ["audio"],
         "raw": ["tensors"],
     }.items():
         page.choose(name)
@@ -486,6 +491,24 @@ def test_image_is_sent_as_it_is(page, server, tmp_path):
     page.press()
     assert server.path == "/predict/photos?top_k=1"
     assert page.answer().split() == ["cat", "0.75"]
+
+
+@browser_only
+def test_audio_is_sent_as_it_is(page, server, tmp_path):
+    file = tmp_path / "call.flac"
+    file.write_bytes(b"fLaC not looked at here")
+    page.open()
+    page.choose("calls")
+    page.press()
+    assert json.loads(server.asked[-1][1]) == {"inputs": "UklGRg=="}
+    root = page.browser.ask("DOM.getDocument", session=True)["root"]["nodeId"]
+    node = page.browser.ask("DOM.querySelector", session=True, nodeId=root, selector="#audio")
+    page.browser.ask("DOM.setFileInputFiles", session=True, files=[str(file)], **node)
+    page.press()
+    name, content, kind = server.asked[-1]
+    assert (name, content) == ("calls", file.read_bytes())
+    assert kind.startswith("audio/")
+    assert "the engine is warm" in page.answer()
 
 
 @browser_only

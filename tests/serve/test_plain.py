@@ -1,4 +1,4 @@
-"""POST /predict/{model}: every task, and images in every way they come."""
+"""POST /predict/{model}: every task, and images and audio in every way they come."""
 
 import base64
 import io
@@ -13,10 +13,12 @@ from PIL import Image
 from enginery import load_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.audio import example_wav
 from enginery.serve.config import ServeConfig
 from tests.runtime.count_task import Count
 from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, application, ask
+from tests.sounds import silence, speech, wav
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = ["The engine is warm.", "Marie Curie lived in Paris."]
@@ -199,6 +201,81 @@ def test_images_are_embedded(running, tiny_paths, images, tmp_path):
 def test_base64_may_have_lines(running, images):
     lines = base64.encodebytes(images[0]).decode()
     assert running("POST", "/predict/photos", {"inputs": lines}).status == 200
+
+
+# Audio
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    return [example_wav(), wav(speech(0.5))]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "parameters"),
+    [("sounds", "classify_audio", {"top_k": 1}), ("calls", "transcribe", {})],
+)
+def test_audio_comes_as_base64_as_files_and_as_the_body(
+    running, tiny_paths, recordings, name, method, parameters
+):
+    with load_model(tiny_paths(name)[name]) as model:
+        wanted = plain(getattr(model, method)(recordings, **parameters))
+    url = f"{running.url}/predict/{name}"
+    with httpx.Client(timeout=30) as client:
+        coded_all = {"inputs": [coded(each) for each in recordings], "parameters": parameters}
+        listed = client.post(url, json=coded_all)
+        url_of_data = f"data:audio/wav;base64,{coded(recordings[0])}"
+        single = client.post(url, json={"inputs": url_of_data, "parameters": parameters})
+        files = [("audio", (f"{i}.wav", each, "audio/wav")) for i, each in enumerate(recordings)]
+        form = client.post(url, files=files, data={"parameters": json.dumps(parameters)})
+        headers = {"content-type": "audio/wav"}
+        raw = client.post(url, params=parameters, content=recordings[0], headers=headers)
+    same(listed.json()["outputs"], wanted)
+    same(form.json()["outputs"], wanted)
+    same(single.json()["outputs"], wanted[0])
+    same(raw.json()["outputs"], wanted[0])
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_audio_is_recognized_with_any_content_type(running, kind):
+    soundfile = pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+    soundfile.write(file := io.BytesIO(), speech(0.5), 16_000, format=kind)
+    for content_type in ("application/x-www-form-urlencoded", "application/octet-stream"):
+        headers = {"content-type": content_type}
+        found = running("POST", "/predict/calls", file.getvalue(), headers=headers)
+        assert found.status == 200, found.json
+        assert set(found.json["outputs"]) == {"text", "score"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "message"),
+    [
+        (b"", {"content-type": "audio/wav"}, 400, "the body is empty, expected an audio file"),
+        (b"abc", {"content-type": "audio/wav"}, 422, "audio 0 is not an audio file"),
+        (b"abc", {"content-type": "image/png"}, 400, "takes audio, found a body of 'image/png'"),
+        (b"RIFF\0\0\0\0WAVE", {}, 422, "audio 0 is not a complete audio file"),
+        (b"", {}, 400, "To send an audio file itself, set its content type, such as audio/wav"),
+        (b'{"inputs": "abc?"}', {}, 422, "inputs is not valid base64"),
+        (b'{"inputs": ""}', {}, 400, "inputs is empty, expected an audio file"),
+        (b'{"inputs": "https://example.org/a.wav"}', {}, 422, "does not download anything"),
+        (b'{"inputs": [0.5, 0.1]}', {}, 422, "inputs[0]: found the number 0.5"),
+    ],
+)
+def test_invalid_audio_is_rejected(running, recordings, body, headers, status, message):
+    found = running("POST", "/predict/sounds", body, headers=headers)
+    assert (found.status, message in found.json["error"]) == (status, True), found.json
+
+
+def test_long_audio_is_not_decoded(running):
+    found = running("POST", "/predict/sounds", wav(silence(61)))
+    assert found.status == 422
+    assert "audio 0 is 61.0 seconds long, expected at most 60" in found.json["error"]
+
+
+def test_audio_is_no_image(running, recordings):
+    found = running("POST", "/predict/photos", recordings[0], headers={"content-type": "audio/wav"})
+    assert (found.status, "takes images, found a body" in found.json["error"]) == (400, True)
 
 
 BOUNDARY = {"content-type": "multipart/form-data; boundary=x"}

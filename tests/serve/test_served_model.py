@@ -10,6 +10,7 @@ from PIL import Image
 from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.task import TaskOptions
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
@@ -312,6 +313,18 @@ def test_images_in_preprocessing_count_towards_the_queue(exported):
     found = asyncio.run(scenario())
     refused = [reply for reply in found if isinstance(reply, OverloadedError)]
     assert 20 < len(refused) < 40
+
+
+def test_audio_is_batched_by_its_duration(exported):
+    pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
+
+    async def session():
+        async with serving(exported("wav2vec2", "audio-classification")) as served:
+            return served.backend.rules, await ask(served, [example_wav()])
+
+    rules, found = asyncio.run(session())
+    assert (rules.max_tokens, rules.max_rows, rules.max_padding) == (4096, 8, 0.0)
+    assert found.timings.tokens == 5  # 20 ms each
 
 
 def test_an_image_of_too_many_pixels_is_not_decoded(exported):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target, image_layout
-from enginery.core.datasets.images import list_images
+from enginery.core.datasets.folders import list_images
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import TensorSpec

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal, Protocol, TypeVar
 
 from enginery.core.errors import InputError, nearest
 
-Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images"]
+Format = Literal["auto", "csv", "tsv", "jsonl", "parquet", "text", "images", "audio"]
 
 BATCH_BYTES = 4 << 20
 """A batch ends with the row that reaches this size."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from enginery.core.datasets.batches import DatasetReader, Format, ReadOptions
 from enginery.core.datasets.delimited import CsvReader, LineReader
-from enginery.core.datasets.images import IMAGE_SUFFIXES, ImageReader
+from enginery.core.datasets.folders import FolderReader, media_kind
 from enginery.core.datasets.json_lines import JsonLinesReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.errors import InputError, MissingPackageError
@@ -40,11 +40,11 @@ _FORMATS: dict[str, Format] = {
 def open_dataset(
     path: Path, columns: Sequence[str] = (), options: ReadOptions = _DEFAULT
 ) -> DatasetReader:
-    """Open a file or a folder of images and find its columns.
+    """Open a file or a folder of images or audio and find its columns.
 
     Args:
-        path: path of a file, or a folder of images.
-        columns: columns whose values to read; ignored for text lines and images, which have one.
+        path: path of a file, or a folder of images or audio.
+        columns: columns whose values to read; ignored for text lines and folders, which have one.
         options: format, delimiter, encoding, rows per batch, and what to keep of a row.
 
     Raises:
@@ -56,8 +56,8 @@ def open_dataset(
     if find_spec("pyarrow") is None:
         raise MissingPackageError("pyarrow", extra="data", purpose="reading rows of a file")
     try:
-        if kind == "images":
-            return ImageReader(path, options)
+        if kind in ("images", "audio"):
+            return FolderReader(path, kind, options)
         if kind == "text":
             return LineReader(path, options)
         if kind == "parquet":
@@ -70,7 +70,7 @@ def open_dataset(
 
 
 def column_names(path: Path, options: ReadOptions = _DEFAULT) -> list[str]:
-    """Return the names of the columns; `text` for text lines and `path` for images.
+    """Return the names of the columns; `text` for text lines and `path` for folders.
 
     Only the header of a CSV file or the footer of a Parquet file is read, but a whole JSONL file.
 
@@ -89,7 +89,7 @@ def detect_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
     """
     if not path.exists():
         raise InputError(f"data '{path}': no such file or folder.")
-    if path.is_dir() and options.format not in ("auto", "images"):
+    if path.is_dir() and options.format not in ("auto", "images", "audio"):
         raise InputError(f"data '{path}' is a folder, expected a {options.format} file.")
     if not path.is_dir() and not path.is_file():
         # Opening a named pipe blocks until another process writes, and a device may be endless.
@@ -99,13 +99,13 @@ def detect_format(path: Path, options: ReadOptions = _DEFAULT) -> Format:
         )
     if options.format != "auto":
         return options.format
+    if media := media_kind(path):
+        return media
     suffix = path.suffix.lower()
-    if path.is_dir() or suffix in IMAGE_SUFFIXES:
-        return "images"
     if suffix not in _FORMATS:
         raise InputError(
             f"data '{path}': found a {suffix} file, expected {', '.join(filter(None, _FORMATS))} "
-            "or a folder of images.",
+            "or a folder of images or audio.",
             do="Write one JSON object per line, as .jsonl."
             if suffix == ".json"
             else "Pass its format: predict has --format.",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.datasets.batches import DatasetReader, Item, Values
-from enginery.core.datasets.images import take_evenly
+from enginery.core.datasets.folders import take_evenly
 from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import InputError, nearest
 
@@ -109,8 +109,9 @@ def require_texts(path: Path, column: str, *, label_column: str = "") -> None:
 def _open_texts(path: Path, column: str, label_column: str) -> tuple[DatasetReader, str]:
     """Open a file with texts; return its reader and a description for messages."""
     kind = detect_format(path)
-    if kind == "images":
-        raise InputError(f"data '{path}' is a folder or an image, expected a file with texts.")
+    if kind in ("images", "audio"):
+        found = {"images": "a folder or an image", "audio": "audio"}[kind]
+        raise InputError(f"data '{path}' is {found}, expected a file with texts.")
     if kind == "text" and label_column:
         raise InputError(f"data '{path}': labels need a file with columns, such as CSV or Parquet.")
     reader = open_dataset(path, [column, label_column] if label_column else [column])

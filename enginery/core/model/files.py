@@ -42,7 +42,7 @@ _MAX_AUDIO_FRAME = 2**20
 _AUDIO_FRAMES = 8
 _MAX_CONVOLUTIONS = 64
 """Consecutive convolutions of an audio encoder; 7 in wav2vec2."""
-_MAX_FRAMES = 2**14
+MAX_FRAMES = 2**14
 """Frames of a spectrogram; 3000 in Whisper."""
 
 T = TypeVar("T")
@@ -86,9 +86,7 @@ Vocabulary = Annotated[
 TokenId = Annotated[
     int, Field(ge=-1, le=MAX_POSITIONS), _expected(f"an integer from -1 to {MAX_POSITIONS}")
 ]
-Frames = Annotated[
-    int, Field(ge=1, le=_MAX_FRAMES), _expected(f"an integer from 1 to {_MAX_FRAMES}")
-]
+Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES), _expected(f"an integer from 1 to {MAX_FRAMES}")]
 Steps = Annotated[
     Annotated[
         tuple[Annotated[int, Field(ge=1, le=_MAX_AUDIO_FRAME)], ...],
@@ -216,9 +214,17 @@ class ModelPart(_Values):
     @property
     def audio_samples(self) -> int:
         """Samples that a convolutional audio encoder needs for eight frames; 1 for other models."""
+        return self._samples_of(_AUDIO_FRAMES)
+
+    @property
+    def audio_frame_samples(self) -> int:
+        """Samples that a convolutional audio encoder needs for one frame; 1 for other models."""
+        return self._samples_of(1)
+
+    def _samples_of(self, frames: int) -> int:
         if self.conv_kernel is None or self.conv_stride is None:
             return 1
-        samples = _AUDIO_FRAMES
+        samples = frames
         for kernel, stride in zip(
             reversed(self.conv_kernel), reversed(self.conv_stride), strict=False
         ):
@@ -240,8 +246,8 @@ class ModelPart(_Values):
 
     @model_validator(mode="after")
     def _check_audio(self) -> Self:
-        if (self.spectrogram_frames or 0) > _MAX_FRAMES:
-            raise _conflict("max_length", self.max_length, f"an integer up to {_MAX_FRAMES}")
+        if (self.spectrogram_frames or 0) > MAX_FRAMES:
+            raise _conflict("max_length", self.max_length, f"an integer up to {MAX_FRAMES}")
         self.require_audio_frame()
         return self
 
@@ -374,6 +380,12 @@ class TokenizerConfig(SpecialTokens, _File):
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     pad_token_type_id: Count = 0
+    word_delimiter_token: SpecialToken | None = None
+    """CTC: the token between words; None for `|`."""
+    replace_word_delimiter_char: String = " "
+    """CTC: what is written between words."""
+    target_lang: String = ""
+    """CTC: the language, for a vocabulary by language."""
     clean_up_tokenization_spaces: Flag = False
     src_lang: String = ""
     """The source language of a translation model; empty if missing."""
@@ -553,6 +565,54 @@ class PreprocessorConfig(_File):
     include_top: Flag | None = None
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None
+
+
+_MAX_CHUNK = 2**26
+"""Samples of the fixed length that a feature extractor pads audio to; 480,000 in Whisper."""
+
+
+class FeatureExtractorConfig(_File):
+    """preprocessor_config.json of a model for audio. None means the feature extractor's default."""
+
+    FILE = "preprocessor_config.json"
+
+    feature_extractor_type: String = ""
+    feature_size: (
+        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
+    ) = None
+    sampling_rate: (
+        Annotated[int, Field(ge=1000, le=768_000), _expected("an integer from 1000 to 768000")]
+        | None
+    ) = None
+    hop_length: Frames | None = None
+    chunk_length: (
+        Annotated[int, Field(ge=1, le=3600), _expected("an integer from 1 to 3600")] | None
+    ) = None
+    n_fft: Annotated[int, Field(ge=2, le=2**14), _expected("an integer from 2 to 16384")] | None = (
+        None
+    )
+    num_mel_bins: (
+        Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
+    ) = None
+    max_length: Frames | None = None
+    padding_value: _Mean | None = None
+    padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] | None = None
+    dither: Annotated[float, Field(ge=0, le=1e6), _expected("a number from 0 to 1e6")] | None = None
+    do_normalize: Flag | None = None
+    mean: _Mean | None = None
+    std: _Deviation | None = None
+    do_ceptral_normalize: Flag | None = None
+    normalize_means: Flag | None = None
+    normalize_vars: Flag | None = None
+    return_attention_mask: Flag | None = None
+
+    @model_validator(mode="after")
+    def _check_chunk(self) -> Self:
+        samples = (self.chunk_length or 0) * (self.sampling_rate or 16_000)
+        if samples > _MAX_CHUNK:
+            words = f"a length of at most {_MAX_CHUNK} samples"
+            raise _conflict("chunk_length", self.chunk_length, words)
+        return self
 
 
 def _conflict(key: str, value: Any, words: str) -> PydanticCustomError:

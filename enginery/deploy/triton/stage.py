@@ -36,6 +36,7 @@ from enginery.deploy.triton.repository import install_models
 from enginery.deploy.triton.steps import FILES, open_text_task
 from enginery.deploy.triton.tensors import check_types
 from enginery.runtime.tasks import TASKS, manifest_task
+from enginery.runtime.tasks.task import PLURALS
 from enginery.runtime.tasks.text import TextTask
 
 _MODEL_PY = Path(__file__).with_name("python_model.py")
@@ -147,8 +148,8 @@ def _why_graph_only(artifact: Artifact, record: GraphRecord) -> str:
     """Return why only the graph can be exported; empty if the task's models can be, too."""
     manifest = artifact.manifest
     task = manifest_task(manifest, record)
-    if task is not None and task.takes_images:
-        return "the model takes images"
+    if task is not None and task.modality != "text":
+        return f"the model takes {PLURALS[task.modality]}"
     if task is None or not issubclass(task, TextTask):
         of_texts = (each for each in TASKS.values() if issubclass(each, TextTask))
         known = ", ".join(name for each in of_texts for name in each.tasks)

@@ -36,6 +36,7 @@ from enginery.predict.ray.worker import (
     unpack_prediction,
 )
 from enginery.predict.task_inputs import read_options, require_task
+from enginery.runtime.tasks.task import Modality
 
 
 class RayPredictor(Closeable):
@@ -47,7 +48,7 @@ class RayPredictor(Closeable):
         Args:
             artifact: the model; its path must be the same on each node.
             config: the options.
-            base: folder that relative image paths start from.
+            base: folder that relative paths of images or audio start from.
 
         Raises:
             MissingPackageError: Ray is not installed.
@@ -91,8 +92,8 @@ class RayPredictor(Closeable):
         return self._actors * self._cpus
 
     @property
-    def takes_images(self) -> bool:
-        return self.task.takes_images
+    def modality(self) -> Modality:
+        return self.task.modality
 
     @property
     def providers(self) -> list[str]:

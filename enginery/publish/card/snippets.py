@@ -16,7 +16,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
-from enginery.runtime.tasks import manifest_task, takes_pixels
+from enginery.runtime.tasks import input_modality, manifest_task
 from enginery.runtime.tasks.classify import EXAMPLE_PAIR, Classify
 from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.pooling import Vectors
@@ -25,6 +25,7 @@ CPU = "CPUExecutionProvider"
 _PIXELS = ("float32", "float16")
 _TEXT = '"The engine is warm."'
 _IMAGE = 'Image.new("RGB", (64, 64))'
+_SAMPLES = {"image": _IMAGE, "audio": "(np.zeros(16_000, np.float32), 16_000)"}
 _OPTIMUM_CLASSES = {
     "feature-extraction": "ORTModelForFeatureExtraction",
     "text-classification": "ORTModelForSequenceClassification",
@@ -64,7 +65,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     environment.filters["py"] = _quoted
     manifest, files = artifact.manifest, artifact.manifest.files
     graph, task = manifest.graphs[0], manifest_task(manifest)
-    images = takes_pixels(spec.name for spec in graph.inputs)
+    images = input_modality(spec.name for spec in graph.inputs) == "image"
     texts = [_quoted(text) for text in example_texts(artifact)]
     optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
     if images and manifest.task == "feature-extraction":
@@ -86,7 +87,9 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
         "image": _IMAGE,
         "text": _TEXT,
         "texts": ", ".join(texts) or _TEXT,
-        "example": f"({', '.join(texts)})" if len(texts) > 1 else (texts or [_IMAGE])[0],
+        "example": f"({', '.join(texts)})"
+        if len(texts) > 1
+        else (texts or [_SAMPLES.get(task.modality if task else "", _IMAGE)])[0],
         "answers_vectors": task is not None and task.result_type is Vectors,
         "optimum_class": optimum_class,
         "generates": manifest.task in _GENERATES,
@@ -97,7 +100,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     }
     needed = {
         "enginery": task
-        and ("preprocessor_config.json" if task.takes_images else "tokenizer.json"),
+        and ("tokenizer.json" if task.modality == "text" else "preprocessor_config.json"),
         "Optimum": optimum_class
         and ("preprocessor_config.json" if images else "tokenizer_config.json"),
     }
@@ -108,7 +111,7 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
 def example_texts(artifact: Artifact) -> tuple[str, ...]:
     """Return the texts of an example input, with the mask token of the tokenizer.
 
-    Empty for images and for tasks that are not supported.
+    Empty for images, audio and tasks that are not supported.
     """
     task = manifest_task(artifact.manifest)
     texts = task.example if task else ()

@@ -19,7 +19,7 @@ import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, data_sha256, sha256_of
-from enginery.core.datasets.images import list_images
+from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.labels import index_labels
 from enginery.core.datasets.samples import (
     holds_arrays,

@@ -11,15 +11,27 @@ from collections.abc import Iterable
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
+from enginery.runtime.tasks.audio import ClassifyAudio, Transcribe
 from enginery.runtime.tasks.classify import Classify
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.fill import Fill
 from enginery.runtime.tasks.images import ClassifyImages, EmbedImages
 from enginery.runtime.tasks.tag import Tag
-from enginery.runtime.tasks.task import Task
+from enginery.runtime.tasks.task import Modality, Task
 
 TASKS: dict[str, type[Task]] = {
-    task.verb: task for task in (Embed, Classify, Tag, Answer, Fill, ClassifyImages, EmbedImages)
+    task.verb: task
+    for task in (
+        Embed,
+        Classify,
+        Tag,
+        Answer,
+        Fill,
+        ClassifyImages,
+        EmbedImages,
+        ClassifyAudio,
+        Transcribe,
+    )
 }
 """Task classes by verb. Add a new task here."""
 
@@ -29,15 +41,15 @@ def supported_tasks() -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for task in TASKS.values() for name in task.tasks))
 
 
-def find_task(name: str, *, takes_images: bool = False) -> type[Task] | None:
+def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
     """Return the class for a transformers task, or None if the task is not supported.
 
     Args:
         name: the transformers task, such as `feature-extraction`.
-        takes_images: True if the graph takes pixels.
+        modality: what the graph takes.
     """
     fitting = [task for task in TASKS.values() if name in task.tasks]
-    return next((task for task in fitting if task.takes_images == takes_images), None)
+    return next((task for task in fitting if task.modality == modality), None)
 
 
 def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task] | None:
@@ -47,9 +59,11 @@ def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type
         manifest: the artifact's manifest.
         record: the graph to run; None for the first one.
     """
+    if manifest.task in Transcribe.tasks and len(manifest.graphs) > 1:
+        return None  # an encoder and a decoder
     graphs = [record] if record else manifest.graphs[:1]
-    inputs = (spec for graph in graphs for spec in graph.inputs)
-    return find_task(manifest.task, takes_images=takes_pixels(spec.name for spec in inputs))
+    inputs = (spec.name for graph in graphs for spec in graph.inputs)
+    return find_task(manifest.task, modality=input_modality(inputs))
 
 
 def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task]:
@@ -62,9 +76,10 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
             hint = "To generate, export it for text-generation-with-past. "
         else:
             hint = ""
+        several = ", with several graphs" if manifest.task in supported_tasks() else ""
         raise ArtifactError(
-            f"the artifact was exported for {manifest.task}, which is not a supported task; "
-            f"supported: {', '.join(supported_tasks())}.",
+            f"the artifact was exported for {manifest.task}{several}, which is not a supported "
+            f"task; supported: {', '.join(supported_tasks())}.",
             do=f"{hint}Run its graph on numpy arrays: from enginery import Artifact, OrtRunner; "
             f'OrtRunner(Artifact.open("…"), providers="cpu")({{{feeds}}}). Or open the directory '
             "with Optimum's ORTModel classes.",
@@ -72,6 +87,9 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
     return task
 
 
-def takes_pixels(inputs: Iterable[str]) -> bool:
-    """Return True if a graph with these input names takes images."""
-    return "pixel_values" in inputs
+def input_modality(inputs: Iterable[str]) -> Modality:
+    """Return what a graph with these input names takes."""
+    names = set(inputs)
+    if "pixel_values" in names:
+        return "image"
+    return "audio" if names & {"input_values", "input_features"} else "text"

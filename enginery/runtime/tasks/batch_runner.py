@@ -29,7 +29,7 @@ class BatchRunner:
         """The graph's fixed batch size; 0 if it is dynamic."""
 
     def padded_length(self, row: Row) -> int:
-        """Return the number of tokens of a row after padding.
+        """Return the number of tokens of a row after padding, if the task can pad it.
 
         Raises:
             ShapeError: no engine accepts a row of this length.
@@ -41,14 +41,14 @@ class BatchRunner:
         names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
         # If no profile accepts the row, this raises an error that names the nearest one.
         choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))
-        return width
+        return width if self.task.can_pad else row.tokens
 
     def max_rows(self, row: Row) -> int:
         """Return the maximum batch size if this row is the longest of the batch."""
         if self.fixed_rows:
             return self.fixed_rows
         if not self.runner.profiles:
-            return MAX_ROWS
+            return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
         return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
@@ -91,7 +91,7 @@ class BatchRunner:
         """Run rows from an iterable; return outputs in the order of the rows.
 
         Each batch runs as soon as it is full, so only the rows of incomplete batches are in memory.
-        Use it for large rows, such as images.
+        Use it for large rows, such as images and audio.
         """
         outputs: list[Any] = []
         waiting: dict[Any, dict[int, Row]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +19,14 @@ from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
-from enginery.runtime.tasks.task import Arrays, InputField, ModelInputs, Row, Task, require_outputs
+from enginery.runtime.tasks.task import (
+    Arrays,
+    InputField,
+    MediaTask,
+    ModelInputs,
+    Row,
+    require_outputs,
+)
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
 _EXAMPLE_SIDE = 64
@@ -28,12 +35,11 @@ _FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "
 
 
 @dataclass
-class ImageTask(Task):
+class ImageTask(MediaTask):
     """Base of tasks on images: a graph with its image processor and config.json."""
 
-    takes_images = True
+    modality = "image"
     inputs = (InputField("image"),)
-    example = ()
 
     processor: ImageProcessor
     config: ModelConfig
@@ -56,29 +62,11 @@ class ImageTask(Task):
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
 
-    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
-        """Preprocess each image into one row.
-
-        Args:
-            inputs: paths, file contents, Pillow images, or uint8 arrays (height, width, channels).
-            options: options of the task.
-        """
-        return ModelInputs(list(self.image_rows(inputs)))
-
-    def image_rows(self, images: Sequence[Any]) -> Iterator[Row]:
-        """Preprocess images one by one, for `BatchRunner.run_stream`."""
-        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
-            raise InputError(
-                f"found one {type(images).__name__}, expected a list of images.", do="Pass [image]."
-            )
-        for index, image in enumerate(images):
-            yield self.image_row(image, index)
-
-    def image_row(self, image: Any, index: int = 0) -> Row:
-        """Preprocess one image; error messages refer to it by `index`."""
+    def read_row(self, item: Any, index: int = 0) -> Row:
+        """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
         spec = self.record.inputs[0]
         name = f"image {index}"
-        opened = load_image(image, name=name, max_pixels=self.max_pixels)
+        opened = load_image(item, name=name, max_pixels=self.max_pixels)
         array = self.processor(opened, name=name)
         for size, dim in zip(array.shape, spec.dims[1:], strict=True):
             if isinstance(dim, int) and size != dim:
@@ -91,7 +79,7 @@ class ImageTask(Task):
 
     def probe(self, tokens: int) -> Row:
         """Return a row of a grey image."""
-        return self.image_row(np.full((64, 64, 3), 128, np.uint8))
+        return self.read_row(np.full((64, 64, 3), 128, np.uint8))
 
     def example_input(self) -> str:
         """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
@@ -120,18 +108,6 @@ class ImageTask(Task):
         """Return pixel_values: (len(rows), channels, height, width)."""
         return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
 
-    def image_outputs(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
-        """Return an output of the batch; raise ArtifactError unless it has one row per image."""
-        found = outputs[name]
-        if not found.ndim or len(found) != len(rows):
-            raise ArtifactError(
-                f"the graph returned {name} with the shape {found.shape} for {len(rows)} images, "
-                "expected one row per image.",
-                do="The output does not have the dims that manifest.json declares; export the "
-                "model again.",
-            )
-        return found
-
 
 @dataclass
 class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
@@ -146,7 +122,7 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(self.image_outputs(outputs, "logits", rows))
+        return list(self.output_rows(outputs, "logits", rows))
 
 
 @dataclass
@@ -183,7 +159,7 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image: float32 (dim,)."""
-        found = self.image_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
+        found = self.output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in found]
 
     def postprocess(

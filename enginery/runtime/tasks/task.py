@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -34,6 +34,10 @@ Arrays = dict[str, NDArray[Any]]
 ProcessingCost = Literal["light", "medium", "heavy"]
 """CPU time that a request's preprocessing or postprocessing may take: microseconds, about a
 millisecond, or more than that."""
+
+Modality = Literal["text", "image", "audio"]
+"""What a task's inputs are."""
+PLURALS: Mapping[Modality, str] = {"text": "texts", "image": "images", "audio": "audio"}
 
 MAX_RESULTS = 10_000
 """Upper bound of `top_k`."""
@@ -145,7 +149,7 @@ class Row:
     content: Any
     """An encoding, pixels (channels, height, width), or tensors by name."""
     tokens: int = 1
-    """Number of tokens without padding; 1 for an image."""
+    """Number of tokens without padding; 1 for an image, 50 for a second of audio."""
     prompt_tokens: int = 0
     """Number of leading tokens that belong to a prompt."""
     truncated: bool = False
@@ -182,7 +186,7 @@ class Result:
 class RowTask(ABC):
     """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
-    takes_images: ClassVar[bool] = False
+    modality: ClassVar[Modality] = "text"
     Options: ClassVar[type[TaskOptions]] = TaskOptions
 
     record: GraphRecord
@@ -286,7 +290,7 @@ class Task(RowTask):
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
     example: ClassVar[tuple[str, ...]]
     """A text for each required part of one input, for model cards and published models; `{mask}`
-    stands for the tokenizer's mask. Empty for images."""
+    stands for the tokenizer's mask. Empty for images and audio."""
 
     @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
@@ -303,7 +307,7 @@ class Task(RowTask):
 
     @abstractmethod
     def probe(self, tokens: int) -> Row:
-        """Return a synthetic row, of `tokens` tokens or of an image, for warm-up and timing."""
+        """Return a synthetic row, of `tokens` tokens or an image, for warm-up and timing."""
 
     @abstractmethod
     def is_finite(self, result: Any) -> bool:
@@ -346,6 +350,43 @@ class Task(RowTask):
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Turn built-in sentences into inputs of this task; empty if the task takes no texts."""
         return ()
+
+
+@dataclass
+class MediaTask(Task):
+    """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
+
+    example = ()
+
+    def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
+        """Read each input into one row."""
+        return ModelInputs(list(self.read_rows(inputs)))
+
+    def read_rows(self, inputs: Sequence[Any]) -> Iterator[Row]:
+        """Read inputs one by one, for `BatchRunner.run_stream`."""
+        if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
+            raise InputError(
+                f"found one {type(inputs).__name__}, expected a list of {PLURALS[self.modality]}.",
+                do=f"Pass [{self.modality}].",
+            )
+        for index, item in enumerate(inputs):
+            yield self.read_row(item, index)
+
+    @abstractmethod
+    def read_row(self, item: Any, index: int = 0) -> Row:
+        """Read one input; error messages refer to it by `index`."""
+
+    def output_rows(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+        """Return an output of the batch; raise ArtifactError unless it has one row per input."""
+        found = outputs[name]
+        if not found.ndim or len(found) != len(rows):
+            raise ArtifactError(
+                f"the graph returned {name} with the shape {found.shape} for {len(rows)} inputs, "
+                "expected one row per input.",
+                do="The output does not have the dims that manifest.json declares; export the "
+                "model again.",
+            )
+        return found
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

@@ -567,7 +567,7 @@ class TextTokenizer:
             (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
         except BaseException as error:
             raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
-        return _clean_up_tokenization(text) if self.clean_up else text
+        return clean_up_tokenization(text) if self.clean_up else text
 
     def _padded_input(
         self, name: str, encodings: Sequence[Any], width: int, dtype: str
@@ -645,7 +645,7 @@ def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
     return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
 
 
-def _clean_up_tokenization(text: str) -> str:
+def clean_up_tokenization(text: str) -> str:
     """Remove spaces before punctuation, as transformers' `clean_up_tokenization` does."""
     for spaced, joined in (
         (" .", "."),

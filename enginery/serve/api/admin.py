@@ -293,9 +293,9 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
 
 
 def _pooling(model: ServedModel) -> str:
-    """Return the pooling (`cls`, `mean`, …); `model` if the graph contains it, or for images."""
+    """Return the pooling (`cls`, `mean`, …); `model` if it is in the graph or not of texts."""
     record = model.backend.runner.record
-    takes_images = model.task is not None and model.task.takes_images
-    if takes_images or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
+    takes_texts = model.task is None or model.task.modality == "text"
+    if not takes_texts or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
         return "model"
     return "+".join(read_pooling(model.artifact.path).modes)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.tasks.task import Task, describe_value
+from enginery.runtime.tasks.task import Modality, Task, describe_value
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
-from enginery.serve.api.requests import image_from_base64, invalid_value, quote, unknown_field
+from enginery.serve.api.requests import file_from_base64, invalid_value, quote, unknown_field
 
 DATATYPES: dict[str, str] = {
     "BOOL": "bool",
@@ -49,8 +49,11 @@ _MAX_DIMS = 8
 _MAX_ELEMENTS = 2**31 - 1
 _LENGTH = struct.Struct("<I")
 _DATATYPE_OF_OUTPUT = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
-# First bytes of PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF files.
-_IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0")
+# First bytes of PNG, JPEG, GIF, WebP, TIFF, BMP and AVIF files; of WAV, OGG, FLAC and MP3 files.
+_FILE_STARTS = (
+    *(b"\x89PNG", b"\xff\xd8", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"\0\0\0"),
+    *(b"RF64", b"OggS", b"fLaC", b"ID3", b"\xff"),
+)
 
 
 @dataclass(frozen=True)
@@ -393,8 +396,8 @@ def _column(tensor: InferTensor, task: Task) -> list[Any]:
         raise invalid_field(
             f"{where} has the shape {list(tensor.shape)}, expected [n] or [n, 1].", field="inputs"
         )
-    if task.takes_images:
-        return [_image(item, f"{where}[{i}]") for i, item in enumerate(tensor.values)]
+    if task.modality != "text":
+        return [_file(item, f"{where}[{i}]", task.modality) for i, item in enumerate(tensor.values)]
     texts = []
     for index, item in enumerate(tensor.values):
         try:
@@ -407,12 +410,13 @@ def _column(tensor: InferTensor, task: Task) -> list[Any]:
     return texts
 
 
-def _image(item: bytes, where: str) -> bytes:
-    """Return the content of an image file, which in JSON is base64."""
-    # "RIFF", "GIF8" and "BM" are valid base64, but no image file in base64 starts with them.
-    if item.startswith(_IMAGE_STARTS) or not item.isascii():
+def _file(item: bytes, where: str, modality: Modality) -> bytes:
+    """Return the content of an image or audio file, which in JSON is base64."""
+    # "RIFF", "GIF8", "BM", "OggS" and others are valid base64, but no such file in base64 starts
+    # with them.
+    if item.startswith(_FILE_STARTS) or not item.isascii():
         return item
-    return image_from_base64(item.decode("ascii"), where)
+    return file_from_base64(item.decode("ascii"), where, modality)
 
 
 def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:

@@ -5,9 +5,9 @@
     {"model":"mood","outputs":{"labels":[{"label":"glad","score":0.97}]},"truncated":0}
 
 One input gets one result, a list of inputs a list of results. A body with the content type of an
-image, such as image/png, is one image, with the parameters in the query string:
-`/predict/photos?top_k=3`. A multipart form has images as files, and the parameters as JSON in the
-field `parameters`.
+image or audio, such as image/png or audio/wav, is one input, with the parameters in the query
+string: `/predict/photos?top_k=3`. A multipart form has images or audio as files, and the parameters
+as JSON in the field `parameters`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from enginery.runtime.tasks.task import Task
+from enginery.runtime.tasks.task import PLURALS, Modality, Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
@@ -32,10 +32,11 @@ from enginery.serve.api.endpoints import (
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import (
+    FILES,
     FieldValueError,
     Schema,
     StrictRequestBody,
-    image_from_base64,
+    file_from_base64,
     invalid_value,
     json_object,
     token_ids,
@@ -82,10 +83,11 @@ class PredictInputs:
     other_bodies={
         "multipart/form-data": {
             "type": "object",
-            "required": ["image"],
-            "properties": {"image": _FILE, "parameters": {"type": "string"}},
+            "required": ["file"],
+            "properties": {"file": _FILE, "parameters": {"type": "string"}},
         },
         "image/*": {},
+        "audio/*": {},
     },
 )
 async def predict_any(request: Request) -> Response:
@@ -108,23 +110,29 @@ async def predict_any(request: Request) -> Response:
 async def _read(request: Request, task: Task) -> PredictInputs:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
-    if is_form or kind.startswith("image/"):
-        if not task.takes_images:
+    takes_files = task.modality != "text"
+    if is_form or kind.startswith(("image/", "audio/")):
+        if not takes_files or not (is_form or kind.startswith(f"{task.modality}/")):
+            example = "a text" if not takes_files else f"{FILES[task.modality]} in base64"
             raise invalid_body(
-                f"model '{request.path_params['model']}' takes texts, found a body of "
-                f"{kind[:60]!r}.",
-                do='Send JSON: {"inputs": "a text"}.',
+                f"model '{request.path_params['model']}' takes {PLURALS[task.modality]}, found a "
+                f"body of {kind[:60]!r}.",
+                do=f'Send JSON: {{"inputs": "{example}"}}.',
             )
-        return await _read_form(request) if is_form else await _read_image(request)
+        if is_form:
+            return await _read_form(request, task.modality)
+        return await _read_file(request, task.modality)
     body = request.scope["state"]["body"]
-    if task.takes_images and body[:64].lstrip(b" \t\r\n")[:1] not in _JSON_STARTS:
-        return await _read_image(request)  # curl --data-binary declares files as forms
+    if takes_files and _is_file(body):
+        # curl --data-binary declares files as forms
+        return await _read_file(request, task.modality)
     try:
         values = json_object(body)
     except HTTPError as error:
-        if not task.takes_images:
+        if not takes_files:
             raise
-        do = "To send an image file itself, set its content type, such as image/png."
+        kind = {"image": "image/png", "audio": "audio/wav"}[task.modality]
+        do = f"To send {FILES[task.modality]} itself, set its content type, such as {kind}."
         raise invalid_body(error.message, do=do) from None
     for name in values:
         if name not in PredictAnyRequest.model_fields:
@@ -139,10 +147,16 @@ async def _read(request: Request, task: Task) -> PredictInputs:
     return PredictInputs(items, parameters, single=single)
 
 
-async def _read_image(request: Request) -> PredictInputs:
+def _is_file(body: bytes) -> bool:
+    """Return True if a body cannot be JSON."""
+    start = body[:64].lstrip(b" \t\r\n")
+    return start[:1] not in _JSON_STARTS or start.startswith(b"fLaC")  # or starts as `false`
+
+
+async def _read_file(request: Request, modality: Modality) -> PredictInputs:
     body = request.scope["state"]["body"]
     if not body:
-        raise empty_input("inputs", "the body is empty, expected an image file.")
+        raise empty_input("inputs", f"the body is empty, expected {FILES[modality]}.")
     parameters: dict[str, Any] = {}
     for name, text in parse_qsl(request.url.query, keep_blank_values=True):
         try:  # numbers and booleans
@@ -152,9 +166,9 @@ async def _read_image(request: Request) -> PredictInputs:
     return PredictInputs([body], parameters, single=True)
 
 
-async def _read_form(request: Request) -> PredictInputs:
-    """Read the images of a form, from fields of any name."""
-    images: list[Any] = []
+async def _read_form(request: Request, modality: Modality) -> PredictInputs:
+    """Read the files of a form, from fields of any name."""
+    files: list[Any] = []
     parameters: dict[str, Any] = {}
     try:
         parts = await request.form(
@@ -167,8 +181,8 @@ async def _read_form(request: Request) -> PredictInputs:
     try:
         for name, part in parts.multi_items():
             if isinstance(part, UploadFile):
-                images.append(await part.read())
-                if not images[-1]:
+                files.append(await part.read())
+                if not files[-1]:
                     raise empty_input("inputs", f"the file in part {name[:60]!r} is empty.")
             elif name != "parameters":
                 raise unknown_field(name, ("parameters",))
@@ -176,9 +190,9 @@ async def _read_form(request: Request) -> PredictInputs:
                 parameters = json_object(part.encode())
     finally:
         await parts.close()
-    if not images:
-        raise empty_input("inputs", "the form has no file, expected one image or more.")
-    return PredictInputs(images, parameters, single=len(images) == 1)
+    if not files:
+        raise empty_input("inputs", f"the form has no file, expected {FILES[modality]} or more.")
+    return PredictInputs(files, parameters, single=len(files) == 1)
 
 
 def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
@@ -186,7 +200,7 @@ def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
 
     Args:
         task: the task.
-        value: an input or a list of inputs. An input is a text, token ids, or an image in base64;
+        value: an input or a list of inputs. An input is a text, token ids, or a file in base64;
             with two parts, [first, second] or an object with their names.
 
     Returns:
@@ -230,7 +244,7 @@ def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
     if not isinstance(value, str):
         item = "a string or a list of token ids" if task.takes_token_ids else "a string"
         raise invalid_value(name, expected if name == "inputs" else item, value)
-    return image_from_base64(value, name) if task.takes_images else value
+    return value if task.modality == "text" else file_from_base64(value, name, task.modality)
 
 
 def _read_parts(task: Task, value: Any, name: str, expected: str) -> Any:

@@ -7,7 +7,7 @@ key is repeated, its last value counts, as in most JSON parsers.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -23,10 +23,17 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from enginery.core.errors import nearest
-from enginery.runtime.tasks.task import describe_value, expected_values, without_null
+from enginery.runtime.tasks.task import (
+    Modality,
+    describe_value,
+    expected_values,
+    without_null,
+)
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
 
 MAX_TOKEN_ID = 2**31 - 1
+FILES: Mapping[Modality, str] = {"image": "an image file", "audio": "an audio file"}
+"""What inputs that are not texts are called in messages."""
 
 _NAME_LENGTH = 60
 """Maximum length of a client's text in an error message."""
@@ -210,12 +217,13 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…")
 
 
-def image_from_base64(text: str, name: str) -> bytes:
-    """Decode an image from base64 or a data URL.
+def file_from_base64(text: str, name: str, modality: Modality) -> bytes:
+    """Decode an image or audio file from base64 or a data URL.
 
     Args:
         text: base64, or a data URL with base64.
         name: what error messages call the input.
+        modality: what the file is.
 
     Raises:
         HTTPError: the text is neither of them.
@@ -227,9 +235,9 @@ def image_from_base64(text: str, name: str) -> bytes:
             raise invalid_field(f"{name} is a data URL without base64.", field=name)
     elif data[:8].lower().startswith(("http://", "https://")):
         raise invalid_field(
-            f"{name} is a URL, expected an image in base64.",
+            f"{name} is a URL, expected {FILES[modality]} in base64.",
             field=name,
-            do="Send the image itself; this server does not download anything.",
+            do="Send the file itself; this server does not download anything.",
         )
     try:
         # Base64 is often split into lines. Remove whitespace, which strict mode rejects, along with
@@ -239,10 +247,10 @@ def image_from_base64(text: str, name: str) -> bytes:
         raise invalid_field(
             f"{name} is not valid base64: {str(error)[:80]}.",
             field=name,
-            do="Encode the content of the image file.",
+            do=f"Encode the content of {FILES[modality]}.",
         ) from None
     if not found:
-        raise empty_input(name, f"{name} is empty, expected an image.")
+        raise empty_input(name, f"{name} is empty, expected {FILES[modality]}.")
     return found
 
 

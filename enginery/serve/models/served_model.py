@@ -27,9 +27,17 @@ from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.audio import AudioTask
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import ProcessingCost, Row, RowTask, Task, TaskOptions
+from enginery.runtime.tasks.task import (
+    MediaTask,
+    ProcessingCost,
+    Row,
+    RowTask,
+    Task,
+    TaskOptions,
+)
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.tokenizer import Encode
@@ -47,11 +55,18 @@ State = Literal["loading", "ready", "stuck", "failed", "closed"]
 Result = TypeVar("Result")
 OnBatch = Callable[[str, BatchStatistics], None]
 
-_MAX_IMAGES_CPU = 8
-"""Maximum batch size of images on a CPU, where batches of images are hardly faster per image."""
+_MAX_MEDIA_CPU = 8
+"""Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
+_MAX_AUDIO_TOKENS = 4096
+"""Maximum number of tokens of a batch of audio, 20 ms each, which bounds its memory."""
 _MAX_DECODED = 20_000
 """Maximum number of texts that a request may have decoded. Each takes up to a millisecond, and
 decoding cannot be cancelled."""
+_PREPROCESSING = {
+    "text": "tokenizing a text",
+    "image": "decoding an image",
+    "audio": "decoding audio",
+}
 _RULES_UPDATE_BATCHES = 64
 """Number of batches after which the batch rules are updated from the cost estimate."""
 _MEASURING = Lock()
@@ -107,6 +122,8 @@ class ModelBackend:
             )
         elif isinstance(self.task, ImageTask):
             self.task = replace(self.task, max_pixels=options.max_pixels)
+        elif isinstance(self.task, AudioTask):
+            self.task = replace(self.task, max_seconds=options.max_seconds)
         tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
         self._batches = {type(task): BatchRunner(task, runner) for task in tasks}
         self.on_cpu = runner.providers[0].name == CPU
@@ -316,11 +333,14 @@ class ModelBackend:
         options, spec = self.options, self.runner.record.inputs[0]
         batches = self._batches[type(self.task or self.tensors)]
         fixed = batches.fixed_rows
-        if isinstance(self.task, ImageTask):
-            rows = min(options.batch_rows, _MAX_IMAGES_CPU if self.on_cpu else options.batch_rows)
+        if isinstance(self.task, MediaTask):
+            rows = min(options.batch_rows, _MAX_MEDIA_CPU if self.on_cpu else options.batch_rows)
             rows = min(rows, fixed or rows)
-            self._explanation = f"{rows} images of one size"
-            return BatchRules(max_tokens=rows, max_rows=rows, max_padding=0.0)
+            tokens, what = rows, "images of one size"  # an image counts as one token
+            if self.task.modality == "audio":
+                tokens, what = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
+            self._explanation = f"{rows} {what}"
+            return BatchRules(max_tokens=tokens, max_rows=rows, max_padding=0.0)
         tokens, why = options.batch_tokens, "set by --batch-tokens"
         if not tokens:
             tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
@@ -562,8 +582,7 @@ class ServedModel:
             self.state = "stuck"
             self.reason = f"a batch has been running for {running:.0f} s"
             if preprocessing > running:
-                takes_images = self.task is not None and self.task.takes_images
-                what = "decoding an image" if takes_images else "tokenizing a text"
+                what = _PREPROCESSING[self.task.modality if self.task else "text"]
                 self.reason = f"{what} has been running for {preprocessing:.0f} s"
         elif self.state == "stuck":
             self.state, self.reason = "ready", ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.datasets.images import list_images
+from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError

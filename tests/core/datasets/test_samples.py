@@ -9,8 +9,15 @@ import pyarrow.parquet
 import pytest
 
 from enginery.core.datasets import samples
-from enginery.core.datasets.images import list_images, take_evenly
-from enginery.core.datasets.samples import holds_arrays, read_arrays, read_text_rows, read_texts
+from enginery.core.datasets.folders import list_images, media_kind, take_evenly
+from enginery.core.datasets.reader import open_dataset
+from enginery.core.datasets.samples import (
+    holds_arrays,
+    read_arrays,
+    read_text_rows,
+    read_texts,
+    require_texts,
+)
 from enginery.core.errors import InputError
 
 REVIEWS = ["Great value.", "Broke, after\n2 days", '"Meh"']
@@ -191,6 +198,20 @@ def test_labels_belong_to_their_texts(tmp_path, kind):
     assert same.items == same.labels == ["good", "none", "bad", "good"]
     with pytest.raises(InputError, match="no column 'lable'; did you mean 'label'"):
         read_text_rows(path, "text", rows=9, label_column="lable")
+
+
+def test_folders_of_audio_are_told_from_those_of_images(tmp_path):
+    (tmp_path / "calls").mkdir()
+    for name in ("a.FLAC", "b.wav", "notes.md", "._b.wav"):
+        (tmp_path / "calls" / name).touch()
+    assert media_kind(tmp_path / "calls") == media_kind(tmp_path / "calls/b.wav") == "audio"
+    found = [batch.values for batch in open_dataset(tmp_path / "calls").read(skip=0)]
+    assert found == [[("a.FLAC",), ("b.wav",)]]
+    (tmp_path / "photos").mkdir()
+    assert media_kind(tmp_path / "photos") == media_kind(tmp_path / "a.png") == "images"
+    assert media_kind(tmp_path / "a.csv") is None
+    with pytest.raises(InputError, match="is audio, expected a file with texts"):
+        require_texts(tmp_path / "calls", "text")
 
 
 def test_labels_need_a_table(tmp_path):

@@ -13,6 +13,7 @@ from enginery.core.version import __version__
 from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
@@ -25,8 +26,8 @@ _MAX_VALUE = 5000  # characters; the lowest of MLflow's limits for tag values
 def signature(manifest: Manifest) -> Any:
     """Return the `ModelSignature` of the artifact's task; None if the task is not supported.
 
-    Inputs are strings, or the bytes of image files. Embeddings are float32 (rows, dim); any other
-    result is a list or a dict per row. Parameters are the task's options.
+    Inputs are strings, or the bytes of image or audio files. Embeddings are float32 (rows, dim);
+    any other result is a list or a dict per row. Parameters are the task's options.
     """
     import numpy as np
     from mlflow.models import ModelSignature
@@ -35,7 +36,7 @@ def signature(manifest: Manifest) -> Any:
     task = manifest_task(manifest)
     if task is None:
         return None
-    kind = DataType.binary if task.takes_images else DataType.string
+    kind = DataType.string if task.modality == "text" else DataType.binary
     # Without a column name MLflow itself accepts a plain list of texts, with names only tables.
     inputs = [
         ColSpec(kind)
@@ -117,8 +118,9 @@ def input_example(package: Package) -> Any:
     import pandas as pd
 
     names = [field.name for field in task.inputs]
-    if task.takes_images:
-        return pd.DataFrame({names[0]: [_grey_image()]})
+    if task.modality != "text":
+        example = _grey_image() if task.modality == "image" else example_wav()
+        return pd.DataFrame({names[0]: [example]})
     texts = example_texts(package.artifact)
     if len(names) == 1:
         return list(texts)

@@ -1,0 +1,1 @@
+"""Audio files, and the processors that turn them into a model's features."""

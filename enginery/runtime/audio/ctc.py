@@ -1,0 +1,112 @@
+"""Decode the output of connectionist temporal classification (CTC) into text.
+
+    decoder = CtcDecoder.open(artifact.path)    # reads vocab.json and tokenizer_config.json
+    decoder.decode(logits.argmax(axis=-1))      # "the engine is warm"
+
+A CTC model gives a token for each frame. Repeated tokens are one letter, and the padding token is
+the blank between two equal letters. As `Wav2Vec2CTCTokenizer` of transformers 4.57 decodes; a
+language model beside it, which only `Wav2Vec2ProcessorWithLM` reads, is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from enginery.core.errors import ArtifactError
+from enginery.core.json_file import read_json
+from enginery.core.model.files import MAX_VOCABULARY, SpecialTokensMap, TokenizerConfig
+from enginery.runtime.text.tokenizer import clean_up_tokenization
+
+_VOCABULARY, _ADDED = "vocab.json", "added_tokens.json"
+_CLASSES = ("", "Wav2Vec2CTCTokenizer", "Wav2Vec2Tokenizer")
+_DEFAULTS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+"""Tokens of roles that no file names, in the order in which transformers adds them."""
+
+
+@dataclass(frozen=True)
+class CtcDecoder:
+    """The vocabulary of a CTC model, and how its tokens become text."""
+
+    tokens: Mapping[int, str]
+    """The tokens by id; other ids are `unknown`."""
+    blank: str
+    unknown: str
+    delimiter: str
+    """The token between words, which becomes `space`."""
+    space: str
+    lowercase: bool
+    clean_up: bool
+
+    @classmethod
+    def open(cls, directory: Path) -> CtcDecoder:
+        """Read the model's vocabulary and the settings of its tokenizer.
+
+        Raises:
+            ArtifactError: vocab.json is missing or malformed, or the tokenizer is of another class.
+        """
+        settings = TokenizerConfig.read(directory)
+        if settings.tokenizer_class not in _CLASSES:
+            raise ArtifactError(
+                f"{directory / TokenizerConfig.FILE}: tokenizer '{settings.tokenizer_class}' is "
+                "not supported for transcribing, expected Wav2Vec2CTCTokenizer."
+            )
+        file = directory / _VOCABULARY
+        if not file.is_file():
+            raise ArtifactError(
+                f"{directory} has no {_VOCABULARY}, which is needed to write what was said.",
+                do="Save the model's tokenizer in its directory and export again.",
+            )
+        vocabulary = read_json(file, error=ArtifactError)
+        if settings.target_lang:
+            vocabulary = _language(file, vocabulary, settings.target_lang)
+        tokens = _by_id(file, vocabulary)
+        added = {each: value.content for each, value in settings.added_tokens_decoder.items()}
+        tokens |= added or _by_id(directory / _ADDED, read_json(directory / _ADDED))
+        known = settings.with_map(SpecialTokensMap.read(directory))
+        specials = {role: getattr(known, role) or text for role, text in _DEFAULTS.items()}
+        # transformers gives ids to special tokens that the files lack.
+        missing = [text for text in specials.values() if text not in set(tokens.values())]
+        tokens |= dict(enumerate(dict.fromkeys(missing), start=len(set(tokens.values()))))
+        return cls(
+            tokens=tokens,
+            blank=specials["pad_token"],
+            unknown=specials["unk_token"],
+            delimiter=settings.word_delimiter_token or "|",
+            space=settings.replace_word_delimiter_char,
+            # The default of other tokenizers is True.
+            lowercase=settings.do_lower_case and "do_lower_case" in settings.model_fields_set,
+            clean_up=settings.clean_up_tokenization_spaces,
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the most likely token of each frame."""
+        tokens = (self.tokens.get(int(each), self.unknown) for each in ids)
+        letters = [token for token, _ in groupby(tokens) if token != self.blank]
+        text = "".join(self.space if each == self.delimiter else each for each in letters).strip()
+        text = text.lower() if self.lowercase else text
+        return clean_up_tokenization(text) if self.clean_up else text
+
+
+def _language(file: Path, vocabulary: Mapping[str, Any], language: str) -> dict[str, Any]:
+    """Return the vocabulary of one language of several."""
+    found = vocabulary.get(language)
+    if not isinstance(found, dict):
+        raise ArtifactError(
+            f"{file} has no vocabulary for the language '{language}', which "
+            f"{TokenizerConfig.FILE} names as target_lang."
+        )
+    return found
+
+
+def _by_id(file: Path, vocabulary: Mapping[str, Any]) -> dict[int, str]:
+    for token, index in vocabulary.items():
+        if type(index) is not int or not 0 <= index < MAX_VOCABULARY:
+            raise ArtifactError(
+                f"{file}: the id of {token[:60]!r} is {index!r:.60}, expected an integer from 0 to "
+                f"{MAX_VOCABULARY - 1}."
+            )
+    return {index: token for token, index in vocabulary.items()}

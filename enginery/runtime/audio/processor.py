@@ -1,0 +1,434 @@
+"""Preprocess audio into a model's features, as its feature extractor in transformers does.
+
+    processor = AudioProcessor.open(artifact.path)    # reads preprocessor_config.json
+    waveform = load_audio("call.flac", processor.sampling_rate)
+    processor([waveform])["input_features"].shape     # (1, 80, 3000) for Whisper
+
+Rules and defaults are from transformers 4.57, `models/*/feature_extraction_*.py` and
+`audio_utils.py`. Spectrograms are computed in float64, as transformers does in NumPy. With PyTorch,
+its Whisper extractor computes in float32, whose rounding differs. Keys of the file that the
+extractor does not read are ignored, as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.core.model.files import MAX_FRAMES, FeatureExtractorConfig, ModelConfig
+from enginery.runtime.audio.files import load_audio
+
+__all__ = ["AudioProcessor", "load_audio"]
+
+Waveform = NDArray[np.float32]
+
+# Defaults of each feature extractor.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Whisper": {
+        "feature_size": 80,
+        "sampling_rate": 16_000,
+        "hop_length": 160,
+        "chunk_length": 30,
+        "n_fft": 400,
+        "padding_value": 0.0,
+        "padding_side": "right",
+        "dither": 0.0,
+    },
+    "Wav2Vec2": {
+        "feature_size": 1,
+        "sampling_rate": 16_000,
+        "padding_value": 0.0,
+        "padding_side": "right",
+        "return_attention_mask": False,
+        "do_normalize": True,
+    },
+    "AST": {
+        "sampling_rate": 16_000,
+        "num_mel_bins": 128,
+        "max_length": 1024,
+        "do_normalize": True,
+        "mean": -4.2677393,
+        "std": 4.5689974,
+    },
+    "Speech2Text": {
+        "sampling_rate": 16_000,
+        "num_mel_bins": 80,
+        "padding_value": 0.0,
+        "padding_side": "right",
+        "dither": 0.0,
+        "do_ceptral_normalize": True,
+        "normalize_means": True,
+        "normalize_vars": True,
+    },
+}
+_INPUT_NAMES = {
+    "Whisper": "input_features",
+    "Wav2Vec2": "input_values",
+    "AST": "input_values",
+    "Speech2Text": "input_features",
+}
+
+# Extractors of model types whose file does not name one, as older files.
+_BY_MODEL_TYPE = {
+    "whisper": "Whisper",
+    "audio-spectrogram-transformer": "AST",
+    "speech_to_text": "Speech2Text",
+    **dict.fromkeys(
+        (
+            "wav2vec2",
+            "wav2vec2-conformer",
+            "hubert",
+            "wavlm",
+            "sew",
+            "sew-d",
+            "unispeech",
+            "unispeech-sat",
+            "data2vec-audio",
+            "moonshine",
+        ),
+        "Wav2Vec2",
+    ),
+}
+
+# Kaldi's filter banks: frames of 25 ms every 10 ms at 16 kHz, padded to a power of two.
+_KALDI_RATE, _KALDI_FRAME, _KALDI_HOP, _KALDI_FFT = 16_000, 400, 160, 512
+_KALDI_PREEMPHASIS = 0.97
+_KALDI_FLOOR = 2.0**-23
+
+_WHISPER_MAX_FREQUENCY = 8000.0
+_WHISPER_FLOOR = 1e-10
+_WHISPER_RANGE = 8.0
+"""Decades below the loudest value that are kept."""
+
+_BLOCK_VALUES = 2**18
+"""Values of the frames that are transformed at a time: 2 MiB."""
+
+
+@dataclass(frozen=True)
+class AudioProcessor:
+    """The audio preprocessing of one model."""
+
+    kind: str
+    """Name of the extractor's class without `FeatureExtractor`: Whisper, Wav2Vec2, …"""
+    settings: Mapping[str, Any]
+    """The settings of preprocessor_config.json, completed by the extractor's defaults."""
+
+    @classmethod
+    def open(cls, directory: Path) -> AudioProcessor:
+        """Read preprocessor_config.json; config.json names the model's type if the file does not.
+
+        Raises:
+            ArtifactError: the file is missing or malformed, its feature extractor is not supported,
+                or a setting has a value that is not supported.
+        """
+        file = directory / FeatureExtractorConfig.FILE
+        if not file.is_file():
+            raise ArtifactError(
+                f"{directory} has no preprocessor_config.json, which is needed to preprocess "
+                "audio.",
+                do="Save the model's feature extractor in its directory and export again.",
+            )
+        found = FeatureExtractorConfig.read(directory)
+        name = found.feature_extractor_type
+        kind = name.removesuffix("FeatureExtractor")
+        if not name:
+            kind = _BY_MODEL_TYPE.get(ModelConfig.read(directory).model_type, "")
+        if kind not in _DEFAULTS:
+            raise ArtifactError(
+                f"{file}: feature extractor '{name}' is not supported{nearest(kind, _DEFAULTS)}",
+                do=f"Supported: {', '.join(f'{known}FeatureExtractor' for known in _DEFAULTS)}.",
+            )
+        settings = dict(_DEFAULTS[kind])
+        given = {key: getattr(found, key) for key in settings}
+        settings |= {key: value for key, value in given.items() if value is not None}
+        _check_settings(file, kind, settings)
+        return cls(kind, settings)
+
+    @property
+    def sampling_rate(self) -> int:
+        """The sampling rate in Hz of the waveforms that the model takes."""
+        rate: int = self.settings["sampling_rate"]
+        return rate
+
+    @property
+    def input_name(self) -> str:
+        """The name of the features in the result and of the graph's input."""
+        return _INPUT_NAMES[self.kind]
+
+    @property
+    def fixed_samples(self) -> int:
+        """The length that waveforms are padded or truncated to; 0 if they keep their own."""
+        settings = self.settings
+        if self.kind == "Whisper":
+            return int(settings["chunk_length"] * self.sampling_rate)
+        if self.kind == "AST":
+            return int(_KALDI_FRAME + (settings["max_length"] - 1) * _KALDI_HOP)
+        return 0
+
+    def __call__(self, waveforms: Sequence[Waveform], *, first: int = 0) -> dict[str, NDArray[Any]]:
+        """Preprocess waveforms into one batch, padded as transformers does with `padding=True`.
+
+        Args:
+            waveforms: float32 (samples,) each, at `sampling_rate`, as `load_audio` returns them.
+            first: number of the first waveform in error messages.
+
+        Returns:
+            The graph's inputs by name:
+
+            - Whisper: `input_features` float32 (batch, mel bins, frames), padded or truncated to
+              `chunk_length` seconds.
+            - Wav2Vec2: `input_values` float32 (batch, samples), padded to the longest waveform, and
+              with `return_attention_mask` the `attention_mask` int64 (batch, samples).
+            - AST: `input_values` float32 (batch, max_length, mel bins), padded or truncated.
+            - Speech2Text: `input_features` float32 (batch, frames, mel bins), padded to the longest
+              waveform, and `attention_mask` int64 (batch, frames).
+
+        Raises:
+            InputError: a waveform has another dtype or shape, no samples, or too few for a frame.
+        """
+        checked = [_check(wave, f"audio {first + i}") for i, wave in enumerate(waveforms)]
+        if self.kind in ("AST", "Speech2Text"):
+            for index, wave in enumerate(checked):
+                if wave.size < _KALDI_FRAME:
+                    raise InputError(
+                        f"audio {first + index} has {wave.size} samples, expected at least "
+                        f"{_KALDI_FRAME}: {self.kind} computes frames of 25 ms."
+                    )
+        if self.kind == "Whisper":
+            return {"input_features": self._whisper(checked)}
+        if self.kind == "Wav2Vec2":
+            return self._wav2vec2(checked)
+        if self.kind == "AST":
+            return {"input_values": self._ast(checked)}
+        return self._speech2text(checked)
+
+    def _whisper(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
+        settings = self.settings
+        rate, bins, n_fft = self.sampling_rate, settings["feature_size"], settings["n_fft"]
+        samples = self.fixed_samples
+        window = np.hanning(n_fft + 1)[:-1]
+        filters = _whisper_filters(bins, n_fft, rate)
+        frames = _whisper_frames(settings)
+        features = np.empty((len(waveforms), bins, frames), np.float32)
+        for row, waveform in zip(features, waveforms, strict=True):
+            chunk = self._pad(waveform[:samples], samples)
+            if settings["dither"]:
+                # Always the same noise, so that the same audio gives the same result.
+                noise = np.random.default_rng(0).standard_normal(samples)
+                chunk = chunk + settings["dither"] * noise
+            padded = np.pad(chunk, n_fft // 2, mode="reflect").astype(np.float64)
+            windows = sliding_window_view(padded, n_fft)[:: settings["hop_length"]][:frames]
+            mels = _mel_energies(_blocks(windows), window, n_fft, filters, _WHISPER_FLOOR)
+            log = np.log10(mels).astype(np.float32).T
+            log = np.maximum(log, log.max() - np.float32(_WHISPER_RANGE))
+            row[:] = (log + np.float32(4)) / np.float32(4)
+        return features
+
+    def _wav2vec2(self, waveforms: Sequence[Waveform]) -> dict[str, NDArray[Any]]:
+        settings = self.settings
+        masked = settings["return_attention_mask"]
+        longest = max((wave.size for wave in waveforms), default=0)
+        values = np.full((len(waveforms), longest), settings["padding_value"], np.float32)
+        for row, wave in zip(values, waveforms, strict=True):
+            row[: wave.size] = wave
+            if settings["do_normalize"]:
+                # Without a mask, the mean and the variance are those of the padded waveform.
+                part = row[: wave.size] if masked else row
+                part[:] = (part - part.mean()) / np.sqrt(part.var() + 1e-7)
+        if not masked:
+            return {"input_values": values}
+        return {"input_values": values, "attention_mask": _mask([w.size for w in waveforms])}
+
+    def _ast(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
+        settings = self.settings
+        bins, length = settings["num_mel_bins"], settings["max_length"]
+        features = np.zeros((len(waveforms), length, bins), np.float32)
+        for row, wave in zip(features, waveforms, strict=True):
+            found = _kaldi_features(wave[: self.fixed_samples], np.hanning(_KALDI_FRAME), bins)
+            row[: len(found)] = found
+        if settings["do_normalize"]:
+            features = (features - settings["mean"]) / (settings["std"] * 2)
+        return features.astype(np.float32, copy=False)
+
+    def _speech2text(self, waveforms: Sequence[Waveform]) -> dict[str, NDArray[Any]]:
+        settings = self.settings
+        window = np.hanning(_KALDI_FRAME) ** 0.85  # Kaldi's window "povey"
+        bins = settings["num_mel_bins"]
+        found = [
+            # Kaldi takes the values of 16-bit samples.
+            _kaldi_features(wave * np.float32(2**15), window, bins, dither=settings["dither"])
+            for wave in waveforms
+        ]
+        mask = _mask([len(each) for each in found])
+        features = np.full((*mask.shape, bins), settings["padding_value"], np.float32)
+        for row, each in zip(features, found, strict=True):
+            row[: len(each)] = self._normalize(each)
+        return {"input_features": features, "attention_mask": mask}
+
+    def _normalize(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Normalize each mel bin over the frames of one waveform."""
+        settings = self.settings
+        if settings["do_ceptral_normalize"] and settings["normalize_means"]:
+            features = features - features.mean(axis=0)
+        if settings["do_ceptral_normalize"] and settings["normalize_vars"]:
+            deviation = features.std(axis=0)
+            deviation[deviation == 0] = 1  # silence; transformers divides zero by zero
+            features = features / deviation
+        return features
+
+    def _pad(self, waveform: Waveform, samples: int) -> Waveform:
+        missing = samples - waveform.size
+        sides = (missing, 0) if self.settings["padding_side"] == "left" else (0, missing)
+        return np.pad(waveform, sides, constant_values=self.settings["padding_value"])
+
+
+def mel_filters(
+    bins: int, n_fft: int, sampling_rate: int, *, low: float, high: float, slaney: bool
+) -> NDArray[np.float64]:
+    """Return triangular filters that are evenly spaced on a mel scale, (frequencies, bins).
+
+    Args:
+        bins: number of filters.
+        n_fft: length of the Fourier transform, which gives n_fft // 2 + 1 frequencies.
+        sampling_rate: in Hz.
+        low: frequency in Hz at which the first filter starts.
+        high: frequency in Hz at which the last filter ends.
+        slaney: use the mel scale of Slaney's Auditory Toolbox and give every filter the same area,
+            as librosa does; else Kaldi's scale, on which its filters are triangles of height 1.
+    """
+    frequencies = n_fft // 2 + 1
+    if slaney:
+        first, last = _slaney_mels(np.array([low, high]))
+        edges = _slaney_hertz(np.linspace(first, last, bins + 2))
+        places = np.linspace(0, sampling_rate // 2, frequencies)
+    else:
+        first, last = _kaldi_mels(np.array([low, high]))
+        edges = np.linspace(first, last, bins + 2)
+        places = _kaldi_mels(np.arange(frequencies) * np.float64(sampling_rate / n_fft))
+    rising = (places[:, None] - edges[:-2]) / np.diff(edges)[:-1]
+    falling = (edges[2:] - places[:, None]) / np.diff(edges)[1:]
+    filters = np.maximum(0, np.minimum(rising, falling))
+    if slaney:
+        filters *= 2 / (edges[2:] - edges[:-2])
+    return filters
+
+
+# Slaney's mel scale is linear up to 1000 Hz, which are 15 mels, and logarithmic above.
+_LINEAR_HERTZ, _LINEAR_MELS = 1000.0, 15.0
+_LOG_STEP = np.log(6.4) / 27
+
+
+def _slaney_mels(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
+    ratio = np.maximum(hertz, _LINEAR_HERTZ) / _LINEAR_HERTZ
+    return np.where(ratio > 1, _LINEAR_MELS + np.log(ratio) / _LOG_STEP, 3 * hertz / 200)
+
+
+def _slaney_hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
+    above = np.maximum(mels - _LINEAR_MELS, 0)
+    return np.where(above > 0, _LINEAR_HERTZ * np.exp(_LOG_STEP * above), 200 * mels / 3)
+
+
+def _kaldi_mels(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(1127 * np.log(1 + hertz / 700))
+
+
+@lru_cache(maxsize=8)
+def _whisper_filters(bins: int, n_fft: int, sampling_rate: int) -> NDArray[np.float64]:
+    return mel_filters(bins, n_fft, sampling_rate, low=0, high=_WHISPER_MAX_FREQUENCY, slaney=True)
+
+
+@lru_cache(maxsize=8)
+def _kaldi_filters(bins: int) -> NDArray[np.float64]:
+    return mel_filters(bins, _KALDI_FFT, _KALDI_RATE, low=20, high=_KALDI_RATE / 2, slaney=False)
+
+
+def _kaldi_features(
+    waveform: Waveform, window: NDArray[np.float64], bins: int, *, dither: float = 0
+) -> NDArray[np.float32]:
+    """Return Kaldi's log-mel filter bank features, float32 (frames, bins)."""
+    frames = sliding_window_view(waveform, _KALDI_FRAME)[::_KALDI_HOP]
+    generator = np.random.default_rng(0)
+
+    def prepared() -> Iterator[NDArray[np.float64]]:
+        for block in _blocks(frames):
+            values = block.astype(np.float64)
+            if dither:
+                values += dither * generator.standard_normal(values.shape)
+            values -= values.mean(axis=1, keepdims=True)
+            emphasized = values.copy()
+            emphasized[:, 1:] -= _KALDI_PREEMPHASIS * values[:, :-1]
+            emphasized[:, 0] *= 1 - _KALDI_PREEMPHASIS
+            yield emphasized
+
+    energies = _mel_energies(prepared(), window, _KALDI_FFT, _kaldi_filters(bins), _KALDI_FLOOR)
+    return np.log(energies).astype(np.float32)
+
+
+def _mel_energies(
+    blocks: Iterator[NDArray[np.float64]],
+    window: NDArray[np.float64],
+    n_fft: int,
+    filters: NDArray[np.float64],
+    floor: float,
+) -> NDArray[np.float64]:
+    """Return the energy of frames in each mel filter, at least `floor`: (frames, bins)."""
+    found = [np.abs(np.fft.rfft(block * window, n_fft, axis=1)) ** 2 @ filters for block in blocks]
+    return np.maximum(np.concatenate(found), floor)
+
+
+def _blocks(frames: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield consecutive frames, so few that copies of them are small."""
+    rows = max(_BLOCK_VALUES // frames.shape[1], 1)
+    for start in range(0, len(frames), rows):
+        yield frames[start : start + rows]
+
+
+def _whisper_frames(settings: Mapping[str, Any]) -> int:
+    """Return the number of frames of a chunk, without the last one, which transformers drops."""
+    samples: int = settings["chunk_length"] * settings["sampling_rate"]
+    frames: int = (samples - settings["n_fft"] % 2) // settings["hop_length"]
+    return frames
+
+
+def _mask(lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Return a mask of ones for each length, padded on the right with zeros: (rows, longest)."""
+    places = np.arange(max(lengths, default=0))
+    return (places < np.array(lengths, np.int64)[:, None]).astype(np.int64)
+
+
+def _check(waveform: Waveform, name: str) -> Waveform:
+    if waveform.ndim != 1 or waveform.dtype != np.float32:
+        raise InputError(
+            f"{name} is an array of {waveform.dtype} {waveform.shape}, expected float32 (samples,)."
+        )
+    if not waveform.size:
+        raise InputError(f"{name} has no samples.")
+    return waveform
+
+
+def _check_settings(file: Path, kind: str, settings: Mapping[str, Any]) -> None:
+    """Raise ArtifactError for values with which the features cannot be computed as transformers."""
+
+    def refuse(key: str, expected: str) -> ArtifactError:
+        return ArtifactError(f"{file}: {key} is {settings[key]!r}, expected {expected}.")
+
+    if kind == "Wav2Vec2" and settings["feature_size"] != 1:
+        raise refuse("feature_size", "1")
+    if kind != "Whisper" and settings.get("padding_side") == "left":
+        raise refuse("padding_side", "'right'")
+    if kind in ("AST", "Speech2Text") and settings["sampling_rate"] != _KALDI_RATE:
+        raise refuse("sampling_rate", str(_KALDI_RATE))
+    if kind == "Whisper":
+        samples = settings["chunk_length"] * settings["sampling_rate"]
+        if not 1 <= _whisper_frames(settings) <= MAX_FRAMES:
+            raise refuse("hop_length", f"1 to {MAX_FRAMES} hops in {samples} samples")
+        if settings["n_fft"] // 2 >= samples:
+            raise refuse("n_fft", f"less than twice the chunk's {samples} samples")
