@@ -25,6 +25,8 @@ from enginery.core.errors import CONTROL_CHARACTERS, ShapeError, nearest
 
 _SIZE = re.compile(r"0*[0-9]{1,10}")
 _EXAMPLE = "Write it as batch=1:8:32,sequence=8:128:512."
+PAST = "past_"
+"""Beginning of the name of a dim that counts the positions of a decoder's cache."""
 _MAX_SIZE = 2**31 - 1  # TensorRT 10 and older hold a dim in 32 bits
 _EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
 _MAX_RANK = 32  # numpy 1 allows at most 32 dims, TensorRT at most 8
@@ -156,7 +158,7 @@ class DimRange:
     """Range of sizes of one dim, and the size that TensorRT optimizes for.
 
     Raises:
-        ShapeError: not 1 <= min <= opt <= max.
+        ShapeError: not min <= opt <= max, or a size is out of range.
     """
 
     min: int
@@ -165,7 +167,7 @@ class DimRange:
 
     def __post_init__(self) -> None:
         for size in (self.min, self.opt, self.max):
-            if not 1 <= size <= _MAX_SIZE:
+            if not 0 <= size <= _MAX_SIZE:
                 raise ShapeError(f"found size {size}, {_EXPECTED}")
         for low, high in (("min", "opt"), ("opt", "max")):
             if getattr(self, low) > getattr(self, high):
@@ -179,7 +181,7 @@ class DimRange:
         """Parse `min:opt:max`, or a single number for a fixed size.
 
         Raises:
-            ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
+            ShapeError: the notation is wrong, or see above.
         """
         numbers = [number.strip() for number in text.split(":")]
         for number in numbers:
@@ -198,9 +200,20 @@ class DimRange:
 
 @dataclass(frozen=True)
 class Profile:
-    """Ranges of the model's named dims: `batch=1:8:32,sequence=8:128:512`."""
+    """Ranges of the model's named dims: `batch=1:8:32,sequence=8:128:512`.
+
+    The past of a decoder may be empty, `past_sequence=0:128:511`: then it runs prompts.
+
+    Raises:
+        ShapeError: another dim has the size 0.
+    """
 
     dims: dict[str, DimRange]
+
+    def __post_init__(self) -> None:
+        for name, sizes in self.dims.items():
+            if sizes.min == 0 and not name.startswith(PAST):
+                raise ShapeError(f"profile '{self}': {name}: found size 0, {_EXPECTED}")
 
     @classmethod
     def parse(cls, text: str) -> Profile:
@@ -209,7 +222,7 @@ class Profile:
         Optimum's names (`batch_size`) are converted to short ones (`batch`).
 
         Raises:
-            ShapeError: the notation is wrong, or not 1 <= min <= opt <= max.
+            ShapeError: the notation is wrong, or a size is out of range.
         """
         if not text.strip():
             raise ShapeError("a profile is empty, expected name=min:opt:max.", do=_EXAMPLE)

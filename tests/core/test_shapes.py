@@ -106,10 +106,20 @@ def test_sizes_may_have_leading_zeros_and_spaces():
     assert DimRange.parse(" 0001 : 00000000000008 :32") == DimRange(1, 8, 32)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (2, 1, 3), (1, 4, 3), (1, 1, 2**31)])
+@pytest.mark.parametrize("sizes", [(-1, 1, 1), (2, 1, 3), (1, 4, 3), (1, 1, 2**31)])
 def test_no_range_is_made_that_is_not_in_order(sizes):
     with pytest.raises(ShapeError):
         DimRange(*sizes)
+
+
+def test_only_the_past_of_a_decoder_may_be_empty():
+    text = "batch=1:2:4,sequence=1:8:32,past_sequence=0:16:64"
+    profile = Profile.parse(text)
+    assert str(profile) == text
+    assert {"batch": 1, "sequence": 1, "past_sequence": 0} in list(profile.corners())
+    assert str(Profile.parse("past_decoder_sequence=0")) == "past_decoder_sequence=0"
+    with pytest.raises(ShapeError, match="sequence: found size 0, expected a whole number from 1"):
+        Profile.parse("batch=1,sequence=0:1:2")
 
 
 def test_corners_are_every_end_once_and_then_the_optimum():
