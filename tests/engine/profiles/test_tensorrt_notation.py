@@ -165,8 +165,8 @@ def test_a_dim_has_a_size_in_all_three():
         (
             "0x8",
             "2x8",
-            "min, opt and max shapes give batch 0:2:8: found size 0, expected a "
-            "whole number from 1 to 2147483647.",
+            "profile 'batch=0:2:8,sequence=8': batch: found size 0, expected a whole number from 1 "
+            "to 2147483647.",
         ),
         (
             "1x8",
