@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,16 +27,18 @@ from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
-from enginery.predict.report import Counts
+from enginery.predict.generation import Generate, GenerationRunner, read_generation_options
+from enginery.predict.report import Counts, WindowStats
 from enginery.predict.task_inputs import (
     column_names,
     find_input_problem,
+    output_options,
     provider_specs,
-    read_options,
     require_task,
     row_message,
 )
-from enginery.predict.token_batches import InferencePool, WindowRunner, WindowStats
+from enginery.predict.token_batches import InferencePool, WindowRunner
+from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.specification import check_run_options
@@ -97,28 +100,42 @@ class BatchPredictor(Closeable):
             cuda_graph=config.cuda_graph,
             shrink_arena=config.shrink_arena,
         )
-        self._runner = OrtRunner(
-            artifact,
-            providers=specs,
-            allow_fallback=config.allow_fallback,
-            threads=1 if on_cpu else 0,
-            io_binding=config.io_binding,
-            cuda_graph=config.cuda_graph,
-            shrink_arena=config.shrink_arena,
-            keep_optimized=config.optimized_graph,
-        )
+        definition = self.task
+        generates = issubclass(definition, Generate)
+
+        def open_graph(file: str = "") -> OrtRunner:
+            return OrtRunner(
+                artifact,
+                graph=file,
+                providers=specs,
+                allow_fallback=config.allow_fallback,
+                threads=1 if on_cpu and not generates else 0,
+                io_binding=config.io_binding,
+                cuda_graph=config.cuda_graph,
+                shrink_arena=config.shrink_arena,
+                keep_optimized=config.optimized_graph,
+            )
+
         self._pool = InferencePool(workers)
-        try:
-            self._model = WindowRunner.open(artifact, self._runner, self._pool, config)
-            self._runner.warm_up()
-        except BaseException:
-            self._pool.close()
-            self._runner.close()
-            raise
+        with ExitStack() as opened:
+            opened.enter_context(self._pool)
+            self._model: WindowRunner | GenerationRunner
+            if issubclass(definition, Generate):
+                generator = opened.enter_context(TextGenerator(artifact, open_graph))
+                options = read_generation_options(config)
+                self._model = GenerationRunner(generator, options, batch_rows=config.batch_rows)
+                self._providers = generator.providers
+            else:
+                runner = opened.enter_context(open_graph())
+                self._model = WindowRunner.open(definition, artifact, runner, self._pool, config)
+                opened.callback(self._model.watchdog.close)
+                runner.warm_up()
+                self._providers = runner.providers
+            self._opened = opened.pop_all()
 
     @property
     def providers(self) -> list[str]:
-        return [provider.name for provider in self._runner.providers]
+        return [provider.name for provider in self._providers]
 
     @property
     def modality(self) -> Modality:
@@ -146,7 +163,7 @@ class BatchPredictor(Closeable):
         """
         return OutputColumns.of(
             self.task,
-            read_options(self.task, self._config),
+            output_options(self.task, self._config),
             kept,
             names,
             prefix=self._config.prefix,
@@ -200,15 +217,15 @@ class BatchPredictor(Closeable):
             InputError: the input cannot be read to its end.
         """
         threads = _CONCURRENT_TEXT_WINDOWS if self.modality == "text" else self.workers
+        if isinstance(self._model, GenerationRunner):
+            threads = 1  # its batches have all cores
         windows = reader.read(skip)
         for predicted in map_in_order(partial(self, columns=columns), windows, threads=threads):
             yield replace(predicted, done=reader.fraction_read())
 
     def close(self) -> None:
         """Free the session."""
-        self._model.watchdog.close()
-        self._pool.close()
-        self._runner.close()
+        self._opened.close()
 
     @property
     def dim(self) -> int:

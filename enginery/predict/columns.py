@@ -20,7 +20,8 @@ from typing import Any
 
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
-from enginery.runtime.tasks.task import Task, TaskOptions
+from enginery.predict.task_inputs import PredictedTask
+from enginery.runtime.tasks.task import TaskOptions
 
 ERROR = "error"
 
@@ -31,15 +32,15 @@ class OutputColumns:
 
     schema: Any
     """`pyarrow.Schema`: the kept columns, those of the prediction, and `error`."""
-    task: type[Task]
+    task: PredictedTask
     predicted: tuple[str, ...]
     """Names of the prediction's columns and of `error`."""
 
     @classmethod
     def of(
         cls,
-        task: type[Task],
-        options: TaskOptions,
+        task: PredictedTask,
+        options: TaskOptions | dict[str, Any],
         kept: Any,
         taken: Sequence[str],
         *,

@@ -49,6 +49,9 @@ class PredictConfig:
     """Maximum number of tokens of an answer in question answering, 1 to 512."""
     allow_no_answer: bool = False
     """Allow "no answer" as a result of question answering, as an empty text."""
+    generation: tuple[str, ...] = ()
+    """An option of generation, `max_new_tokens=64`, `num_beams=4` or `target_language=fr`; repeat
+    it for several. The model's generation_config.json has the others."""
     providers: str = ""
     """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
     them. Empty for the variable `ENGINERY_PROVIDERS`, or cpu if it is not set."""

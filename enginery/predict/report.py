@@ -7,6 +7,21 @@ from pathlib import Path
 from typing import Any
 
 
+@dataclass
+class WindowStats:
+    """Counts and times of one window."""
+
+    tokens: int = 0
+    """Number of tokens with special tokens, without padding."""
+    padded_tokens: int = 0
+    """Number of tokens with padding, including rows that only fill a batch."""
+    encode_seconds: float = 0.0
+    run_seconds: float = 0.0
+    """Sum over batches, which run concurrently."""
+    truncated: int = 0
+    """Number of predicted inputs that were truncated."""
+
+
 @dataclass(frozen=True)
 class Counts:
     """Totals of a window, a part or a run.

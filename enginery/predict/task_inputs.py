@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.batches import Values
 from enginery.core.errors import ArtifactError, InputError, OptionError
 from enginery.predict.config import PredictConfig
+from enginery.predict.generation import Generate, generation_task, read_generation_options
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
@@ -41,7 +43,10 @@ _TASK_OPTIONS = {
 """Option of a task -> option of predict."""
 
 
-def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
+PredictedTask = type[Task] | type[Generate]
+
+
+def require_task(artifact: Artifact, config: PredictConfig) -> PredictedTask:
     """Return the class of the artifact's task.
 
     Raises:
@@ -49,17 +54,17 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
         OptionError: an option does not fit the task.
     """
     name = artifact.manifest.task
-    task = manifest_task(artifact.manifest)
+    task = generation_task(name) or manifest_task(artifact.manifest)
     if task is None:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}, expected one of "
-            f"{', '.join(supported_tasks())}."
+            f"{', '.join([*supported_tasks(), *Generate.tasks])}."
         )
-    read_options(task, config)
+    output_options(task, config)
     return task
 
 
-def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
+def column_names(task: PredictedTask, config: PredictConfig) -> tuple[str, ...]:
     """Return the columns that the task's inputs are read from.
 
     If no option sets the column of an input, it is the one with the input's name.
@@ -71,6 +76,13 @@ def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
         if column or not field.optional:
             found.append(column)
     return tuple(found)
+
+
+def output_options(task: PredictedTask, config: PredictConfig) -> TaskOptions | dict[str, Any]:
+    """Return the options that the columns of the output depend on; see `read_options`."""
+    if issubclass(task, Generate):
+        return read_generation_options(config)
+    return read_options(task, config)
 
 
 def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
@@ -85,6 +97,12 @@ def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
             f"{' or '.join(task.tasks)}.",
             do="Leave it out; it is for models that classify pairs of texts.",
             option="pair_column",
+        )
+    if config.generation:
+        raise OptionError(
+            f"option 'generation' is given, but the model does {' or '.join(task.tasks)}.",
+            do="Leave it out; it is for models that generate texts.",
+            option="generation",
         )
     values = {
         name: getattr(config, option)
@@ -134,7 +152,7 @@ def find_input_problem(values: Values, names: Sequence[str]) -> str:
     return ""
 
 
-def row_message(task: type[Task], message: str) -> str:
+def row_message(task: PredictedTask, message: str) -> str:
     """Return a task's message about its only input without the input's index.
 
     `text 0 has no [MASK]` becomes `the text has no [MASK]`.

@@ -1,6 +1,6 @@
 """Run the inputs of a window in batches with a token budget, several batches at a time.
 
-    model = WindowRunner.open(artifact, runner, InferencePool(workers=2), PredictConfig())
+    model = WindowRunner.open(Embed, artifact, runner, InferencePool(workers=2), PredictConfig())
     stats = WindowStats()
     model(["The engine is warm."], stats)[0].shape, stats.tokens  # (384,), 7
 
@@ -23,7 +23,8 @@ from typing import Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.predict.config import PredictConfig
-from enginery.predict.task_inputs import read_options, require_task
+from enginery.predict.report import WindowStats
+from enginery.predict.task_inputs import read_options
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
 from enginery.runtime.tasks.batch_runner import BatchRunner
@@ -66,21 +67,6 @@ class InferencePool(Closeable):
         return runner(feeds), time.perf_counter() - started
 
 
-@dataclass
-class WindowStats:
-    """Counts and times of one window."""
-
-    tokens: int = 0
-    """Number of tokens with special tokens, without padding."""
-    padded_tokens: int = 0
-    """Number of tokens with padding, including rows that only fill a batch."""
-    encode_seconds: float = 0.0
-    run_seconds: float = 0.0
-    """Sum over batches, which run concurrently."""
-    truncated: int = 0
-    """Number of predicted inputs that were truncated."""
-
-
 @dataclass(frozen=True)
 class TimedTokenizer(TextTokenizer):
     """A tokenizer with a timeout that adds its time to the statistics of a window."""
@@ -118,10 +104,14 @@ class WindowRunner:
 
     @classmethod
     def open(
-        cls, artifact: Artifact, runner: OrtRunner, pool: InferencePool, config: PredictConfig
+        cls,
+        definition: type[Task],
+        artifact: Artifact,
+        runner: OrtRunner,
+        pool: InferencePool,
+        config: PredictConfig,
     ) -> WindowRunner:
-        """Open the task; raise the errors of `require_task` and `Task.open`."""
-        definition = require_task(artifact, config)
+        """Open a task of the artifact; raise the errors of `read_options` and `Task.open`."""
         task = definition.open(artifact, runner.record)
         return cls(
             task,

@@ -122,14 +122,16 @@ def test_memory_does_not_depend_on_the_size_of_the_input(tiny, tmp_path):
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
 def test_shortened_text_has_the_same_first_tokens(tiny, unit):
-    from enginery.predict.token_batches import InferencePool, WindowRunner, WindowStats
+    from enginery.predict.report import WindowStats
+    from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.embed import Embed
     from enginery.runtime.text.tokenizer import TextTokenizer
 
     artifact = tiny("bert", "feature-extraction")
     text = unit * (1_000_000 // len(unit)) + "the end"
     with OrtRunner(artifact) as runner, InferencePool(1) as pool:
-        model = WindowRunner.open(artifact, runner, pool, PredictConfig())
+        model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig())
         tokenizer = model.with_watchdog(WindowStats()).tokenizer
         (found,) = tokenizer.encode([text])
         (whole,) = TextTokenizer.open(artifact.path).encode([text])

@@ -10,7 +10,7 @@ Needs only onnxruntime, tokenizers and numpy; no torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -114,7 +114,7 @@ class TextGenerator(Closeable):
         """
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
-        own, chosen = self._read(options)
+        own, chosen = self._own(options), self.read_arguments(**options)
         rows = self._inputs.rows(inputs, chosen, **own)
         found: list[Generation] = []
         while batch := list(islice(rows, batch_size)):
@@ -137,11 +137,21 @@ class TextGenerator(Closeable):
         Raises:
             InputError: the input is invalid, or an option is.
         """
-        own, chosen = self._read(options)
+        own, chosen = self._own(options), self.read_arguments(**options)
         if chosen.num_return_sequences > 1:
             raise InputError("num_return_sequences is above 1, but a stream has one text.")
         rows = list(self._inputs.rows([text], chosen, **own))
         return self._pieces(self._search(rows[0], chosen), self._inputs.join(rows), chosen)
+
+    def read_arguments(self, **options: Any) -> GenerationOptions:
+        """Return the options of a call of `generate`, the model's own included.
+
+        Raises:
+            InputError: an option is unknown or invalid.
+        """
+        own = self._own(options)
+        others = {name: value for name, value in options.items() if name not in own}
+        return self.options.with_arguments(**{**self._inputs.implied(**own), **others})
 
     def close(self) -> None:
         """Free the sessions."""
@@ -185,12 +195,9 @@ class TextGenerator(Closeable):
         if rest[len(sent) :]:
             yield rest[len(sent) :]
 
-    def _read(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], GenerationOptions]:
-        """Return the arguments that are about the inputs, and the options of generation."""
-        names = self._inputs.arguments
-        own = {name: value for name, value in arguments.items() if name in names}
-        others = {name: value for name, value in arguments.items() if name not in names}
-        return own, self.options.with_arguments(**{**self._inputs.implied(**own), **others})
+    def _own(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that are about the inputs."""
+        return {n: value for n, value in arguments.items() if n in self._inputs.arguments}
 
     def _search(self, row: GenerationRow, options: GenerationOptions) -> Search:
         stops = options.stop_strings

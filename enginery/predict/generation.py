@@ -1,0 +1,136 @@
+"""Generate a text for each row of a window.
+
+runner = GenerationRunner(generator, {"max_new_tokens": 64}, batch_rows=8)
+runner(["The engine"], WindowStats())[0].text
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from enginery.core.closing import Closeable
+from enginery.core.errors import InputError, OptionError
+from enginery.predict.config import PredictConfig
+from enginery.predict.report import WindowStats
+from enginery.runtime.generation.generator import Generation, TextGenerator
+from enginery.runtime.tasks.task import InputField, Modality
+
+
+class Generate:
+    """What predict reads and writes for a model that generates texts from texts."""
+
+    tasks: ClassVar[tuple[str, ...]] = TextGenerator.tasks
+    modality: ClassVar[Modality] = "text"
+    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def arrow_fields(options: Any, _: int) -> list[Any]:
+        """Return the columns: `generated`, why it ended, and the score of beam search."""
+        import pyarrow as pa
+
+        names = {"generated": pa.string(), "finish": pa.string(), "score": pa.float32()}
+        if _results(options) > 1:
+            names = {name: pa.list_(kind) for name, kind in names.items()}
+        return [pa.field(name, kind) for name, kind in names.items()]
+
+    @staticmethod
+    def arrow_values(result: Sequence[Generation]) -> tuple[Any, ...]:
+        """Return a row's values; lists if `num_return_sequences` is above 1."""
+        values = [(each.text, each.finish, each.score) for each in result]
+        return values[0] if len(values) == 1 else tuple(map(list, zip(*values, strict=True)))
+
+    @staticmethod
+    def is_finite(result: Sequence[Generation]) -> bool:
+        """Return True if the scores are finite."""
+        return all(each.score is None or math.isfinite(each.score) for each in result)
+
+
+class GenerateFromImages(Generate):
+    """The same for a model that generates texts from images."""
+
+    modality = "image"
+    inputs = (InputField("image"),)
+
+
+def generation_task(name: str) -> type[Generate] | None:
+    """Return what predict does for a task of Optimum; None if that does not generate."""
+    if name not in Generate.tasks:
+        return None
+    return GenerateFromImages if name.startswith("image-to-text") else Generate
+
+
+def read_generation_options(config: PredictConfig) -> dict[str, Any]:
+    """Return the options of generation by name.
+
+    Raises:
+        OptionError: one is not of the form NAME=VALUE.
+    """
+    found = {}
+    for text in config.generation:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise OptionError(
+                f"option 'generation' is '{text}', expected NAME=VALUE.",
+                do="Write it as max_new_tokens=64.",
+                option="generation",
+            )
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value.strip()
+    return found
+
+
+class GenerationRunner(Closeable):
+    """A generator for windows of rows, with the interface of `WindowRunner`."""
+
+    dim = 0
+    """Embeddings have one."""
+
+    def __init__(
+        self, generator: TextGenerator, options: dict[str, Any], *, batch_rows: int
+    ) -> None:
+        """Take a generator, which is closed with this.
+
+        Raises:
+            OptionError: an option of generation is unknown or invalid.
+        """
+        self.task = Generate()
+        self._generator = generator
+        self._options = {"num_return_sequences": 1, **options}
+        try:
+            chosen = generator.read_arguments(**self._options)
+        except InputError as error:
+            raise OptionError(error.message, do=error.do, option="generation") from error
+        self._batch_rows = max(1, batch_rows // chosen.num_beams)
+
+    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
+        """Return the results of each input; rows of similar length run together.
+
+        Raises:
+            InputError: an input cannot be used.
+        """
+        length = len if all(isinstance(each, str) for each in inputs) else (lambda _: 0)
+        order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
+        found = self._generator.generate(
+            [inputs[index] for index in order], batch_size=self._batch_rows, **self._options
+        )
+        each = len(found) // len(inputs)
+        results: list[list[Generation]] = [[] for _ in inputs]
+        for place, index in enumerate(order):
+            results[index] = found[place * each : (place + 1) * each]
+            stats.tokens += sum(len(result.tokens) for result in results[index])
+        return results
+
+    def close(self) -> None:
+        """Free the sessions."""
+        self._generator.close()
+
+
+def _results(options: Any) -> int:
+    """Return the number of results of a row."""
+    return int(options.get("num_return_sequences") or 1)
