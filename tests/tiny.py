@@ -39,6 +39,21 @@ TEXT_TASKS = (
     "question-answering",
     "fill-mask",
 )
+DECODER_KINDS = (
+    "gpt2",
+    "llama",
+    "opt",
+    "qwen3",
+    "qwen2",
+    "mistral",
+    "gemma",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "gpt_neox",
+    "stablelm",
+    "bloom",
+)
 IMAGE_KINDS = ("vit", "deit", "swin", "convnext", "resnet")
 IMAGE_TASKS = ("image-classification", "feature-extraction")
 AUDIO_KINDS = ("wav2vec2", "hubert", "audio-spectrogram-transformer", "whisper")
@@ -159,6 +174,21 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     # Two heads of keys and values for four of queries.
     "llama": {**_COMMON, "num_key_value_heads": 2},
     "qwen3": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen2": {**_COMMON, "num_key_value_heads": 2},
+    "mistral": {**_COMMON, "num_key_value_heads": 2, "sliding_window": 8},
+    "gemma": {**_COMMON, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": {
+        **_COMMON,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "phi": {**_COMMON, "num_key_value_heads": 4},
+    "phi3": {**_COMMON, "num_key_value_heads": 4},
+    "gpt_neox": _COMMON,
+    "stablelm": {**_COMMON, "num_key_value_heads": 2},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
     "opt": {
         "hidden_size": 32,
         "word_embed_proj_dim": 32,
@@ -255,10 +285,7 @@ _TOKENIZERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mpnet": ("wordpiece", "MPNetTokenizerFast", ("<s>", "<pad>", "</s>", "[UNK]", "<mask>")),
     "roberta": ("bpe", "RobertaTokenizerFast", _ROBERTA),
     "modernbert": ("bpe", "PreTrainedTokenizerFast", _BERT),
-    "gpt2": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
-    "llama": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
-    "opt": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
-    "qwen3": ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",)),
+    **dict.fromkeys(DECODER_KINDS, ("bpe", "GPT2TokenizerFast", ("<|endoftext|>",))),
     **dict.fromkeys(
         ("bart", "mbart", "pegasus", "blenderbot-small", "m2m_100", "marian"),
         ("bpe", "BartTokenizerFast", _ROBERTA),
@@ -473,7 +500,7 @@ def _post_processor(kind: str, specials: tuple[str, ...], by_role: dict[str, str
     from tokenizers import processors
 
     ids = [(token, index) for index, token in enumerate(specials)]
-    if kind in ("gpt2", "llama", "opt", "qwen3"):
+    if kind in DECODER_KINDS:
         return processors.ByteLevel(trim_offsets=False)
     if kind in ("t5", "mt5"):
         return processors.TemplateProcessing(

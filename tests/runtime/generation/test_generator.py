@@ -7,6 +7,7 @@ import pytest
 
 from enginery import export_model, load_model
 from enginery.core.errors import ArtifactError, InputError
+from tests.tiny import DECODER_KINDS
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
 KINDS = ("gpt2", "llama", "opt", "qwen3")
@@ -62,7 +63,13 @@ def reference(source, texts, **options):
     return tokens, scores
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *KINDS,
+        *(pytest.param(k, marks=pytest.mark.slow) for k in DECODER_KINDS if k not in KINDS),
+    ],
+)
 def test_tokens_are_those_of_pytorch(decoder, kind):
     source, artifact = decoder(kind)
     with load_model(artifact) as model:
