@@ -107,7 +107,7 @@ def test_validation_compares_both_graphs_and_decodes(tiny_model, home):
     artifact = export_model(str(tiny_model("marian", "text2text-generation")), task=TASK)
     report = validate_model(artifact, effort="quick", force=True)
     assert report.passed
-    compared = {name for case in report.cases for name in case.outputs}
+    compared = {found.output for case in report.cases for found in case.outputs}
     assert {"logits", "last_hidden_state", "present.0.encoder.key"} <= compared
     assert any("token 5" in case.name for case in report.cases)
 
