@@ -185,6 +185,8 @@ class ModelPart(_Values):
     eos_token_id: Annotated[TokenId | tuple[TokenId, ...], _expected("token ids")] | None = None
     max_position_embeddings: Count = 0
     n_positions: Count = 0
+    max_target_positions: Count = 0
+    """Of the decoder of a model of speech."""
     position_biased_input: Flag = True
     """DeBERTa: false if positions are relative."""
     hidden_size: Count = 0
@@ -204,7 +206,7 @@ class ModelPart(_Values):
     @property
     def positions(self) -> int:
         """Number of position embeddings; 0 if missing."""
-        return self.max_position_embeddings or self.n_positions
+        return self.max_position_embeddings or self.n_positions or self.max_target_positions
 
     @property
     def width(self) -> int:

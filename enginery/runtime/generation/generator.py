@@ -59,6 +59,7 @@ class TextGenerator(Closeable):
     tasks: ClassVar[tuple[str, ...]] = (
         "text-generation-with-past",
         "text2text-generation-with-past",
+        "automatic-speech-recognition-with-past",
         "image-to-text-with-past",
     )
     method = "generate"
@@ -198,6 +199,7 @@ class TextGenerator(Closeable):
             row.prompt,
             options,
             positions=self.positions,
+            rest=row.rest,
             stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
             if stops
             else None,
@@ -213,7 +215,9 @@ class TextGenerator(Closeable):
             yield
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special=True)
+        hidden = self._inputs.hidden
+        shown = [token for token in tokens if token not in hidden]
+        return self.tokenizer.decode(shown, skip_special=True)
 
     def _finished(self, found: Hypothesis, options: GenerationOptions) -> Generation:
         text = self._text(found.tokens)
