@@ -162,22 +162,51 @@ class SourceTexts(GenerationInputs):
 class SourceImages(GenerationInputs):
     """Images whose text is read or that are described."""
 
-    def __init__(self, processor: ImageProcessor) -> None:
+    arguments = ("prompt",)
+
+    def __init__(
+        self, processor: ImageProcessor, tokenizer: TextTokenizer, *, keeps_start: bool
+    ) -> None:
+        """Take the processor, the tokenizer, and whether a prompt follows the start token.
+
+        Donut's prompts replace it, as in transformers.
+        """
         self._processor = processor
+        self._tokenizer = tokenizer
+        self._keeps_start = keeps_start
 
     @override
     def rows(
         self, inputs: Sequence[Any], options: GenerationOptions, **own: Any
     ) -> Iterator[GenerationRow]:
-        """Preprocess images; see `GenerationInputs.rows`."""
+        """Preprocess images; see `GenerationInputs.rows`.
+
+        Args:
+            inputs: the images, as `load_image` takes them.
+            options: the options of generation.
+            own: `prompt`, the beginning of each text, which is no part of the result.
+        """
         _require_list(inputs, "image")
-        start = _start(options)
+        first, *others = self._prompt(_start(options), **own)
+        rest = tuple((token,) for token in others)
         for index, image in enumerate(inputs):
             try:
                 pixels = self._processor(load_image(image))
             except InputError as error:
                 raise InputError(f"image {index}: {error}") from error
-            yield GenerationRow((start,), {"pixel_values": pixels})
+            yield GenerationRow((first,), {"pixel_values": pixels}, rest)
+
+    def _prompt(self, start: int, *, prompt: str | None = None) -> list[int]:
+        """Return the decoder's prompt."""
+        if prompt is None:
+            return [start]
+        if not isinstance(prompt, str):
+            raise InputError(f"prompt is a {type(prompt).__name__}, expected a text.")
+        (encoding,) = self._tokenizer.encode_untruncated([prompt], special=False)
+        ids: list[int] = encoding.ids
+        if not ids:
+            raise InputError("prompt has no tokens.", do="Leave it out, or give it some text.")
+        return [start, *ids] if self._keeps_start and ids[0] != start else ids
 
 
 class SourceSounds(GenerationInputs):
@@ -239,11 +268,14 @@ def open_inputs(
     if names == {"input_ids", "attention_mask"}:
         return SourceTexts(tokenizer, ModelConfig.read(artifact.path).merged().positions)
     if names == {"pixel_values"}:
-        return SourceImages(ImageProcessor.open(artifact.path))
+        encoder = ModelConfig.read(artifact.path).encoder
+        replaces = encoder is not None and "donut" in encoder.model_type
+        processor = ImageProcessor.open(artifact.path)
+        return SourceImages(processor, tokenizer, keeps_start=not replaces)
     if names == {"input_features"}:
-        processor = AudioProcessor.open(artifact.path)
-        _require_features(artifact, graphs.encoder.inputs[0], processor)
-        return SourceSounds(processor, WhisperPrompts.read(artifact.path))
+        extractor = AudioProcessor.open(artifact.path)
+        _require_features(artifact, graphs.encoder.inputs[0], extractor)
+        return SourceSounds(extractor, WhisperPrompts.read(artifact.path))
     raise ArtifactError(
         f"{graphs.encoder.file} takes {', '.join(sorted(names))}, which generation cannot prepare.",
         do="Expected texts (input_ids, attention_mask), images (pixel_values) or Whisper's "
