@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
@@ -30,6 +31,11 @@ from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 Feeds = Mapping[str, NDArray[Any]]
+
+# The inputs of the encoders that are supported.
+_OF_TEXTS = {"input_ids", "attention_mask"}
+_OF_IMAGES = {"pixel_values"}
+_OF_SOUNDS = {"input_features"}
 
 
 @dataclass(frozen=True)
@@ -264,22 +270,36 @@ def open_inputs(
             f"{artifact.path / FILE} has no decoder_start_token_id.",
             do="Add the decoder's first token, as in the model's own file.",
         )
-    names = {spec.name for spec in graphs.encoder.inputs}
-    if names == {"input_ids", "attention_mask"}:
+    names = require_prepared(graphs.encoder)
+    if names == _OF_TEXTS:
         return SourceTexts(tokenizer, ModelConfig.read(artifact.path).merged().positions)
-    if names == {"pixel_values"}:
+    if names == _OF_IMAGES:
         encoder = ModelConfig.read(artifact.path).encoder
         replaces = encoder is not None and "donut" in encoder.model_type
         processor = ImageProcessor.open(artifact.path)
         return SourceImages(processor, tokenizer, keeps_start=not replaces)
-    if names == {"input_features"}:
-        extractor = AudioProcessor.open(artifact.path)
-        _require_features(artifact, graphs.encoder.inputs[0], extractor)
-        return SourceSounds(extractor, WhisperPrompts.read(artifact.path))
+    extractor = AudioProcessor.open(artifact.path)
+    _require_features(artifact, graphs.encoder.inputs[0], extractor)
+    return SourceSounds(extractor, WhisperPrompts.read(artifact.path))
+
+
+def require_prepared(encoder: GraphRecord) -> set[str]:
+    """Return the names of an encoder's inputs, which a class of this module prepares.
+
+    Raises:
+        ArtifactError: no class does.
+    """
+    names = {spec.name for spec in encoder.inputs}
+    if names in (_OF_TEXTS, _OF_IMAGES, _OF_SOUNDS):
+        return names
+    problem = "which generation cannot prepare"
+    if "attention_mask" in names and names & {"input_features", "input_values"}:
+        # Speech2Text and Moonshine: their convolutions mix padding into the states, in PyTorch too.
+        problem = "and how far audio is padded changes what such an encoder gives"
     raise ArtifactError(
-        f"{graphs.encoder.file} takes {', '.join(sorted(names))}, which generation cannot prepare.",
-        do="Expected texts (input_ids, attention_mask), images (pixel_values) or Whisper's "
-        "spectrograms (input_features).",
+        f"{encoder.file} takes {', '.join(sorted(names))}, {problem}.",
+        do="Supported: encoders of texts (input_ids, attention_mask), of images (pixel_values) and "
+        "Whisper's (input_features).",
     )
 
 

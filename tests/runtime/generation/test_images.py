@@ -9,7 +9,7 @@ from PIL import Image
 
 from enginery import export_model, load_model, validate_model
 from enginery.core.errors import InputError
-from tests.image_to_text import KINDS, TASK_TOKEN, save_image_to_text
+from tests.image_to_text import TASK_TOKEN, save_image_to_text
 
 TASK = "image-to-text-with-past"
 CASES = {
@@ -72,7 +72,11 @@ def reference(source, prompt=None, **options):
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+_slow = pytest.mark.slow
+SOME = ["trocr", "donut", *(pytest.param(k, marks=_slow) for k in ("deit-trocr", "vit-gpt2"))]
+
+
+@pytest.mark.parametrize("kind", SOME)
 def test_tokens_are_those_of_transformers(reader, home, kind):
     source, artifact = reader(kind)
     with load_model(artifact) as model:
@@ -90,7 +94,7 @@ def test_tokens_are_those_of_transformers(reader, home, kind):
         assert "".join(model.stream(IMAGES[0])) == model.generate(IMAGES[:1])[0].text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_validation_runs_all_graphs(reader, home, kind):
     _, artifact = reader(kind)
     report = validate_model(artifact, effort="quick", force=True)

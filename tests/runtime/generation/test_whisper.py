@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from enginery import export_model, load_model
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import json_bytes, read_json
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.generation.inputs import require_prepared
 from enginery.runtime.generation.whisper import LANGUAGES, WhisperPrompts
 from tests import sounds
 from tests.speech import save_whisper
@@ -194,3 +197,20 @@ def test_a_feature_extractor_of_another_size_is_an_error(whisper, home, copied):
     path.write_bytes(json_bytes({**read_json(path), "feature_size": 80}))
     with pytest.raises(ArtifactError, match=r"makes input_features of \(80, 3000\)"):
         load_model(artifact)
+
+
+@pytest.mark.parametrize("kind", ["speech_to_text", "moonshine"])
+def test_encoders_that_padding_changes_are_an_error(kind):
+    taken = {"speech_to_text": "input_features", "moonshine": "input_values"}[kind]
+    record = GraphRecord(
+        file="encoder_model.onnx",
+        opset=20,
+        data_files=(),
+        inputs=(
+            TensorSpec(taken, "float32", ("batch", "encoder_sequence")),
+            TensorSpec("attention_mask", "int64", ("batch", "encoder_sequence")),
+        ),
+        outputs=(TensorSpec("last_hidden_state", "float32", ("batch", "sequence", 16)),),
+    )
+    with pytest.raises(ArtifactError, match=f"takes attention_mask, {taken}, and how far audio is"):
+        require_prepared(record)
