@@ -20,7 +20,9 @@ import enginery
 from enginery import cli, export_model, validate_model
 from enginery.runtime.sample_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
+from tests.image_to_text import save_image_to_text
 from tests.sounds import speech, wav
+from tests.speech import save_whisper
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny
 
@@ -53,6 +55,8 @@ STAND_INS = {
     "sentence-transformers/all-MiniLM-L6-v2": "./all-minilm",
     "distilbert/distilbert-base-uncased-finetuned-sst-2-english": "./my-classifier",
     "openai-community/gpt2": "./my-decoder",
+    "openai/whisper-tiny": "./my-whisper",
+    "naver-clova-ix/donut-base-finetuned-cord-v2": "./my-donut",
 }
 """Tiny models in place of those that would be downloaded."""
 
@@ -106,6 +110,10 @@ class Shelf:
             longer = {"max_position_embeddings": 512} if kind == "bert" else {}
             made = save_tiny(kind, task, path, **longer)
             return self._with_pooling(made) if name == "all-minilm" else made
+        if name == "my-whisper":
+            return save_whisper(path)
+        if name == "my-donut":
+            return save_image_to_text("donut", path)
         if name in ARTIFACTS:
             model = ARTIFACTS[name]
             artifact = export_model(str(self.has(model)), task=MODELS[model][1], out=path)

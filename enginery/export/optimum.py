@@ -7,8 +7,10 @@ transformers and optimum, and runs in the child process of the stage.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +25,13 @@ from enginery.export.graphs import ExportedModel
 from enginery.export.side_files import copy_side_files
 
 try:
+    import torch
     import transformers
     from onnx import numpy_helper
     from optimum.exporters.onnx import onnx_export_from_model
     from optimum.exporters.tasks import TasksManager
     from optimum.utils.save_utils import maybe_load_preprocessors
+    from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
     from enginery.export.tokenizer import write_tokenizer
     from enginery.runtime.torch_runner import load_pytorch
@@ -109,23 +113,56 @@ def _export(
     # Optimum would load and save the tokenizer of this path; the stage copies its files instead.
     model.config._name_or_path = ""  # noqa: SLF001
     takes_pixels = (source / "preprocessor_config.json").is_file()
-    onnx_export_from_model(
-        model=model,
-        output=out,
-        opset=config.opset,
-        task=task,
-        device=config.device,
-        no_post_process=True,  # it merges decoders into one graph with an If node
-        # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
-        preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
-        do_validation=False,  # the validate stage is stricter and raises
-    )
+    with _masks_for_any_length():
+        onnx_export_from_model(
+            model=model,
+            output=out,
+            opset=config.opset,
+            task=task,
+            device=config.device,
+            no_post_process=True,  # it merges decoders into one graph with an If node
+            # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
+            preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
+            do_validation=False,  # the validate stage is stricter and raises
+        )
     names = getattr(model, "untrained_weights", ())
     return {
         n: weight.detach().cpu().float().numpy()
         for n, weight in model.named_parameters()
         if n in names
     }
+
+
+@contextmanager
+def _masks_for_any_length() -> Iterator[None]:
+    """Let TrOCR's decoder and others make their causal mask for one new token, too.
+
+    Optimum traces a decoder with a cache for one token. It needs no mask, and transformers makes
+    none, so that the graph would let each of several tokens attend to those after it.
+    """
+    original = AttentionMaskConverter.to_causal_4d
+
+    def to_causal_4d(
+        self: Any,
+        batch_size: Any,
+        query_length: Any,
+        key_value_length: Any,
+        dtype: Any,
+        device: Any,
+    ) -> Any:
+        if self.sliding_window is not None:
+            return original(self, batch_size, query_length, key_value_length, dtype, device)
+        keys = torch.arange(key_value_length, device=device)
+        queries = torch.arange(query_length, device=device) + key_value_length - query_length
+        mask = torch.zeros(query_length, key_value_length, dtype=dtype, device=device)
+        mask = mask.masked_fill(keys[None, :] > queries[:, None], torch.finfo(dtype).min)
+        return mask[None, None].expand(batch_size, 1, query_length, key_value_length)
+
+    AttentionMaskConverter.to_causal_4d = to_causal_4d
+    try:
+        yield
+    finally:
+        AttentionMaskConverter.to_causal_4d = original
 
 
 def _require_trained(
@@ -239,12 +276,14 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
 
 def fixed_dims(settings: ModelConfig) -> dict[str, int]:
     """Return the dims that the weights fix although the tracer leaves them dynamic."""
-    return {"channels": settings.num_channels} if settings.num_channels else {}
+    channels = settings.merged().num_channels
+    return {"channels": channels} if channels else {}
 
 
 def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
     """Return the config with an `image_size`: its own, or that of the image processor."""
-    if settings.image_size is not None or not settings.num_channels:
+    whole = settings.merged()
+    if whole.image_size is not None or not whole.num_channels:
         return settings
     processor = PreprocessorConfig.read(source, error=SourceError)
     size = (processor.crop_size if processor.do_center_crop else None) or processor.size

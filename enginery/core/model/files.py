@@ -185,6 +185,8 @@ class ModelPart(_Values):
     eos_token_id: Annotated[TokenId | tuple[TokenId, ...], _expected("token ids")] | None = None
     max_position_embeddings: Count = 0
     n_positions: Count = 0
+    max_target_positions: Count = 0
+    """Of the decoder of a model of speech."""
     position_biased_input: Flag = True
     """DeBERTa: false if positions are relative."""
     hidden_size: Count = 0
@@ -204,7 +206,7 @@ class ModelPart(_Values):
     @property
     def positions(self) -> int:
         """Number of position embeddings; 0 if missing."""
-        return self.max_position_embeddings or self.n_positions
+        return self.max_position_embeddings or self.n_positions or self.max_target_positions
 
     @property
     def width(self) -> int:
@@ -263,6 +265,11 @@ class ModelPart(_Values):
             raise _conflict("conv_stride", list(strides), words)
 
 
+_NestedPart = Annotated[
+    ModelPart | None, BeforeValidator(lambda value: value if isinstance(value, dict) else None)
+]
+"""A model's own part under a key that other models use for something else."""
+
 # Position ids of these model types start after the padding index; the first embeddings are unused.
 # Source: create_position_ids_from_input_ids in the modules of transformers.
 _OFFSET_POSITIONS = (
@@ -301,19 +308,29 @@ class ModelConfig(ModelPart, _File):
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
     text_config: ModelPart | None = None
     vision_config: ModelPart | None = None
+    encoder: _NestedPart = None
+    decoder: _NestedPart = None
 
     def merged(self) -> ModelConfig:
-        """Return the config with keys of the text and vision parts that it lacks itself."""
+        """Return the config with keys of its parts that it lacks itself.
+
+        Of an encoder and a decoder that are configured apart, the decoder's positions count, and
+        the smaller vocabulary.
+        """
         values: dict[str, Any] = {}
-        for part in (self.vision_config, self.text_config, self):
+        parts = (self.encoder, self.decoder, self.vision_config, self.text_config, self)
+        for part in parts:
             if part is not None:
                 values |= {name: getattr(part, name) for name in part.model_fields_set}
+        if self.encoder and self.decoder and self.encoder.vocab_size and self.decoder.vocab_size:
+            values["vocab_size"] = min(self.encoder.vocab_size, self.decoder.vocab_size)
         return self.model_copy(update=values)
 
     def position_limit(self) -> int:
         """Return the longest sequence, in tokens; 512 without a limit in the file."""
         limit = self.positions or _DEFAULT_POSITIONS
-        if self.model_type in _OFFSET_POSITIONS:
+        kind = self.decoder.model_type if self.decoder else self.model_type
+        if kind in _OFFSET_POSITIONS:
             limit -= (1 if self.pad_token_id is None else self.pad_token_id) + 1
         return limit
 
@@ -563,8 +580,23 @@ class PreprocessorConfig(_File):
     rescale_offset: Flag | None = None
     do_normalize: Flag | None = None
     include_top: Flag | None = None
+    do_align_long_axis: Flag | None = None
+    do_thumbnail: Flag | None = None
+    do_pad: Flag | None = None
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _turn_size(cls, data: Any) -> Any:
+        """Donut's older files have the width first."""
+        if not isinstance(data, dict):
+            return data
+        kind = str(data.get("image_processor_type") or data.get("feature_extractor_type"))
+        size = data.get("size")
+        if kind.startswith("Donut") and isinstance(size, list):
+            return {**data, "size": size[::-1]}
+        return data
 
 
 _MAX_CHUNK = 2**26

@@ -23,7 +23,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
-from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs
+from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs, require_prepared
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -53,12 +53,13 @@ class Generation:
 class TextGenerator(Closeable):
     """A model that generates text, loaded for inference. A context manager; closing it frees it.
 
-    A decoder continues texts. With an encoder it writes the text of other texts or of images.
+    A decoder continues texts. With an encoder it writes the text of other texts, images or speech.
     """
 
     tasks: ClassVar[tuple[str, ...]] = (
         "text-generation-with-past",
         "text2text-generation-with-past",
+        "automatic-speech-recognition-with-past",
         "image-to-text-with-past",
     )
     method = "generate"
@@ -76,6 +77,8 @@ class TextGenerator(Closeable):
         self.artifact = artifact
         self.task = artifact.manifest.task
         graphs = find_generating(artifact)
+        if graphs.encoder is not None:
+            require_prepared(graphs.encoder)
         self.tokenizer = TextTokenizer.open(artifact.path)
         self.options = read_generation_config(artifact.path)
         """The model's own options."""
@@ -100,11 +103,13 @@ class TextGenerator(Closeable):
 
         Args:
             inputs: texts; for image-to-text, images as paths, file contents, Pillow images or uint8
-                arrays (height, width, channels).
+                arrays (height, width, channels); for speech, sounds as paths, file contents or
+                pairs (samples, sampling_rate).
             batch_size: largest number of inputs that run together; results do not depend on it.
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
                 are not given are the model's own. Of translation models also `source_language` and
-                `target_language`.
+                `target_language`, of speech `language` and `task`, of images `prompt`: the
+                beginning of each text, which is no part of the result.
 
         Returns:
             `num_return_sequences` results for each input, in order.
@@ -205,6 +210,7 @@ class TextGenerator(Closeable):
             row.prompt,
             options,
             positions=self.positions,
+            rest=row.rest,
             stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
             if stops
             else None,
@@ -220,7 +226,9 @@ class TextGenerator(Closeable):
             yield
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special=True)
+        hidden = self._inputs.hidden
+        shown = [token for token in tokens if token not in hidden]
+        return self.tokenizer.decode(shown, skip_special=True)
 
     def _finished(self, found: Hypothesis, options: GenerationOptions) -> Generation:
         text = self._text(found.tokens)

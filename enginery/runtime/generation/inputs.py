@@ -1,4 +1,4 @@
-"""Turn texts and images into a decoder's prompts and its encoder's inputs.
+"""Turn texts, images and sounds into a decoder's prompts and its encoder's inputs.
 
 inputs = open_inputs(artifact, graphs, tokenizer, defaults)
 rows = inputs.rows(["Where is it?"], options)
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,15 +18,24 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
+from enginery.core.shapes import TensorSpec
+from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.options import FILE, GenerationOptions
+from enginery.runtime.generation.whisper import WhisperPrompts
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 Feeds = Mapping[str, NDArray[Any]]
+
+# The inputs of the encoders that are supported.
+_OF_TEXTS = {"input_ids", "attention_mask"}
+_OF_IMAGES = {"pixel_values"}
+_OF_SOUNDS = {"input_features"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,9 @@ class GenerationRow:
     """The decoder's prompt."""
     arrays: Feeds
     """The encoder's inputs without the batch dim; empty without an encoder."""
+    rest: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each further place of the prompt; the decoder chooses where there are several.
+    Rows of one batch may differ in it."""
 
 
 class GenerationInputs(ABC):
@@ -43,8 +56,10 @@ class GenerationInputs(ABC):
 
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the arguments of `generate` that are about the inputs."""
+    hidden: range = range(0)
+    """Tokens that are no part of the text."""
 
-    def implied(self) -> dict[str, Any]:
+    def implied(self, **_own: Any) -> dict[str, Any]:
         """Return the options of generation that follow from the inputs' own arguments.
 
         Raises:
@@ -107,13 +122,11 @@ class SourceTexts(GenerationInputs):
         self._longest = longest
 
     @override
-    def implied(
-        self, *, source_language: str | None = None, target_language: str | None = None
-    ) -> dict[str, Any]:
+    def implied(self, **own: Any) -> dict[str, Any]:
         """Return the tokens that a translation starts with."""
-        if target_language is None:
+        if (target := own.get("target_language")) is None:
             return {}
-        return dict(self._tokenizer.load_languages().first_tokens(target_language))
+        return dict(self._tokenizer.load_languages().first_tokens(target))
 
     @override
     def rows(
@@ -155,25 +168,85 @@ class SourceTexts(GenerationInputs):
 class SourceImages(GenerationInputs):
     """Images whose text is read or that are described."""
 
-    def __init__(self, processor: ImageProcessor) -> None:
+    arguments = ("prompt",)
+
+    def __init__(
+        self, processor: ImageProcessor, tokenizer: TextTokenizer, *, keeps_start: bool
+    ) -> None:
+        """Take the processor, the tokenizer, and whether a prompt follows the start token.
+
+        Donut's prompts replace it, as in transformers.
+        """
         self._processor = processor
+        self._tokenizer = tokenizer
+        self._keeps_start = keeps_start
 
     @override
     def rows(
         self, inputs: Sequence[Any], options: GenerationOptions, **own: Any
     ) -> Iterator[GenerationRow]:
-        """Preprocess images; see `GenerationInputs.rows`."""
-        if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
-            raise InputError(
-                f"found one {type(inputs).__name__}, expected a list of images.", do="Pass [image]."
-            )
-        start = _start(options)
+        """Preprocess images; see `GenerationInputs.rows`.
+
+        Args:
+            inputs: the images, as `load_image` takes them.
+            options: the options of generation.
+            own: `prompt`, the beginning of each text, which is no part of the result.
+        """
+        _require_list(inputs, "image")
+        first, *others = self._prompt(_start(options), **own)
+        rest = tuple((token,) for token in others)
         for index, image in enumerate(inputs):
             try:
                 pixels = self._processor(load_image(image))
             except InputError as error:
                 raise InputError(f"image {index}: {error}") from error
-            yield GenerationRow((start,), {"pixel_values": pixels})
+            yield GenerationRow((first,), {"pixel_values": pixels}, rest)
+
+    def _prompt(self, start: int, *, prompt: str | None = None) -> list[int]:
+        """Return the decoder's prompt."""
+        if prompt is None:
+            return [start]
+        if not isinstance(prompt, str):
+            raise InputError(f"prompt is a {type(prompt).__name__}, expected a text.")
+        (encoding,) = self._tokenizer.encode_untruncated([prompt], special=False)
+        ids: list[int] = encoding.ids
+        if not ids:
+            raise InputError("prompt has no tokens.", do="Leave it out, or give it some text.")
+        return [start, *ids] if self._keeps_start and ids[0] != start else ids
+
+
+class SourceSounds(GenerationInputs):
+    """Speech that is transcribed or translated by Whisper."""
+
+    arguments = ("language", "task", "return_timestamps")
+
+    def __init__(self, processor: AudioProcessor, prompts: WhisperPrompts) -> None:
+        self._processor = processor
+        self._prompts = prompts
+        self.hidden = prompts.time_stamps
+
+    @override
+    def rows(
+        self, inputs: Sequence[Any], options: GenerationOptions, **own: Any
+    ) -> Iterator[GenerationRow]:
+        """Compute the features of sounds; see `GenerationInputs.rows`.
+
+        Args:
+            inputs: the sounds, as `load_audio` takes them.
+            options: the options of generation.
+            own: `language` and `task`, see `WhisperPrompts.after_start`.
+        """
+        _require_list(inputs, "sound")
+        if own.pop("return_timestamps", None):
+            raise InputError("return_timestamps is not supported.", do="Leave it out.")
+        rest = self._prompts.after_start(**own)
+        start = _start(options)
+        rate = self._processor.sampling_rate
+        longest = self._processor.fixed_samples / rate
+        for index, sound in enumerate(inputs):
+            samples = load_audio(sound, rate, name=f"audio {index}", max_seconds=longest)
+            features = self._processor([samples], first=index)
+            yield GenerationRow((start,), {name: each[0] for name, each in features.items()}, rest)
 
 
 def open_inputs(
@@ -197,15 +270,60 @@ def open_inputs(
             f"{artifact.path / FILE} has no decoder_start_token_id.",
             do="Add the decoder's first token, as in the model's own file.",
         )
-    names = {spec.name for spec in graphs.encoder.inputs}
-    if names == {"input_ids", "attention_mask"}:
+    names = require_prepared(graphs.encoder)
+    if names == _OF_TEXTS:
         return SourceTexts(tokenizer, ModelConfig.read(artifact.path).merged().positions)
-    if names == {"pixel_values"}:
-        return SourceImages(ImageProcessor.open(artifact.path))
+    if names == _OF_IMAGES:
+        encoder = ModelConfig.read(artifact.path).encoder
+        replaces = encoder is not None and "donut" in encoder.model_type
+        processor = ImageProcessor.open(artifact.path)
+        return SourceImages(processor, tokenizer, keeps_start=not replaces)
+    extractor = AudioProcessor.open(artifact.path)
+    _require_features(artifact, graphs.encoder.inputs[0], extractor)
+    return SourceSounds(extractor, WhisperPrompts.read(artifact.path))
+
+
+def require_prepared(encoder: GraphRecord) -> set[str]:
+    """Return the names of an encoder's inputs, which a class of this module prepares.
+
+    Raises:
+        ArtifactError: no class does.
+    """
+    names = {spec.name for spec in encoder.inputs}
+    if names in (_OF_TEXTS, _OF_IMAGES, _OF_SOUNDS):
+        return names
+    problem = "which generation cannot prepare"
+    if "attention_mask" in names and names & {"input_features", "input_values"}:
+        # Speech2Text and Moonshine: their convolutions mix padding into the states, in PyTorch too.
+        problem = "and how far audio is padded changes what such an encoder gives"
     raise ArtifactError(
-        f"{graphs.encoder.file} takes {', '.join(sorted(names))}, which generation cannot prepare.",
-        do="Expected texts (input_ids, attention_mask) or images (pixel_values).",
+        f"{encoder.file} takes {', '.join(sorted(names))}, {problem}.",
+        do="Supported: encoders of texts (input_ids, attention_mask), of images (pixel_values) and "
+        "Whisper's (input_features).",
     )
+
+
+def _require_features(artifact: Artifact, spec: TensorSpec, processor: AudioProcessor) -> None:
+    """Raise ArtifactError if the feature extractor does not make what the encoder takes."""
+    found: tuple[int, ...] = ()
+    if processor.fixed_samples:
+        found = processor([np.zeros(1, np.float32)])[processor.input_name].shape[1:]
+    if spec.name != processor.input_name or any(
+        isinstance(dim, int) and dim != size for dim, size in zip_longest(spec.dims[1:], found)
+    ):
+        raise ArtifactError(
+            f"{artifact.path}: the encoder takes {spec}, and {processor.kind}FeatureExtractor "
+            f"makes {processor.input_name} of {found or 'other lengths'}.",
+            do="Export the model with its own preprocessor_config.json.",
+        )
+
+
+def _require_list(inputs: Any, noun: str) -> None:
+    """Raise InputError unless the inputs are a list."""
+    if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
+        raise InputError(
+            f"found one {type(inputs).__name__}, expected a list of {noun}s.", do=f"Pass [{noun}]."
+        )
 
 
 def _start(options: GenerationOptions) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,8 @@ from enginery.core.errors import ArtifactError, EngineryError, InputError, neare
 from enginery.core.json_file import read_json
 
 FILE = "generation_config.json"
+
+Values = TypeVar("Values", bound=BaseModel)
 
 DEFAULT_NEW_TOKENS = 20
 """New tokens if nothing sets their number, as in transformers."""
@@ -135,7 +137,7 @@ class GenerationOptions(BaseModel):
         if "max_length" in given and "max_new_tokens" not in given:
             given["max_new_tokens"] = None  # the file's would take precedence
         merged = {**self.model_dump(exclude_unset=True), **given}
-        options = _validated(merged, InputError, "")
+        options = validated(GenerationOptions, merged, InputError, "")
         options.check()
         return options
 
@@ -199,14 +201,15 @@ def read_generation_config(directory: Path) -> GenerationOptions:
             )
     if values.get("max_length") == DEFAULT_NEW_TOKENS and "max_new_tokens" not in values:
         del values["max_length"]  # transformers writes its default
-    return _validated(values, ArtifactError, f"{file}: ")
+    return validated(GenerationOptions, values, ArtifactError, f"{file}: ")
 
 
-def _validated(
-    values: Mapping[str, Any], error: type[EngineryError], where: str
-) -> GenerationOptions:
+def validated(
+    model: type[Values], values: Mapping[str, Any], error: type[EngineryError], where: str
+) -> Values:
+    """Return values as an instance of `model`; raise `error` for an invalid one."""
     try:
-        return GenerationOptions.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))

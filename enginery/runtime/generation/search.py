@@ -319,12 +319,57 @@ class BeamSearch(Search):
         return float((length - len(self.prompt)) ** self.options.length_penalty)
 
 
+@dataclass
+class PromptedSearch(Search):
+    """Feed the rest of a prompt token by token, then search.
+
+    Where a place of the prompt has several tokens, the model's most probable one is taken.
+    """
+
+    rest: Sequence[Sequence[int]] = ()
+    """The tokens of each place behind `prompt`."""
+
+    _chosen: list[int] = field(default_factory=list, init=False)
+    _search: Search | None = field(default=None, init=False)
+    """The search behind the whole prompt; None until that is known."""
+
+    @property
+    def need(self) -> Need:
+        """All logits to choose among tokens; behind the prompt, what the search needs."""
+        if self._search is not None:
+            return self._search.need
+        return Need(logits=len(self.rest[len(self._chosen)]) > 1)
+
+    def advance(self, found: Candidates) -> Move:
+        """Return the next token of the prompt, and behind it the moves of the search."""
+        if self._search is not None:
+            move = self._search.advance(found)
+            self.done = self._search.done
+            return move
+        tokens = self.rest[len(self._chosen)]
+        best = 0 if found.logits is None else int(found.logits[0, list(tokens)].argmax())
+        self._chosen.append(tokens[best])
+        if len(self._chosen) == len(self.rest):
+            whole = (*self.prompt, *self._chosen)
+            self._search = _search_kind(self.options)(whole, self.options, self.longest, self.stops)
+        return Move([tokens[best]], [0])
+
+    def results(self) -> list[Hypothesis]:
+        """Return the results of the search; within the prompt, one without tokens."""
+        return [Hypothesis((), "length")] if self._search is None else self._search.results()
+
+
+def _search_kind(options: GenerationOptions) -> type[SequentialSearch | BeamSearch]:
+    return BeamSearch if options.num_beams > 1 else SequentialSearch
+
+
 def make_search(
     prompt: Sequence[int],
     options: GenerationOptions,
     *,
     positions: int | None,
     stops: StopsAt | None = None,
+    rest: Sequence[Sequence[int]] = (),
 ) -> Search:
     """Return the search of one input.
 
@@ -333,10 +378,12 @@ def make_search(
         options: the options.
         positions: the decoder's limit; None if it has none.
         stops: tells whether generated tokens end with a stop string; None without stop strings.
+        rest: what follows the prompt before the first new token, see `PromptedSearch`.
 
     Raises:
         InputError: the prompt alone reaches the largest length.
     """
-    kind = BeamSearch if options.num_beams > 1 else SequentialSearch
-    longest = options.longest(len(prompt), positions)
-    return kind(tuple(prompt), options, longest, stops)
+    longest = options.longest(len(prompt) + len(rest), positions)
+    if rest:
+        return PromptedSearch(tuple(prompt), options, longest, stops, rest)
+    return _search_kind(options)(tuple(prompt), options, longest, stops)

@@ -82,6 +82,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rescale_offset": False,
         "include_top": True,
     },
+    "Donut": {
+        "size": {"height": 2560, "width": 1920},
+        "do_align_long_axis": False,
+        "do_thumbnail": True,
+        "do_pad": True,
+    },
 }
 _CHANNELS = 3
 # ConvNeXt crops only below this size; from this size on it resizes the whole image to a square.
@@ -140,6 +146,8 @@ class ImageProcessor:
                     f"{file}: {name} has {len(settings[name])} numbers, expected {_CHANNELS}, one "
                     "per channel of an RGB image."
                 )
+        if kind == "Donut" and "height" not in settings["size"]:
+            raise ArtifactError(f"{file}: size is {settings['size']}, expected height and width.")
         if kind == "ConvNext" and "shortest_edge" not in settings["size"]:
             raise ArtifactError(f"{file}: size is {settings['size']}, expected a shortest_edge.")
         return cls(kind, settings)
@@ -158,9 +166,15 @@ class ImageProcessor:
             InputError: the image is so narrow that an intermediate image would be too large.
         """
         settings = self.settings
+        if settings.get("do_align_long_axis"):
+            image = _turned(image, settings["size"])
         if settings["do_resize"]:
             image = self._resize(image, name)
+        if settings.get("do_thumbnail"):
+            image = _thumbnail(image, settings["size"])
         pixels = np.asarray(image)
+        if settings.get("do_pad"):
+            return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
             pixels = center_crop(pixels, edge, edge, name)
@@ -171,6 +185,8 @@ class ImageProcessor:
 
     def _resize(self, image: Image, name: str) -> Image:
         size = self.settings["size"]
+        if self.kind == "Donut":
+            size = {"shortest_edge": min(size.values())}
         if "height" in size:
             width, height = size["width"], size["height"]
         else:
@@ -218,6 +234,45 @@ def resize(image: Image, size: tuple[int, int], resample: int | None, name: str)
     # Pillow resizes the rows first: between its two passes an image still has its old height.
     _check_pixels(name, image.size, width, max(height, image.height))
     return image.resize(size, resample=resample)
+
+
+def _turned(image: Image, size: Mapping[str, int]) -> Image:
+    """Turn an image clockwise if it lies where `size` stands, or stands where that lies."""
+    from PIL.Image import Transpose
+
+    lies, stands = image.width > image.height, image.width < image.height
+    if (size["width"] < size["height"] and lies) or (size["width"] > size["height"] and stands):
+        return image.transpose(Transpose.ROTATE_270)
+    return image
+
+
+def _thumbnail(image: Image, size: Mapping[str, int]) -> Image:
+    """Shrink an image to fit into `size`."""
+    width, height = min(image.width, size["width"]), min(image.height, size["height"])
+    if (width, height) == image.size:
+        return image
+    if image.height > image.width:
+        width = int(image.width * height / image.height)
+    elif image.width > image.height:
+        height = int(image.height * width / image.width)
+    return image.resize((max(width, 1), max(height, 1)), resample=_BICUBIC, reducing_gap=2.0)
+
+
+def _pad(pixels: NDArray[Any], size: Mapping[str, int], name: str) -> NDArray[Any]:
+    """Pad pixels (rows, columns, channels) with black on all sides.
+
+    Raises:
+        InputError: the image is larger than `size`.
+    """
+    missing = [size["height"] - pixels.shape[0], size["width"] - pixels.shape[1]]
+    if min(missing) < 0:
+        raise InputError(
+            f"{name} has {pixels.shape[1]} × {pixels.shape[0]} pixels, expected at most "
+            f"{size['width']} × {size['height']}.",
+            do="Shrink it: the model's image processor does not.",
+        )
+    rows, columns = ((total // 2, total - total // 2) for total in missing)
+    return np.pad(pixels, (rows, columns, (0, 0)))
 
 
 def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "image") -> NDArray[Any]:

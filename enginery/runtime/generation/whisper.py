@@ -1,0 +1,267 @@
+"""Make the prompt of Whisper's decoder: the language, the task, and no time stamps.
+
+    prompts = WhisperPrompts.read(artifact.path)
+    prompts.after_start(language="french", task="transcribe")    # ((50265,), (50359,), (50363,))
+
+The rules are those of `generate` of Whisper in transformers 4.57.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.core.json_file import read_json
+from enginery.runtime.generation.options import FILE, TokenId, validated
+
+TASKS = ("transcribe", "translate")
+
+Places = tuple[tuple[int, ...], ...]
+"""The tokens of each place of a prompt; where there are several, the model chooses one."""
+
+# Codes and English names of the languages; the first name of a code is the usual one.
+LANGUAGES = {
+    "af": ("afrikaans",),
+    "am": ("amharic",),
+    "ar": ("arabic",),
+    "as": ("assamese",),
+    "az": ("azerbaijani",),
+    "ba": ("bashkir",),
+    "be": ("belarusian",),
+    "bg": ("bulgarian",),
+    "bn": ("bengali",),
+    "bo": ("tibetan",),
+    "br": ("breton",),
+    "bs": ("bosnian",),
+    "ca": ("catalan", "valencian"),
+    "cs": ("czech",),
+    "cy": ("welsh",),
+    "da": ("danish",),
+    "de": ("german",),
+    "el": ("greek",),
+    "en": ("english",),
+    "es": ("spanish", "castilian"),
+    "et": ("estonian",),
+    "eu": ("basque",),
+    "fa": ("persian",),
+    "fi": ("finnish",),
+    "fo": ("faroese",),
+    "fr": ("french",),
+    "gl": ("galician",),
+    "gu": ("gujarati",),
+    "ha": ("hausa",),
+    "haw": ("hawaiian",),
+    "he": ("hebrew",),
+    "hi": ("hindi",),
+    "hr": ("croatian",),
+    "ht": ("haitian creole", "haitian"),
+    "hu": ("hungarian",),
+    "hy": ("armenian",),
+    "id": ("indonesian",),
+    "is": ("icelandic",),
+    "it": ("italian",),
+    "ja": ("japanese",),
+    "jw": ("javanese",),
+    "ka": ("georgian",),
+    "kk": ("kazakh",),
+    "km": ("khmer",),
+    "kn": ("kannada",),
+    "ko": ("korean",),
+    "la": ("latin",),
+    "lb": ("luxembourgish", "letzeburgesch"),
+    "ln": ("lingala",),
+    "lo": ("lao",),
+    "lt": ("lithuanian",),
+    "lv": ("latvian",),
+    "mg": ("malagasy",),
+    "mi": ("maori",),
+    "mk": ("macedonian",),
+    "ml": ("malayalam",),
+    "mn": ("mongolian",),
+    "mr": ("marathi",),
+    "ms": ("malay",),
+    "mt": ("maltese",),
+    "my": ("myanmar", "burmese"),
+    "ne": ("nepali",),
+    "nl": ("dutch", "flemish"),
+    "nn": ("nynorsk",),
+    "no": ("norwegian",),
+    "oc": ("occitan",),
+    "pa": ("punjabi", "panjabi"),
+    "pl": ("polish",),
+    "ps": ("pashto", "pushto"),
+    "pt": ("portuguese",),
+    "ro": ("romanian", "moldavian", "moldovan"),
+    "ru": ("russian",),
+    "sa": ("sanskrit",),
+    "sd": ("sindhi",),
+    "si": ("sinhala", "sinhalese"),
+    "sk": ("slovak",),
+    "sl": ("slovenian",),
+    "sn": ("shona",),
+    "so": ("somali",),
+    "sq": ("albanian",),
+    "sr": ("serbian",),
+    "su": ("sundanese",),
+    "sv": ("swedish",),
+    "sw": ("swahili",),
+    "ta": ("tamil",),
+    "te": ("telugu",),
+    "tg": ("tajik",),
+    "th": ("thai",),
+    "tk": ("turkmen",),
+    "tl": ("tagalog",),
+    "tr": ("turkish",),
+    "tt": ("tatar",),
+    "uk": ("ukrainian",),
+    "ur": ("urdu",),
+    "uz": ("uzbek",),
+    "vi": ("vietnamese",),
+    "yi": ("yiddish",),
+    "yo": ("yoruba",),
+    "yue": ("cantonese",),
+    "zh": ("chinese", "mandarin"),
+}
+_CODES = {name: code for code, names in LANGUAGES.items() for name in names}
+
+_LONGEST_NAME = 32
+"""Characters of an unknown language that are compared with the known ones."""
+
+
+class WhisperPrompts(BaseModel):
+    """The fields of generation_config.json that are about the prompt."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    is_multilingual: bool = True
+    lang_to_id: dict[str, TokenId] = {}
+    """`<|fr|>` -> token id; empty for a model without languages."""
+    task_to_id: dict[str, TokenId] = {}
+    no_timestamps_token_id: TokenId | None = None
+    """The tokens behind it are time stamps; None if the model has none."""
+    forced_decoder_ids: tuple[tuple[int, TokenId | None], ...] = ()
+    """Of older models: place in the prompt -> token, or None for the detected language."""
+    language: str = ""
+    """The language if none is given; empty to detect it."""
+    task: str = ""
+    return_timestamps: bool = False
+    no_speech_threshold: float | None = None
+
+    @classmethod
+    def read(cls, directory: Path) -> WhisperPrompts:
+        """Read generation_config.json; `forced_decoder_ids` may also be in config.json.
+
+        Raises:
+            ArtifactError: a file is malformed, or asks for what is not supported.
+        """
+        file = directory / FILE
+        document: dict[str, Any] = read_json(file, error=ArtifactError)
+        older: dict[str, Any] = read_json(directory / "config.json", error=ArtifactError)
+        values = {"forced_decoder_ids": older.get("forced_decoder_ids"), **document}
+        if values["forced_decoder_ids"] is None:
+            values["forced_decoder_ids"] = older.get("forced_decoder_ids")
+        given = {name: value for name, value in values.items() if value is not None}
+        found = validated(cls, given, ArtifactError, f"{file}: ")
+        for name, wanted in (("return_timestamps", False), ("no_speech_threshold", None)):
+            if getattr(found, name) != wanted:
+                raise ArtifactError(
+                    f"{file}: {name} is {getattr(found, name)!r}, which is not supported.",
+                    do="Remove the field to transcribe without it.",
+                )
+        places = [place for place, _ in found.forced_decoder_ids]
+        if places and places[0] == 1 and places != list(range(1, len(places) + 1)):
+            raise ArtifactError(
+                f"{file}: forced_decoder_ids has tokens for the places {places}, expected 1, 2, …"
+            )
+        return found
+
+    @property
+    def time_stamps(self) -> range:
+        """The tokens of time stamps, which are no part of the text."""
+        last = self.no_timestamps_token_id
+        return range(0) if last is None else range(last + 1, 2**31)
+
+    def after_start(self, *, language: str | None = None, task: str | None = None) -> Places:
+        """Return the prompt behind the start token.
+
+        Args:
+            language: a code such as `fr`, or a name such as `french`; None for the model's own, or
+                to detect it.
+            task: `transcribe`, or `translate` into English; None for the model's own.
+
+        Raises:
+            InputError: the model does not have the language or the task.
+        """
+        if not self.is_multilingual and (language is not None or task is not None):
+            name = "task" if language is None else "language"
+            raise InputError(
+                f"{name} is given, but the model knows English only.", do=f"Leave {name} out."
+            )
+        language = self.language or None if language is None else language
+        task = self.task or None if task is None else task
+        places: list[tuple[int, ...]] = []
+        if language is None and task is None:
+            places = self._forced()
+        if language is not None:
+            places = [(self._language_id(language),)]
+        elif self.lang_to_id and (not places or not places[0]):
+            places[:1] = [tuple(sorted(self.lang_to_id.values()))]
+        if task is not None:
+            places.append((self._task_id(task),))
+        elif language is not None and self.task_to_id:
+            places.append((self._task_id("transcribe"),))
+        silent = self.no_timestamps_token_id
+        if silent is not None and (not places or places[-1] != (silent,)):
+            places.append((silent,))
+        return tuple(place for place in places if place)
+
+    def _forced(self) -> list[tuple[int, ...]]:
+        """Return the tokens of `forced_decoder_ids`; an empty place is for the language."""
+        if not self.forced_decoder_ids or self.forced_decoder_ids[0][0] != 1:
+            return []
+        return [() if token is None else (token,) for _, token in self.forced_decoder_ids]
+
+    def _language_id(self, language: str) -> int:
+        if not isinstance(language, str):
+            raise InputError(
+                f"language is a {type(language).__name__}, expected a code such as 'fr' or a name "
+                "such as 'french'."
+            )
+        if not self.lang_to_id:
+            raise InputError(
+                f"language is given, but {FILE} has no lang_to_id.",
+                do="Leave it out, or export the model with the generation_config.json of its "
+                "present version.",
+            )
+        lowered = language.lower()
+        token = lowered if lowered in self.lang_to_id else f"<|{_CODES.get(lowered, lowered)}|>"
+        if token in self.lang_to_id:
+            return self.lang_to_id[token]
+        codes = [each.removeprefix("<|").removesuffix("|>") for each in self.lang_to_id]
+        names = [name for code in codes for name in LANGUAGES.get(code, ())]
+        known = codes if len(language) <= max(map(len, codes)) else names
+        near = difflib.get_close_matches(lowered[:_LONGEST_NAME], known, n=3, cutoff=0.0)
+        raise InputError(
+            f"language {reprlib.repr(language)} is none of the model's {len(codes)}; the nearest "
+            f"are {', '.join(near)}."
+        )
+
+    def _task_id(self, task: str) -> int:
+        known = [name for name in TASKS if name in self.task_to_id]
+        if not known:
+            raise InputError(
+                f"task is given, but {FILE} has no task_to_id.",
+                do="Leave it out, or export the model with the generation_config.json of its "
+                "present version.",
+            )
+        if task not in known:
+            raise InputError(
+                f"task {reprlib.repr(task)} is unknown{nearest(str(task)[:_LONGEST_NAME], known)}",
+                do=f"Tasks: {', '.join(known)}.",
+            )
+        return self.task_to_id[task]
