@@ -67,6 +67,10 @@ class GenerationInputs(ABC):
             InputError: an input or an argument is invalid; the message has the input's index.
         """
 
+    @abstractmethod
+    def probe(self) -> GenerationRow:
+        """Return a made-up input, to see that the graphs run."""
+
     def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
         """Return the encoder's inputs of rows in one batch; None without an encoder."""
         return {
@@ -94,6 +98,11 @@ class PromptInputs(GenerationInputs):
                     do="Start with some text.",
                 )
             yield GenerationRow(tuple(encoding.ids), {})
+
+    @override
+    def probe(self) -> GenerationRow:
+        """Return a prompt of one token."""
+        return GenerationRow((0,), {})
 
 
 class SourceTexts(GenerationInputs):
@@ -140,6 +149,11 @@ class SourceTexts(GenerationInputs):
             yield GenerationRow((start,), {"input_ids": np.asarray(encoding.ids, np.int64)})
 
     @override
+    def probe(self) -> GenerationRow:
+        """Return a text of two tokens."""
+        return GenerationRow((0,), {"input_ids": np.zeros(2, np.int64)})
+
+    @override
     def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
         """Pad texts on the right."""
         longest = max(len(row.arrays["input_ids"]) for row in rows)
@@ -157,6 +171,8 @@ class SourceImages(GenerationInputs):
 
     def __init__(self, processor: ImageProcessor) -> None:
         self._processor = processor
+        self.max_pixels = 0
+        """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     @override
     def rows(
@@ -170,10 +186,16 @@ class SourceImages(GenerationInputs):
         start = _start(options)
         for index, image in enumerate(inputs):
             try:
-                pixels = self._processor(load_image(image))
+                pixels = self._processor(load_image(image, max_pixels=self.max_pixels))
             except InputError as error:
                 raise InputError(f"image {index}: {error}") from error
             yield GenerationRow((start,), {"pixel_values": pixels})
+
+    @override
+    def probe(self) -> GenerationRow:
+        """Return a black image."""
+        pixels = self._processor(load_image(np.zeros((64, 64, 3), np.uint8)))
+        return GenerationRow((0,), {"pixel_values": pixels})
 
 
 def open_inputs(
