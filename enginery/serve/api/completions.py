@@ -123,7 +123,7 @@ class ChatRequest(SamplingRequest):
     top_logprobs: Any = None
 
 
-class Usage(Schema):
+class CompletionUsage(Schema):
     """Number of tokens."""
 
     prompt_tokens: int
@@ -148,7 +148,7 @@ class CompletionResponse(Schema):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None
+    usage: CompletionUsage | None
 
 
 class AnswerMessage(Schema):
@@ -176,7 +176,7 @@ class ChatResponse(Schema):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Preparing tokenizes texts or decodes images: call it in a thread.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,14 @@ from enginery.runtime.generation.inputs import GenerationRow, SourceImages
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Search
 from enginery.runtime.generation.stream import TextStream
-from enginery.runtime.tasks.task import InputField, Modality, TaskOptionError, describe_value
+from enginery.runtime.tasks.images import example_png
+from enginery.runtime.tasks.task import (
+    InputField,
+    Modality,
+    TaskOptionError,
+    describe_value,
+    without_null,
+)
 from enginery.runtime.text.chat_template import ChatTemplate
 from enginery.serve.config import ServeConfig
 
@@ -28,6 +36,19 @@ _MAX_STOP_CHARACTERS = 256
 _MAX_EXCLUDED = 1000
 """Bounds of what each step compares with every text, in the thread that all requests share."""
 _PROBE_TOKENS = 2
+_EXAMPLE = "The engine is warm, and the pump"
+_FORM_OPTIONS = (
+    "max_new_tokens",
+    "num_beams",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "repetition_penalty",
+    "stop_strings",
+)
+"""The options of the page at /."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +226,21 @@ class GenerationPlan:
         options = GenerationOptions(max_new_tokens=_PROBE_TOKENS)
         (job,) = self._jobs([self.generator.inputs.probe()], options)
         return job
+
+    def option_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schemas of the options that people change most, for a form."""
+        schemas = GenerationOptions.model_json_schema()["properties"]
+        own = self.generator.options.model_dump(mode="json")
+        found = {
+            name: {**without_null(schemas[name]), "default": own[name]} for name in _FORM_OPTIONS
+        }
+        return found | {name: {"type": "string"} for name in self.generator.inputs.arguments}
+
+    def example_input(self) -> str:
+        """Return an example input as it is in JSON."""
+        if self.modality == "image":
+            return base64.b64encode(example_png()).decode("ascii")
+        return _EXAMPLE
 
     def read_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], GenerationOptions]:
         """Return the arguments that are about the inputs, and the options of generation.
