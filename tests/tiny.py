@@ -306,6 +306,7 @@ def save_tiny(kind: str, task: str, directory: Path, **config: Any) -> Path:
     import transformers
 
     directory.mkdir(parents=True, exist_ok=True)
+    task = task.removesuffix("-with-past")
     settings: dict[str, Any] = dict(_CONFIGS[kind])
     if kind in _TOKENIZERS:
         settings |= _save_tokenizer(kind, directory)

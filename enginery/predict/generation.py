@@ -56,10 +56,19 @@ class GenerateFromImages(Generate):
     inputs = (InputField("image"),)
 
 
+class GenerateFromAudio(Generate):
+    """The same for a model that transcribes speech."""
+
+    modality = "audio"
+    inputs = (InputField("audio"),)
+
+
 def generation_task(name: str) -> type[Generate] | None:
     """Return what predict does for a task of Optimum; None if that does not generate."""
     if name not in Generate.tasks:
         return None
+    if name.startswith("automatic-speech-recognition"):
+        return GenerateFromAudio
     return GenerateFromImages if name.startswith("image-to-text") else Generate
 
 
@@ -103,7 +112,7 @@ class GenerationRunner(Closeable):
         self._generator = generator
         self._options = {"num_return_sequences": 1, **options}
         try:
-            chosen = generator.read_arguments(**self._options)
+            chosen = generator.read_options(self._options)[1]
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
         self._batch_rows = max(1, batch_rows // chosen.num_beams)

@@ -57,6 +57,10 @@ class ServeConfig:
     """Maximum number of tokens of a batch after padding; 0 to choose it by measuring."""
     batch_rows: int = 64
     """Maximum number of inputs of a batch."""
+    generation_rows: int = 16
+    """Maximum number of texts that a model generates at the same time; each beam counts as one."""
+    max_new_tokens: int = 1024
+    """Maximum number of tokens to generate for a text; a request for more is rejected."""
     max_padding: float = 0.1
     """Maximum share of padding in a batch's tokens; more is allowed if it costs less than another
     batch."""
@@ -118,6 +122,8 @@ def check_options(config: ServeConfig) -> None:
         ("threads", 0),
         ("batch_tokens", 0),
         ("batch_rows", 1),
+        ("generation_rows", 1),
+        ("max_new_tokens", 1),
         ("max_padding", 0),
         ("queue_inputs", 1),
         ("queue_tokens", 1),

@@ -29,6 +29,7 @@ TINY = {
     "pictures": ("vit", "feature-extraction", {}),
     "sounds": ("wav2vec2", "audio-classification", {}),
     "calls": ("wav2vec2", "automatic-speech-recognition", {}),
+    "writer": ("gpt2", "text-generation-with-past", {}),
 }
 
 

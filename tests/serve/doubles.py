@@ -36,6 +36,7 @@ class StandInModel:
         self.state, self.reason, self.is_loaded = "ready", "", True
         self.calls = []
         self.answer_with = answer_with
+        self.plan = None
         definition = TASKS.get(verb)
         record = SimpleNamespace(
             inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),),

@@ -38,6 +38,7 @@ class Hosted:
             "task": self.task,
             "engines": [],
             "queue": {"inputs": 0, "tokens": 0},
+            "running": {"rows": 0, "waiting": 0},
         }
 
 
@@ -47,6 +48,7 @@ def exposed_metrics():
     metrics.watch_models(lambda: [Hosted()])
     record = RequestRecord("r1", "POST", "/embed", "", 0.0, "/embed", model="minilm")
     record.timings, record.inputs, record.status, record.ended = Timings(), 1, 200, 0.1
+    record.generated, record.first_token_at = 3, 0.05
     metrics.observe(record)
     metrics.observe_batch("minilm", BatchStatistics(1, 1, 1, 0.1))
     record.status, record.timings = 429, None

@@ -23,6 +23,7 @@ MODELS = {
     "photos": "photos",
     "ranker": "ranker",
     "calls": "calls",
+    "writer": "writer",
 }
 
 
@@ -56,7 +57,7 @@ def served(tiny_paths):
 def test_commands_name_the_models_of_the_documented_server():
     server = max(commands("enginery serve"), key=len)
     assert set(re.findall(r"(\w+)=", server)) == set(MODELS)
-    assert len(CURLS) == 10
+    assert len(CURLS) == 12
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")

@@ -73,7 +73,18 @@ CHECKS = [
     checks.response_schema_conformance,
     checks.unsupported_method,
 ]
-NAMES = ("vectors", "mood", "ranker", "names", "reader", "filler", "photos", "pictures", "nobody")
+NAMES = (
+    "vectors",
+    "mood",
+    "ranker",
+    "names",
+    "reader",
+    "filler",
+    "photos",
+    "pictures",
+    "writer",
+    "nobody",
+)
 
 
 def name_models(operation, schemas):
@@ -147,6 +158,12 @@ GOOD = [
     ("/predict/{model}", {"model": "names"}, {"inputs": "Marie Curie"}),
     ("/predict/{model}", {"model": "filler"}, {"inputs": "[MASK]", "parameters": {"top_k": 1}}),
     ("/predict/{model}", {"model": "vectors"}, {"inputs": "warm"}),
+    ("/predict/{model}", {"model": "writer"}, {"inputs": "warm"}),
+    ("/generate", {}, {"inputs": "warm", "model": "writer"}),
+    ("/generate/{model}", {"model": "writer"}, {"inputs": ["warm", "a"]}),
+    ("/generate_stream", {}, {"inputs": "warm", "model": "writer"}),
+    ("/v1/completions", {}, {"prompt": "warm", "model": "writer"}),
+    ("/v1/completions", {}, {"prompt": "warm", "model": "writer", "stream": True}),
 ]
 
 

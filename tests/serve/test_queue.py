@@ -288,3 +288,44 @@ def test_every_row_is_taken_exactly_once_under_concurrency(seed):
     assert (queue.rows, queue.tokens) == (0, 0)
     assert not queue._due
     assert not queue._lanes
+
+
+def weighted(name, *, length=1, weight=1):
+    (entry,) = rows(name, length)
+    entry.weight = weight
+    return [entry]
+
+
+def test_rows_are_taken_in_order_and_none_overtakes_one_that_does_not_fit():
+    queue = new_queue()
+    for place, weight in enumerate([1, 2, 4, 1]):
+        queue.put(weighted(place, weight=weight), now=place)
+    assert names(queue.take_rows(4, wait=False)) == [(0, 0), (1, 0)]
+    assert names(queue.take_rows(3, wait=False)) == []
+    assert names(queue.take_rows(5, wait=False)) == [(2, 0), (3, 0)]
+    assert queue.take_rows(5, wait=False) == []
+    assert (queue.rows, queue.tokens) == (0, 0)
+
+
+def test_alike_rows_are_the_first_and_those_nearest_in_length():
+    queue = new_queue()
+    for place, length in enumerate([50, 3, 60, 45, 9]):
+        queue.put(weighted(place, length=length), now=place)
+    taken = queue.take_rows(3, wait=False, alike=True)
+    assert sorted(names(taken)) == [(0, 0), (2, 0), (3, 0)]
+    assert names(taken)[0] == (0, 0)
+    assert [entry.length for entry in queue.take_rows(9, wait=False, alike=True)] == [3, 9]
+
+
+def test_waiting_for_rows_ends_with_a_row_and_with_the_queue():
+    queue, taken = new_queue(), []
+    waiting = threading.Thread(target=lambda: taken.append(queue.take_rows(2, wait=True)))
+    waiting.start()
+    queue.put(rows("a", 8), now=0)
+    waiting.join(10)
+    assert names(taken[0]) == [("a", 0)]
+    waiting = threading.Thread(target=lambda: taken.append(queue.take_rows(2, wait=True)))
+    waiting.start()
+    queue.close(drain=True)
+    waiting.join(10)
+    assert taken[1] is None

@@ -5,8 +5,8 @@
     while batch.searches:
         batch.step()
 
-A search that is done leaves by itself. A decoder alone takes new ones at any time
-(`decoder.takes_more`); others, once the batch is empty.
+A search that is done leaves by itself, and so does one that fails: it has an `error` then. A
+decoder alone takes new ones at any time (`decoder.takes_more`); others, once the batch is empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from enginery.runtime.generation.decoder import CachedDecoder, DecoderState
 from enginery.runtime.generation.inputs import Feeds
-from enginery.runtime.generation.search import Candidates, Move, Need, Search
+from enginery.runtime.generation.search import Candidates, Need, Search
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class RunningBatch:
             offset = len(self._state.mask)
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
-            move = search.advance(_part(found, range(row, row + 1)))
-            self._keep(search, move, range(offset + row, offset + row + 1))
+            part = _part(found, range(row, row + 1))
+            self._advance(search, part, range(offset + row, offset + row + 1))
         self._state = state if self._running else None
 
     def step(self) -> None:
@@ -86,15 +86,19 @@ class RunningBatch:
         for each in running:
             place = range(start, start + len(each.tokens))
             start = place.stop
-            self._keep(each.search, each.search.advance(_part(found, place)), place)
+            self._advance(each.search, _part(found, place), place)
         self._state = state if self._running else None
 
     def remove(self, search: Search) -> None:
         """Let a search leave before it is done."""
         self._running = [each for each in self._running if each.search is not search]
 
-    def _keep(self, search: Search, move: Move, place: range) -> None:
-        """Keep a search with its next move, unless it is done; `place` has its present rows."""
+    def _advance(self, search: Search, found: Candidates, place: range) -> None:
+        """Advance a search, and keep it unless it is done; `place` has its present rows."""
+        try:
+            move = search.advance(found)
+        except Exception as error:  # the other searches go on
+            search.error, search.done = error, True
         if not search.done:
             parents = [place[parent] for parent in move.parents]
             self._running.append(_Running(search, move.tokens, parents))

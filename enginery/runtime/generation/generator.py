@@ -10,7 +10,7 @@ Needs only onnxruntime, tokenizers and numpy; no torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -26,13 +26,11 @@ from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs, require_prepared
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
+from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.text.tokenizer import TextTokenizer
-
-_UNFINISHED = "�"
-"""What the first bytes of a character decode to."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +82,19 @@ class TextGenerator(Closeable):
         """The model's own options."""
         self.positions = ModelConfig.read(artifact.path).merged().positions or None
         """Largest number of a decoder's tokens, with the prompt; None if it has no limit."""
-        self._inputs = open_inputs(artifact, graphs, self.tokenizer, self.options)
+        self.inputs = open_inputs(artifact, graphs, self.tokenizer, self.options)
+        """How inputs are prepared."""
         with ExitStack() as stack:
             records = [graphs.later, *([graphs.encoder] if graphs.encoder else [])]
             runners = {each.file: stack.enter_context(open_graph(each.file)) for each in records}
-            self._decoder = CachedDecoder(graphs, runners, pad_id=self.tokenizer.pad_id or 0)
-            self._runner = runners[graphs.later.file]
+            self.decoder = CachedDecoder(graphs, runners, pad_id=self.tokenizer.pad_id or 0)
+            self.runner = runners[graphs.later.file]
+            """The decoder's graph."""
             self._open = stack.pop_all()
 
     @property
     def providers(self) -> list[Provider]:
-        return self._runner.providers
+        return self.runner.providers
 
     def generate(
         self, inputs: Sequence[Any], *, batch_size: int = 8, **options: Any
@@ -119,12 +119,12 @@ class TextGenerator(Closeable):
         """
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
-        own, chosen = self._own(options), self.read_arguments(**options)
-        rows = self._inputs.rows(inputs, chosen, **own)
+        own, chosen = self.read_options(options)
+        rows = self.inputs.rows(inputs, chosen, **own)
         found: list[Generation] = []
         while batch := list(islice(rows, batch_size)):
-            searches = [self._search(row, chosen) for row in batch]
-            for _ in self._run(searches, self._inputs.join(batch)):
+            searches = [self.search(row, chosen) for row in batch]
+            for _ in self._run(searches, self.inputs.join(batch)):
                 pass
             found += [self._finished(one, chosen) for each in searches for one in each.results()]
         return found
@@ -142,21 +142,53 @@ class TextGenerator(Closeable):
         Raises:
             InputError: the input is invalid, or an option is.
         """
-        own, chosen = self._own(options), self.read_arguments(**options)
+        own, chosen = self.read_options(options)
         if chosen.num_return_sequences > 1:
             raise InputError("num_return_sequences is above 1, but a stream has one text.")
-        rows = list(self._inputs.rows([text], chosen, **own))
-        return self._pieces(self._search(rows[0], chosen), self._inputs.join(rows), chosen)
+        rows = list(self.inputs.rows([text], chosen, **own))
+        return self._pieces(self.search(rows[0], chosen), self.inputs.join(rows), chosen)
 
-    def read_arguments(self, **options: Any) -> GenerationOptions:
-        """Return the options of a call of `generate`, the model's own included.
+    def read_options(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], GenerationOptions]:
+        """Return the arguments that are about the inputs, and the options of generation.
 
         Raises:
-            InputError: an option is unknown or invalid.
+            InputError: an argument is unknown or has an invalid value.
         """
-        own = self._own(options)
-        others = {name: value for name, value in options.items() if name not in own}
-        return self.options.with_arguments(**{**self._inputs.implied(**own), **others})
+        names = self.inputs.arguments
+        own = {name: value for name, value in arguments.items() if name in names}
+        others = {name: value for name, value in arguments.items() if name not in names}
+        return own, self.options.with_arguments(**{**self.inputs.implied(**own), **others})
+
+    def search(self, row: GenerationRow, options: GenerationOptions) -> Search:
+        """Return the search of one prepared input.
+
+        Raises:
+            InputError: the prompt alone reaches the largest length.
+        """
+        stops = options.stop_strings
+        return make_search(
+            row.prompt,
+            options,
+            positions=self.positions,
+            rest=row.rest,
+            stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
+            if stops
+            else None,
+        )
+
+    def text_stream(self, options: GenerationOptions, *, keep_stop: bool = True) -> TextStream:
+        """Return what turns the tokens of one sequence into text.
+
+        Args:
+            options: the options of generation.
+            keep_stop: a stop string that ends the text is part of it.
+        """
+        return TextStream(
+            self._text,
+            stops=options.stop_strings,
+            keep_stop=keep_stop,
+            clean_up=self.tokenizer.clean_up,
+        )
 
     def close(self) -> None:
         """Free the sessions."""
@@ -177,65 +209,36 @@ class TextGenerator(Closeable):
     def _pieces(
         self, search: Search, inputs: Feeds | None, options: GenerationOptions
     ) -> Iterator[str]:
-        sent = ""
+        stream = self.text_stream(options)
         for _ in self._run([search], inputs):
             if options.num_beams > 1 or search.done:
                 continue
-            (found,) = search.results()
-            text = self._text(found.tokens)
-            held = max(
-                (
-                    size
-                    for stop in options.stop_strings
-                    for size in range(1, len(stop))
-                    if text.endswith(stop[:size])
-                ),
-                default=0,
-            )
-            ready = text[: len(text) - held]
-            if ready.startswith(sent) and not ready.endswith(_UNFINISHED) and ready != sent:
-                yield ready[len(sent) :]
-                sent = ready
-        rest = self._finished(search.results()[0], options).text
-        if rest[len(sent) :]:
-            yield rest[len(sent) :]
-
-    def _own(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that are about the inputs."""
-        return {n: value for n, value in arguments.items() if n in self._inputs.arguments}
-
-    def _search(self, row: GenerationRow, options: GenerationOptions) -> Search:
-        stops = options.stop_strings
-        return make_search(
-            row.prompt,
-            options,
-            positions=self.positions,
-            rest=row.rest,
-            stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
-            if stops
-            else None,
-        )
+            if piece := stream.feed(search.results()[0].tokens):
+                yield piece
+        if rest := stream.finish(search.results()[0].tokens):
+            yield rest
 
     def _run(self, searches: Sequence[Search], inputs: Feeds | None) -> Iterator[None]:
         """Run all searches in one batch until they are done; yield after each step."""
-        batch = RunningBatch(self._decoder)
+        batch = RunningBatch(self.decoder)
         batch.add(searches, inputs)
-        yield
-        while batch.searches:
-            batch.step()
+        while True:
+            for search in searches:
+                if search.error is not None:
+                    raise search.error
             yield
+            if not batch.searches:
+                return
+            batch.step()
 
     def _text(self, tokens: Sequence[int]) -> str:
-        hidden = self._inputs.hidden
+        hidden = self.inputs.hidden
         shown = [token for token in tokens if token not in hidden]
         return self.tokenizer.decode(shown, skip_special=True)
 
     def _finished(self, found: Hypothesis, options: GenerationOptions) -> Generation:
-        text = self._text(found.tokens)
-        ends = [text.find(stop) + len(stop) for stop in options.stop_strings if stop in text]
-        return Generation(
-            text[: min(ends)] if ends else text, found.tokens, found.finish, found.score
-        )
+        text = self.text_stream(options).text(found.tokens)
+        return Generation(text, found.tokens, found.finish, found.score)
 
 
 def find_generating(artifact: Artifact) -> DecoderGraphs:

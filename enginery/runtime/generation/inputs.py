@@ -82,6 +82,10 @@ class GenerationInputs(ABC):
             InputError: an input or an argument is invalid; the message has the input's index.
         """
 
+    @abstractmethod
+    def probe(self) -> GenerationRow:
+        """Return a made-up input, to see that the graphs run."""
+
     def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
         """Return the encoder's inputs of rows in one batch; None without an encoder."""
         return {
@@ -109,6 +113,11 @@ class PromptInputs(GenerationInputs):
                     do="Start with some text.",
                 )
             yield GenerationRow(tuple(encoding.ids), {})
+
+    @override
+    def probe(self) -> GenerationRow:
+        """Return a prompt of one token."""
+        return GenerationRow((0,), {})
 
 
 class SourceTexts(GenerationInputs):
@@ -153,6 +162,11 @@ class SourceTexts(GenerationInputs):
             yield GenerationRow((start,), {"input_ids": np.asarray(encoding.ids, np.int64)})
 
     @override
+    def probe(self) -> GenerationRow:
+        """Return a text of two tokens."""
+        return GenerationRow((0,), {"input_ids": np.zeros(2, np.int64)})
+
+    @override
     def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
         """Pad texts on the right."""
         longest = max(len(row.arrays["input_ids"]) for row in rows)
@@ -180,6 +194,8 @@ class SourceImages(GenerationInputs):
         self._processor = processor
         self._tokenizer = tokenizer
         self._keeps_start = keeps_start
+        self.max_pixels = 0
+        """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     @override
     def rows(
@@ -197,7 +213,7 @@ class SourceImages(GenerationInputs):
         rest = tuple((token,) for token in others)
         for index, image in enumerate(inputs):
             try:
-                pixels = self._processor(load_image(image))
+                pixels = self._processor(load_image(image, max_pixels=self.max_pixels))
             except InputError as error:
                 raise InputError(f"image {index}: {error}") from error
             yield GenerationRow((first,), {"pixel_values": pixels}, rest)
@@ -213,6 +229,12 @@ class SourceImages(GenerationInputs):
         if not ids:
             raise InputError("prompt has no tokens.", do="Leave it out, or give it some text.")
         return [start, *ids] if self._keeps_start and ids[0] != start else ids
+
+    @override
+    def probe(self) -> GenerationRow:
+        """Return a black image."""
+        pixels = self._processor(load_image(np.zeros((64, 64, 3), np.uint8)))
+        return GenerationRow((0,), {"pixel_values": pixels})
 
 
 class SourceSounds(GenerationInputs):
@@ -247,6 +269,13 @@ class SourceSounds(GenerationInputs):
             samples = load_audio(sound, rate, name=f"audio {index}", max_seconds=longest)
             features = self._processor([samples], first=index)
             yield GenerationRow((start,), {name: each[0] for name, each in features.items()}, rest)
+
+    @override
+    def probe(self) -> GenerationRow:
+        """Return a second of silence."""
+        silence = np.zeros(self._processor.sampling_rate, np.float32)
+        features = self._processor([silence])
+        return GenerationRow((0,), {name: each[0] for name, each in features.items()})
 
 
 def open_inputs(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.errors import InputError
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import (
     Processor,
@@ -94,6 +95,8 @@ class Search(ABC):
     """None if there are no stop strings."""
 
     done: bool = field(default=False, init=False)
+    error: Exception | None = field(default=None, init=False)
+    """What ended the search in a batch before it had results; None otherwise."""
     _processors: list[Processor] = field(init=False)
     _warpers: list[Warper] = field(init=False)
     _random: np.random.Generator = field(init=False)
@@ -192,6 +195,7 @@ class SequentialSearch(Search):
             return int(scores.argmax())
         for warp in self._warpers:
             scores = warp(scores)
+        _require_candidates(scores)
         shares = np.exp(log_softmax(scores).astype(np.float64))
         return int(self._random.choice(len(shares), p=shares / shares.sum()))
 
@@ -264,6 +268,7 @@ class BeamSearch(Search):
         flat = scores.ravel()
         count = min(self._kept, len(flat))
         if self.options.do_sample:
+            _require_candidates(flat)
             shares = np.exp(log_softmax(flat).astype(np.float64))
             count = min(count, int(np.count_nonzero(shares)))
             best = self._random.choice(len(flat), count, replace=False, p=shares / shares.sum())
@@ -361,6 +366,15 @@ class PromptedSearch(Search):
 
 def _search_kind(options: GenerationOptions) -> type[SequentialSearch | BeamSearch]:
     return BeamSearch if options.num_beams > 1 else SequentialSearch
+
+
+def _require_candidates(scores: Scores) -> None:
+    """Raise InputError unless a token can be drawn."""
+    if not np.isfinite(scores.max()):
+        raise InputError(
+            "no token can be drawn: the options exclude every token, or the logits are NaN.",
+            do="Exclude fewer tokens, or run `enginery validate` to check the model.",
+        )
 
 
 def make_search(

@@ -83,17 +83,10 @@ class ImageTask(MediaTask):
 
     def example_input(self) -> str:
         """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
-        from PIL import Image
-
         height, width = (
             dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
         )
-        stripes = np.zeros((height, width, 3), np.uint8)
-        for channel in range(3):  # equal rows, which PNG stores in a few hundred bytes
-            stripes[:, channel * width // 3 : (channel + 1) * width // 3, channel] = 200
-        content = io.BytesIO()
-        Image.fromarray(stripes).save(content, "png")
-        return base64.b64encode(content.getvalue()).decode()
+        return base64.b64encode(example_png(height, width)).decode()
 
     def batch_key(self, row: Row) -> Hashable:
         """Return the shape of the pixels: only images of one size share a batch."""
@@ -191,3 +184,15 @@ def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:
     if config.model_type in _FIRST_TOKEN:
         return "last_hidden_state", "the first token of last_hidden_state"
     return "last_hidden_state", "the mean over all positions of last_hidden_state"
+
+
+def example_png(height: int = _EXAMPLE_SIDE, width: int = _EXAMPLE_SIDE) -> bytes:
+    """Return a small PNG of colored stripes."""
+    from PIL import Image
+
+    stripes = np.zeros((height, width, 3), np.uint8)
+    for channel in range(3):  # equal rows, which PNG stores in a few hundred bytes
+        stripes[:, channel * width // 3 : (channel + 1) * width // 3, channel] = 200
+    content = io.BytesIO()
+    Image.fromarray(stripes).save(content, "png")
+    return content.getvalue()

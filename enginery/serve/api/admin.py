@@ -224,7 +224,13 @@ def _model_description(model: ServedModel) -> dict[str, Any]:
 
 
 def _request_form(model: ServedModel) -> dict[str, Any]:
-    task = model.task
+    task, plan = model.task, model.plan
+    if plan is not None:
+        return {
+            "fields": [{"name": part.name, "optional": part.optional} for part in plan.inputs],
+            "options": plan.option_schemas(),
+            "example": {"inputs": plan.example_input()},
+        }
     if task is not None:
         return {
             "fields": [{"name": part.name, "optional": part.optional} for part in task.fields()],

@@ -180,6 +180,12 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     if task is not None and (not verbs or task.verb in verbs):
         return task
     wanted = " or ".join(TASKS[verb].purpose for verb in verbs)
+    if model.plan is not None:
+        do = f"It generates text: POST /predict/{model.name}, /generate or /v1/completions."
+    elif task is not None:
+        do = f"It {task.purpose}: POST /predict/{model.name}."
+    else:
+        do = f"Send tensors: POST /v2/models/{model.name}/infer."
     raise invalid_field(
         f"model '{model.name}' was exported for {model.artifact.manifest.task}"
         + (
@@ -188,9 +194,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
             else ", which this server supports with tensors only."
         ),
         field="model",
-        do=f"It {task.purpose}: POST /predict/{model.name}."
-        if task
-        else f"Send tensors: POST /v2/models/{model.name}/infer.",
+        do=do,
     )
 
 

@@ -14,6 +14,7 @@ determines whether texts that are too long are truncated or rejected.
 from __future__ import annotations
 
 import binascii
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -103,7 +104,7 @@ class ModelsResponse(Schema):
 )
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """Answer POST /v1/embeddings: embed texts or token ids."""
-    model = find_model(registry_of(request), body.model or "")
+    model = find_model(registry_of(request), body.model or "", _embeds)
     task = require_task(request, model, "embed")
     if len(body.input) > MAX_INPUTS:
         raise HTTPError(
@@ -147,25 +148,29 @@ async def list_models(request: Request) -> Response:
 )
 async def show_model(request: Request) -> Response:
     """Answer GET /v1/models/{model}: retrieve one model."""
-    model = find_model(registry_of(request), request.path_params["model"].removesuffix("/"))
+    name = request.path_params["model"].removesuffix("/")
+    model = find_model(registry_of(request), name, _embeds)
     request.scope["state"]["record"].model = model.name
     return json_response(_model_object(model))
 
 
-def find_model(registry: ModelRegistry, name: str) -> ServedModel:
+def find_model(
+    registry: ModelRegistry, name: str, fits: Callable[[ServedModel], bool]
+) -> ServedModel:
     """Return the model for OpenAI's `model` field.
 
     Args:
         registry: the server's models.
         name: name of a model, id of its source, or the last part of that id; empty for the only
-            embedding model.
+            model that fits.
+        fits: returns True for models to choose from without a name.
 
     Raises:
         HTTPError: 404 if no model has this name.
-        ModelChoiceError: the name is empty, and not exactly one model embeds texts.
+        ModelChoiceError: the name is empty, and not exactly one model fits.
     """
     if not name:
-        return registry.select(fits=lambda model: has_task(model, ("embed",)))
+        return registry.select(fits=fits)
     if name in registry.names:
         return registry.get(name)
     for model in registry:
@@ -179,6 +184,10 @@ def find_model(registry: ModelRegistry, name: str) -> ServedModel:
         field="model",
         code="model_not_found",
     )
+
+
+def _embeds(model: ServedModel) -> bool:
+    return has_task(model, ("embed",))
 
 
 def _base64(vector: NDArray[np.float32]) -> str:

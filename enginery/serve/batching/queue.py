@@ -64,6 +64,8 @@ class QueueEntry:
     """The `BatchRunner` for rows of this key."""
     tokens: int = 0
     """Number of tokens without padding."""
+    weight: int = 1
+    """Number of rows that it takes in a batch: one for each beam of a text to generate."""
     due: float = 0.0
     """When the row should run, by `time.perf_counter`; the row that is due first runs first."""
     taken: bool = False
@@ -198,16 +200,46 @@ class BatchQueue:
             finally:
                 self._idle -= 1
 
+    def take_rows(self, rows: int, *, wait: bool, alike: bool = False) -> list[QueueEntry] | None:
+        """Return entries of at most `rows` rows together; return None once closed and empty.
+
+        Entries are taken in the order in which they are due, and none overtakes one that does not
+        fit, so that each of them runs at some time.
+
+        Args:
+            rows: maximum sum of the entries' weights.
+            wait: wait until there is an entry.
+            alike: take the entry that is due first, and fill up with those nearest in length.
+        """
+        with self._lock:
+            while not self.rows:
+                if self._state != "open":
+                    return None
+                if not wait:
+                    return []
+                self._sleep()
+            first, batch = self._due[0][2], []
+            nearest: list[QueueEntry] = []
+            if alike:
+                lane = self._lanes[first.key]
+                nearest = sorted(lane, key=lambda entry: abs(entry.length - first.length))
+                nearest.sort(key=lambda entry: entry is not first)
+            while nearest or (self._due and not alike):
+                entry = nearest.pop(0) if alike else self._due[0][2]
+                rows -= entry.weight
+                if rows < 0:
+                    break
+                batch.append(entry)
+                self._leave_lane(entry)
+                self._pop_taken()
+            return batch
+
     def cancel(self, entries: Sequence[QueueEntry]) -> int:
         """Remove those of some rows that still wait; return their number."""
         with self._lock:
             found = [entry for entry in entries if not entry.taken and entry.order[1]]
             for entry in found:
-                lane = self._lanes[entry.key]
-                del lane[bisect_left(lane, entry.order, key=_ORDER)]
-                self._mark_taken(entry)
-                if not lane:
-                    del self._lanes[entry.key]
+                self._leave_lane(entry)
             self._pop_taken()
             return len(found)
 
@@ -263,6 +295,14 @@ class BatchQueue:
             del self._lanes[oldest.key]
         self._pop_taken()
         return batch
+
+    def _leave_lane(self, entry: QueueEntry) -> None:
+        """Remove an entry from its lane."""
+        lane = self._lanes[entry.key]
+        del lane[bisect_left(lane, entry.order, key=_ORDER)]
+        self._mark_taken(entry)
+        if not lane:
+            del self._lanes[entry.key]
 
     def _pop_taken(self) -> None:
         """Remove taken entries from the top of the heap."""

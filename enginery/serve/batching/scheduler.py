@@ -109,6 +109,10 @@ class BatchScheduler:
         for entry in self.queue.close(drain=drain):
             self._fail(entry.request, ClosedError("the model is shutting down."))
 
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the workers after `close`; return True if all have ended."""
+        return self.workers.join(timeout_seconds)
+
     def fail_all(self, error: Exception) -> None:
         """Raise an error in every request that waits or runs."""
         for pending in list(self._pending):

@@ -1,7 +1,8 @@
-"""A served model: its backend (session and task), its queue and its workers.
+"""A served model: its backend (sessions and task), its queues and its workers.
 
 Inputs are preprocessed on arrival, wait in the queue for a free worker, and run in batches with
-other inputs of similar length. A cancelled request leaves the queue.
+other inputs of similar length. Models that generate texts do that in one batch, which inputs join
+and leave between its steps. A cancelled request leaves queue and batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
+from enginery.runtime.generation.batch import RunningBatch
+from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU
@@ -48,6 +51,8 @@ from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import BatchScheduler, BatchStatistics, Timings
 from enginery.serve.config import ServeConfig
+from enginery.serve.generation.jobs import GenerationJob, GenerationPlan, Progress
+from enginery.serve.generation.scheduler import GenerationScheduler
 
 _log = logging.getLogger(__name__)
 
@@ -107,8 +112,13 @@ class ModelBackend:
         runner: OrtRunner,
         options: ServeConfig,
         parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
+        generator: TextGenerator | None = None,
     ) -> None:
         self.artifact, self.runner, self.options = artifact, runner, options
+        self.generator = generator
+        """What generates texts; None for other tasks."""
+        self.plan = GenerationPlan(generator, options) if generator is not None else None
+        """How requests for texts are prepared; None for other tasks."""
         self.config = ModelConfig.read(artifact.path)
         self.tensors = replace(Tensors.open(artifact, runner.record), profiles=runner.profiles)
         self.task: Task | None = None
@@ -127,7 +137,8 @@ class ModelBackend:
         tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
         self._batches = {type(task): BatchRunner(task, runner) for task in tasks}
         self.on_cpu = runner.providers[0].name == CPU
-        self.workers = options.workers or (usable_cores() if self.on_cpu else 1)
+        several = self.on_cpu and generator is None
+        self.workers = options.workers or (usable_cores() if several else 1)
         self.dim = 0
         """The size of vectors, known after the warm-up; 0 for other tasks."""
         self._cost = CostEstimator(BatchCost(0.0, 0.0))
@@ -160,27 +171,36 @@ class ModelBackend:
         artifact.require_passed(allow_failed=options.allow_failed)
         providers = parse_providers(options.providers, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
+        generates = artifact.manifest.task in TextGenerator.tasks
         alone = (options.workers or usable_cores()) == 1
-        if not threads and on_cpu and not alone:
+        if not threads and on_cpu and not alone and not generates:
             threads = 1
-        runner = OrtRunner(
-            artifact,
-            providers=providers,
-            allow_fallback=options.allow_fallback,
-            threads=threads,
-            keep_optimized=options.optimized_graph,
-            # Spinning threads of several workers would take the cores from each other.
-            spinning=threads == 1 or (on_cpu and alone),
-        )
+
+        def open_graph(file: str = "") -> OrtRunner:
+            return OrtRunner(
+                artifact,
+                graph=file,
+                providers=providers,
+                allow_fallback=options.allow_fallback,
+                threads=threads,
+                keep_optimized=options.optimized_graph,
+                # Spinning threads of several workers would take the cores from each other.
+                spinning=threads == 1 or (on_cpu and alone),
+            )
+
+        generator = TextGenerator(artifact, open_graph) if generates else None
+        runner = generator.runner if generator is not None else open_graph()
         try:
-            return cls(artifact, runner, options, parallel_encode)
+            return cls(artifact, runner, options, parallel_encode, generator)
         except BaseException:
-            runner.close()
+            (generator or runner).close()
             raise
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of a text; 0 without a tokenizer."""
+        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
+        if self.generator is not None:
+            return self.generator.positions or 0
         return self.task.tokenizer.limit if isinstance(self.task, TextTask) else 0
 
     @property
@@ -226,6 +246,8 @@ class ModelBackend:
                 (output,) = self._run_probe(8)
                 if self.task.verb == "embed":
                     self.dim = int(output.shape[0])
+            elif self.generator is not None and self.plan is not None:
+                self._generate_probe(self.generator, self.plan.probe())
             else:
                 self.runner(self.synthetic_feeds())
         except InputError as error:
@@ -264,7 +286,7 @@ class ModelBackend:
         manifest, cost = self.artifact.manifest, self.cost
         found: dict[str, Any] = {
             "task": manifest.task,
-            "method": self.task.verb if self.task else "",
+            "method": self.task.verb if self.task else "generate" if self.plan else "",
             "source": manifest.source.id,
             "revision": manifest.source.revision,
             "content_sha256": self.artifact.content_sha256(),
@@ -296,11 +318,25 @@ class ModelBackend:
             found["notes"] = list(self.task.notes)
         if self.dim:
             found["dim"] = self.dim
+        if self.plan is not None:
+            found["generation"] = {
+                "max_rows": self.options.generation_rows,
+                "max_new_tokens": self.options.max_new_tokens,
+            }
         return found
 
     def close(self) -> None:
-        """Free the session."""
-        self.runner.close()
+        """Free the sessions."""
+        (self.generator or self.runner).close()
+
+    def _generate_probe(self, generator: TextGenerator, job: GenerationJob) -> None:
+        """Generate two tokens for a made-up input."""
+        batch = RunningBatch(generator.decoder)
+        batch.add([job.search], generator.inputs.join([job.row]))
+        while batch.searches:
+            batch.step()
+        if job.search.error is not None:
+            raise job.search.error
 
     def _run_probe(self, tokens: int) -> list[Any]:
         """Run one synthetic text of a number of tokens."""
@@ -394,6 +430,7 @@ class ServedModel:
         self._config, self._loop, self._on_batch = config, loop, on_batch
         self._backend: ModelBackend | None = None
         self._scheduler: BatchScheduler | None = None
+        self._generation: GenerationScheduler | None = None
         self._requests = 0
         """Number of requests in progress."""
         self._pool = PreprocessPool(loop, max_inputs=config.queue_inputs, name=name)
@@ -427,15 +464,27 @@ class ServedModel:
         """The artifact's task; None if it is not supported, so that only raw tensors are."""
         return self.backend.task
 
+    @property
+    def plan(self) -> GenerationPlan | None:
+        """How requests for texts are prepared; None for tasks other than generating text."""
+        return self.backend.plan
+
+    @property
+    def _waiting(self) -> int:
+        """Number of inputs in the queues."""
+        texts = self._generation.queue.rows if self._generation else 0
+        return texts + (self._scheduler.queue.rows if self._scheduler else 0)
+
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
-        queue = self._scheduler.queue if self._scheduler else None
+        used = self._generation or self._scheduler
+        queue = used.queue if used else None
         found = {
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
             "queue": {
-                "inputs": queue.rows + self._pool.inputs if queue else 0,
+                "inputs": self._waiting + self._pool.inputs,
                 "tokens": queue.tokens if queue else 0,
                 "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
                 "max_inputs": self._config.queue_inputs,
@@ -443,6 +492,8 @@ class ServedModel:
                 "max_wait": self._config.max_wait,
             },
         }
+        if self._generation is not None:
+            found["running"] = {"rows": self._generation.rows, "waiting": self._generation.waiting}
         return {**found, **self._backend.info()} if self._backend else found
 
     # -- inference ----------------------------------------------------------------------------
@@ -506,6 +557,42 @@ class ServedModel:
             )
         return InferenceResult(results, timings)
 
+    async def generate(
+        self,
+        prepare: Callable[[], list[GenerationJob]],
+        timings: Timings,
+        *,
+        inputs: int,
+        cost: ProcessingCost,
+    ) -> AsyncGenerator[Progress]:
+        """Generate the texts of a request; yield what each step gives. Close it, to end early.
+
+        Args:
+            prepare: prepares the inputs; called in a thread.
+            timings: timings of the request, which are set here.
+            inputs: number of inputs.
+            cost: the cost class of preparing them.
+
+        Raises:
+            InputError: an input or an option is invalid.
+            OverloadedError: too many requests are waiting.
+            UnavailableError: the model is not ready, or a step has failed.
+        """
+        if self.state != "ready" or self._generation is None:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        self._require_count(inputs, "inputs")
+        self._requests += 1
+        try:
+            started = time.perf_counter()
+            jobs = await self.in_thread(prepare, inputs=inputs, cost=cost)
+            timings.tokenize_seconds = time.perf_counter() - started
+            timings.tokens = sum(job.prompt_tokens for job in jobs)
+            async with contextlib.aclosing(self._generation.run(jobs, timings)) as steps:
+                async for found in steps:
+                    yield found
+        finally:
+            self._requests -= 1
+
     async def in_thread(
         self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
     ) -> Result:
@@ -521,7 +608,7 @@ class ServedModel:
         """
         try:
             return await self._pool.run(
-                work, inputs=inputs, waiting=self.scheduler.queue.rows, short=cost != "heavy"
+                work, inputs=inputs, waiting=self._waiting, short=cost != "heavy"
             )
         except BaseException as error:
             if is_panic(error):  # a BaseException, which would end the server
@@ -566,6 +653,18 @@ class ServedModel:
             on_batch=self._observe_batch,
             name=self.name,
         )
+        if backend.generator is not None:
+            self._generation = GenerationScheduler(
+                backend.generator,
+                self._loop,
+                max_rows=config.generation_rows,
+                queue_rows=config.queue_inputs,
+                queue_tokens=config.queue_tokens,
+                max_wait_seconds=config.max_wait,
+                explain=self._explain_failed_step,
+                on_batch=lambda batch: self._on_batch(self.name, batch) if self._on_batch else None,
+                name=self.name,
+            )
         self.state, self.reason = "ready", ""
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
@@ -574,10 +673,12 @@ class ServedModel:
         """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
         if self.state not in ("ready", "stuck") or self._scheduler is None:
             return
-        if not self._scheduler.workers.alive:
+        generation = self._generation
+        if not self._scheduler.workers.alive or (generation and not generation.alive):
             self.state, self.reason = "failed", "a worker thread has ended"
             return
         running, preprocessing = self._scheduler.workers.busy_seconds(), self._pool.busy_seconds()
+        running = max(running, generation.busy_seconds() if generation else 0.0)
         if max(running, preprocessing) > self._config.stuck_after:
             self.state = "stuck"
             self.reason = f"a batch has been running for {running:.0f} s"
@@ -589,8 +690,9 @@ class ServedModel:
 
     def refuse_all(self, error: EngineryError) -> None:
         """Raise an error in all waiting and running requests."""
-        if self._scheduler is not None:
-            self._scheduler.fail_all(error)
+        for each in (self._scheduler, self._generation):
+            if each is not None:
+                each.fail_all(error)
         self._pool.close()
 
     async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
@@ -604,13 +706,18 @@ class ServedModel:
             await asyncio.sleep(_DRAIN_EVERY_SECONDS)
         if self.state != "failed":
             self.state, self.reason = "closed", "the model was closed"
-        if self._scheduler is not None:
-            self._scheduler.close(drain=drain)
-            join = self._scheduler.workers.join
-            if await self._loop.run_in_executor(None, join, timeout_seconds):
-                self.backend.close()
-            else:  # the session must not be freed while a batch runs
-                self._scheduler.fail_all(UnavailableError(f"{self.name}: {self.reason}."))
+        running = [each for each in (self._scheduler, self._generation) if each is not None]
+        for each in running:
+            each.close(drain=drain)
+        ends = time.perf_counter() + timeout_seconds
+        joined = [
+            await self._loop.run_in_executor(None, each.join, max(ends - time.perf_counter(), 0.0))
+            for each in running
+        ]
+        if not all(joined):  # a session must not be freed while a batch runs
+            self.refuse_all(UnavailableError(f"{self.name}: {self.reason}."))
+        elif running:
+            self.backend.close()
         self._pool.close()
 
     async def retire(self, *, timeout_seconds: float) -> None:
@@ -623,19 +730,40 @@ class ServedModel:
         try:
             outputs: list[Any] = batch[0].runner.run([entry.row for entry in batch])
             return outputs
-        except EngineryError:
-            now = time.perf_counter()
-            if len(batch) > 1 or now - self._probed_at < _PROBE_SECONDS:
-                raise  # its rows will run one by one, or the provider was checked just now
-            self._probed_at = now
-            try:
-                self.backend.warm_up()
-            except EngineryError as error:
-                # The input is not the cause: no input runs any more. A lost device stays lost.
-                self.state = "failed"
-                self.reason = f"the provider can no longer run the model: {error.message}"
-                raise UnavailableError(f"{self.name}: {self.reason}") from error
-            raise
+        except EngineryError as error:
+            if len(batch) > 1:
+                raise  # its rows will run one by one
+            raise self._explained(error) from error
+
+    def _explain_failed_step(self, error: EngineryError, one: bool) -> EngineryError:
+        """Return what the requests of a failed step of generation get.
+
+        Args:
+            error: what happened.
+            one: they are the inputs of one request.
+        """
+        found = self._explained(error)
+        if one or found is not error:
+            return found
+        return UnavailableError(
+            f"generating several texts together failed: {error.message}",
+            do="Send the request again.",
+        )
+
+    def _explained(self, error: EngineryError) -> EngineryError:
+        """Return the error of a run, or another one if the provider no longer works."""
+        now = time.perf_counter()
+        if now - self._probed_at < _PROBE_SECONDS:
+            return error  # the provider was checked just now
+        self._probed_at = now
+        try:
+            self.backend.warm_up()
+        except EngineryError as broken:
+            # The input is not the cause: no input runs any more. A lost device stays lost.
+            self.state = "failed"
+            self.reason = f"the provider can no longer run the model: {broken.message}"
+            return UnavailableError(f"{self.name}: {self.reason}")
+        return error
 
     def _observe_batch(self, batch: BatchStatistics) -> None:
         """Update cost estimate, rules and metrics with a batch that ran."""

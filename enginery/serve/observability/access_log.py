@@ -177,6 +177,9 @@ class _JsonFormatter(logging.Formatter):
             facts["queue_ms"] = _ms(timings.queue_seconds)
             facts["inference_ms"] = _ms(timings.inference_seconds)
             facts["tokens"] = timings.tokens
+        if found.generated:
+            facts["generated_tokens"] = found.generated
+            facts["first_token_ms"] = _ms(found.first_token_at - found.started)
         facts["request_id"] = found.request_id
         facts["bytes_in"] = found.body_bytes
         facts["bytes_out"] = found.sent_bytes

@@ -122,6 +122,12 @@ class Metrics:
         self._inputs = self._counter("inputs", "Texts, images or rows that were answered.")
         self._tokens = self._counter("input_tokens", "Tokens of inputs, special ones included.")
         self._truncated = self._counter("truncated", "Texts that were truncated.")
+        self._first_token = self._histogram(
+            "first_token_seconds",
+            "Time from a request's first byte to its first generated token.",
+            SECONDS,
+        )
+        self._generated = self._counter("generated_tokens", "Tokens that were generated.")
         self._batch = (
             self._histogram("batch_inputs", "Inputs per batch.", INPUTS),
             self._histogram("batch_tokens", "Tokens per batch, without padding.", TOKENS),
@@ -153,6 +159,10 @@ class Metrics:
         child.observe(record.seconds)
         if record.timings is not None:
             self._observe_inference(record.model, record.timings, record.inputs)
+        if record.generated:
+            model = self._model_label(record.model)
+            self._first_token.labels(model).observe(record.first_token_at - record.started)
+            self._generated.labels(model).inc(record.generated)
         if reason := refusal_reason(record):
             self._refused.labels(self._model_label(record.model), reason).inc()
 
@@ -330,6 +340,14 @@ class _ModelCollector(Collector):
         tokens = GaugeMetricFamily(
             "enginery_queue_tokens", "Tokens that wait for a worker.", labels=_BY_MODEL
         )
+        running = GaugeMetricFamily(
+            "enginery_running_rows", "Texts and beams that are being generated.", labels=_BY_MODEL
+        )
+        waiting = GaugeMetricFamily(
+            "enginery_waiting_requests",
+            "Requests for texts of which none is being generated.",
+            labels=_BY_MODEL,
+        )
         about = GaugeMetricFamily(
             "enginery_model_info",
             "Task, provider, precision and engines of the model; always 1.",
@@ -344,13 +362,16 @@ class _ModelCollector(Collector):
             queue = info["queue"]
             inputs.add_metric([name], queue["inputs"])
             tokens.add_metric([name], queue["tokens"])
+            if generation := info.get("running"):
+                running.add_metric([name], generation["rows"])
+                waiting.add_metric([name], generation["waiting"])
             engines = ",".join(str(engine["key"]) for engine in info["engines"])
             # ONNX Runtime assigns nodes to the first provider, and the rest to those after it.
             provider = str(info["providers"][0]["name"])
             about.add_metric(
                 [name, str(info["task"]), provider, str(info["precision"]), engines], 1.0
             )
-        yield from (ready, inputs, tokens, about)
+        yield from (ready, inputs, tokens, running, waiting, about)
         yield CounterMetricFamily(
             "enginery_access_log_dropped",
             "Lines of the access log that were dropped.",

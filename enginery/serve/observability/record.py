@@ -51,6 +51,10 @@ class RequestRecord:
     """Number of inputs."""
     characters: int = 0
     """Number of characters of all texts."""
+    generated: int = 0
+    """Number of generated tokens."""
+    first_token_at: float = 0.0
+    """When the first token was generated; 0 if none was."""
     compute_type: str = "cpu"
     """`cpu` or `gpu`."""
     status: int = 0

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from enginery import export_model
+from enginery.core.errors import InputError
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
@@ -104,3 +105,27 @@ def test_removed_search_frees_its_rows(decoder):
     while batch.searches:
         batch.step()
     assert kept.results() == alone(decoder, PROMPTS[0], eos_token_id=())
+
+
+def test_search_that_fails_leaves_and_the_others_go_on(decoder):
+    decoder = decoder("gpt2")
+    batch = RunningBatch(decoder)
+    kept, failing = search(PROMPTS[0], eos_token_id=()), search(PROMPTS[1])
+    batch.add([failing, kept])
+    failing.advance = lambda _: 1 / 0
+    batch.step()
+    assert isinstance(failing.error, ZeroDivisionError)
+    assert failing.done
+    assert batch.searches == [kept]
+    while batch.searches:
+        batch.step()
+    assert kept.results() == alone(decoder, PROMPTS[0], eos_token_id=())
+
+
+def test_options_that_exclude_every_token_are_an_error(decoder):
+    batch = RunningBatch(decoder("gpt2"))
+    for options in ({}, {"num_beams": 2}):
+        none = search(PROMPTS[0], do_sample=True, suppress_tokens=tuple(range(9999)), **options)
+        batch.add([none])
+        assert isinstance(none.error, InputError)
+        assert "no token can be drawn" in str(none.error)

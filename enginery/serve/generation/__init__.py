@@ -1,0 +1,1 @@
+"""Generate texts for requests: their inputs, and the batch that they share."""

@@ -1,0 +1,283 @@
+"""Generate the texts of all requests of one model in one batch, in a thread of its own.
+
+A decoder alone takes waiting inputs between two steps, up to a number of rows; a model with an
+encoder takes them in groups of similar length, each once the one before is done. Inputs whose
+request was cancelled leave before the next step. What a step gave is passed to the event loop,
+where `run` yields it. Call all methods from the event loop's thread, except those that the thread
+calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginery.core.errors import EngineryError
+from enginery.runtime.generation.batch import RunningBatch
+from enginery.runtime.generation.generator import TextGenerator
+from enginery.serve.batching.planner import BatchRules
+from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
+from enginery.serve.batching.scheduler import BatchStatistics, Timings
+from enginery.serve.generation.jobs import GenerationJob, Progress
+
+_log = logging.getLogger(__name__)
+
+_DECAY = 0.98
+"""Factor for the weights of earlier inputs in the estimate of the time per token."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request whose inputs wait or run."""
+
+    events: asyncio.Queue[Progress | BaseException] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+    started: float = 0.0
+    """When the latest of its inputs left the queue, by `time.perf_counter`."""
+    first: float = 0.0
+    """When the first of its inputs left the queue."""
+
+
+class GenerationScheduler:
+    """The queue, the batch and the thread of one model."""
+
+    def __init__(
+        self,
+        generator: TextGenerator,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_rows: int,
+        queue_rows: int,
+        queue_tokens: int,
+        max_wait_seconds: float,
+        explain: Callable[[EngineryError, bool], EngineryError],
+        on_batch: Callable[[BatchStatistics], None],
+        name: str = "model",
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            generator: the model.
+            loop: the event loop of the requests.
+            max_rows: maximum number of rows of the batch.
+            queue_rows: maximum number of waiting inputs.
+            queue_tokens: maximum number of waiting tokens, with those to be generated.
+            max_wait_seconds: maximum estimated wait of a request.
+            explain: called in the thread with the error of a failed step, and whether all of its
+                inputs are those of one request; returns what the requests get.
+            on_batch: called in the event loop for each step.
+            name: name of the model, for the thread.
+        """
+        self._generator, self._loop, self._max_rows = generator, loop, max_rows
+        self._explain, self._on_batch = explain, on_batch
+        self.queue = BatchQueue(
+            BatchRules(max_tokens=queue_tokens, max_rows=max_rows, max_padding=1.0),
+            max_rows=queue_rows,
+            max_tokens=queue_tokens,
+            max_wait_seconds=max_wait_seconds,
+        )
+        self._requests: set[_Request] = set()
+        self._batch = RunningBatch(generator.decoder)
+        self._running: list[QueueEntry] = []
+        self._alone: list[QueueEntry] = []
+        """Inputs whose prompts failed together, to be run one by one."""
+        self._busy_seconds, self._done_tokens = 0.0, 0.0
+        self._since = 0.0
+        self._thread = threading.Thread(
+            target=self._work, daemon=True, name=f"enginery-generate-{name}"
+        )
+        self._thread.start()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the next step."""
+        return self._batch.rows
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests of which no input has left the queue."""
+        return sum(not request.first for request in self._requests)
+
+    @property
+    def alive(self) -> bool:
+        """True if the thread is alive."""
+        return self._thread.is_alive()
+
+    def busy_seconds(self) -> float:
+        """Return how long the present step has been running, in seconds."""
+        since = self._since
+        return time.perf_counter() - since if since else 0.0
+
+    async def run(
+        self, jobs: Sequence[GenerationJob], timings: Timings
+    ) -> AsyncGenerator[Progress]:
+        """Run the inputs of a request; yield what each step gives.
+
+        Args:
+            jobs: the inputs.
+            timings: timings of the request, which are set here.
+
+        Raises:
+            OverloadedError, ClosedError: the request was rejected.
+            EngineryError: an input failed; the first error is raised.
+        """
+        queue, request = self.queue, _Request()
+        arrived, backlog_seconds = time.perf_counter(), queue.backlog_seconds
+        entries = [
+            QueueEntry(
+                request, place, "", job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
+            )
+            for place, job in enumerate(jobs)
+        ]
+        left = len(entries)
+        self._requests.add(request)
+        try:
+            queue.put(entries, now=arrived)
+            while left:
+                found = await request.events.get()
+                if isinstance(found, BaseException):
+                    raise found
+                timings.queue_seconds = request.started - arrived
+                timings.inference_seconds = time.perf_counter() - request.first
+                left -= bool(found.results)
+                if not left:
+                    queue.observe_wait(backlog_seconds, timings.queue_seconds)
+                yield found
+        finally:
+            request.cancelled = True
+            queue.cancel(entries)
+            self._requests.discard(request)
+
+    def fail_all(self, error: Exception) -> None:
+        """Raise an error in every request that waits or runs."""
+        for request in list(self._requests):
+            request.cancelled = True
+            request.events.put_nowait(error)
+
+    def close(self, *, drain: bool) -> None:
+        """Accept no more requests; with `drain` run those that wait, else fail all."""
+        self.queue.close(drain=drain)
+        if not drain:
+            self.fail_all(ClosedError("the model is shutting down."))
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread after `close`; return True if it has ended."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # -- in the thread ------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            for entry in [each for each in self._running if each.request.cancelled]:
+                self._batch.remove(entry.row.search)
+                self._running.remove(entry)
+            taken = self._take()
+            if taken is None and not self._running:
+                return
+            if taken:
+                self._run(taken)
+            if self._running:
+                self._run([])
+
+    def _take(self) -> list[QueueEntry] | None:
+        """Return the inputs that join now; None if none is left and none will come."""
+        more = self._generator.decoder.takes_more
+        if self._running and not more:
+            return []
+        if self._alone:
+            return [self._alone.pop()]
+        room = self._max_rows - sum(entry.weight for entry in self._running)
+        taken = self.queue.take_rows(room, wait=not self._running, alike=not more)
+        now = time.perf_counter()
+        for entry in taken or ():
+            entry.request.started = now
+            entry.request.first = entry.request.first or now
+        return taken
+
+    def _run(self, taken: Sequence[QueueEntry]) -> None:
+        """Run the prompts of inputs that join or, without any, the next step."""
+        taken = [entry for entry in taken if not entry.request.cancelled]
+        entries = taken or self._running
+        if not entries:
+            return
+        started = self._since = time.perf_counter()
+        rows, tokens = len(taken) or self._batch.rows, 0
+        events: list[tuple[QueueEntry, Progress | BaseException]] = []
+        try:
+            if taken:
+                tokens = sum(entry.length for entry in taken)
+                longest = max(entry.length for entry in taken)
+                self._running = [*self._running, *taken]
+                self._begin(taken)
+            else:
+                tokens, longest = rows, 1
+                self._batch.step()
+            events = [found for entry in entries if (found := self._progress(entry))]
+        except EngineryError as error:
+            self._leave(entries)
+            if len(taken) > 1:  # find the input that fails
+                self._alone += taken
+            else:
+                one = len({entry.request for entry in entries}) == 1
+                shown = self._explain(error, one)
+                events = [(entry, shown) for entry in entries]
+        except Exception as error:  # a bug, which must not end the thread
+            _log.exception("generating %d texts failed", len(entries))
+            entries = self._running
+            self._batch, self._running = RunningBatch(self._generator.decoder), []
+            events = [(entry, error) for entry in entries]
+        seconds, self._since = time.perf_counter() - started, 0.0
+        self._measure(seconds, events)
+        statistics = BatchStatistics(rows, tokens, max(rows * longest, tokens), seconds)
+        with suppress(RuntimeError):  # the loop is closed, so no request waits any more
+            self._loop.call_soon_threadsafe(self._deliver, events, statistics)
+
+    def _begin(self, taken: Sequence[QueueEntry]) -> None:
+        jobs: list[GenerationJob] = [entry.row for entry in taken]
+        feeds = self._generator.inputs.join([job.row for job in jobs])
+        self._batch.add([job.search for job in jobs], feeds)
+
+    def _progress(self, entry: QueueEntry) -> tuple[QueueEntry, Progress | BaseException] | None:
+        """Return what is to be reported of an input, which leaves if it is done."""
+        found: Progress | BaseException | None
+        try:
+            found = entry.row.progress(entry.index)
+        except EngineryError as error:
+            found = error
+        except Exception as error:  # a bug, which must not affect other requests
+            _log.exception("a text could not be generated")
+            found = error
+        if isinstance(found, BaseException) or entry.row.search.done:
+            self._leave([entry])
+        return None if found is None else (entry, found)
+
+    def _leave(self, entries: Sequence[QueueEntry]) -> None:
+        self._running = [entry for entry in self._running if entry not in entries]
+        for entry in entries:
+            self._batch.remove(entry.row.search)
+
+    def _measure(self, seconds: float, events: Sequence[tuple[QueueEntry, Any]]) -> None:
+        """Update the estimate of the time per waiting token, of which most are not generated."""
+        self._busy_seconds += seconds
+        for entry, found in events:
+            if isinstance(found, Progress) and found.results:
+                self._done_tokens = self._done_tokens * _DECAY + entry.tokens
+                self._busy_seconds *= _DECAY
+        if self._done_tokens:
+            self.queue.seconds_per_token = self._busy_seconds / self._done_tokens
+
+    def _deliver(
+        self,
+        events: Sequence[tuple[QueueEntry, Progress | BaseException]],
+        statistics: BatchStatistics,
+    ) -> None:
+        for entry, found in events:
+            entry.request.events.put_nowait(found)
+        self._on_batch(statistics)

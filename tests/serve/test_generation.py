@@ -1,0 +1,689 @@
+"""Text generation over HTTP: the texts of `TextGenerator`, alone, together, streamed, abandoned."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from enginery import export_model, load_model
+from enginery.core.errors import InputError
+from enginery.serve.config import ServeConfig
+from tests.serve.conftest import Running
+from tests.serve.test_service import serving
+
+TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+WAIT = 60
+
+
+@pytest.fixture(scope="module")
+def artifacts(tiny_model, session_home, tmp_path_factory):
+    """Directories of artifacts by name: a decoder, one with a chat template, an encoder-decoder."""
+    import shutil
+
+    root, found = tmp_path_factory.mktemp("generators"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ENGINERY_HOME", str(session_home))
+        for name, kind, task in (
+            ("writer", "gpt2", "text-generation"),
+            ("chatter", "llama", "text-generation"),
+            ("translator", "t5", "text2text-generation"),
+        ):
+            source = root / f"{name}-source"
+            shutil.copytree(tiny_model(kind, task), source)
+            if name == "chatter":
+                (source / "chat_template.jinja").write_text(TEMPLATE)
+            found[name] = root / name
+            export_model(str(source), task=f"{task}-with-past", out=found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(artifacts, tiny_paths):
+    paths = {**artifacts, **tiny_paths("vectors")}
+    running = Running(paths, ServeConfig(access_log="off", max_inputs=64))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def writer(artifacts):
+    with load_model(artifacts["writer"]) as model:
+        yield model
+
+
+def wait_until(happens):
+    ends = time.monotonic() + WAIT
+    while not happens():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def scheduler_of(server, name="writer"):
+    return server.models.get(name)._generation
+
+
+class Gate:
+    """Steps of a decoder that run one by one, as the test lets them."""
+
+    def __init__(self, server, monkeypatch, name="writer"):
+        decoder = server.models.get(name).backend.generator.decoder
+        self._step, self._allowed = decoder.step, threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.rows = []
+        self.open = False
+        self.failing = None
+        monkeypatch.setattr(decoder, "step", self.step)
+
+    def step(self, state, tokens, parents, need):
+        self.rows.append(len(tokens))
+        self.entered.release()
+        if not self.open:
+            assert self._allowed.acquire(timeout=WAIT)
+        if self.failing is not None:
+            error, self.failing = self.failing, None
+            raise error
+        return self._step(state, tokens, parents, need)
+
+    def allow(self):
+        self._allowed.release()
+
+    def stay_open(self):
+        self.open = True
+        self.allow()
+
+    def wait_entered(self):
+        assert self.entered.acquire(timeout=WAIT)
+
+
+@pytest.fixture
+def gate(server, monkeypatch):
+    gate = Gate(server, monkeypatch)
+    yield gate
+    gate.stay_open()
+
+
+def events(text):
+    """The events of a stream."""
+    found = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+    return [json.loads(event) if event != "[DONE]" else event for event in found]
+
+
+# -- plain routes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["writer", "translator"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
+        {"max_new_tokens": 9, "do_sample": True, "seed": 4, "num_return_sequences": 2},
+        {"max_new_tokens": 20, "stop_strings": ["r", "ber"]},
+        {},
+    ],
+    ids=str,
+)
+def test_texts_are_those_of_generate(server, artifacts, name, options):
+    with load_model(artifacts[name]) as model:
+        wanted = model.generate(TEXTS, **options)
+    body = {"inputs": TEXTS, "parameters": options, "model": name}
+    found = server("POST", "/generate", body)
+    assert found.status == 200
+    flat = [x for each in found.json for x in (each if isinstance(each, list) else [each])]
+    assert [each["generated_text"] for each in flat] == [each.text for each in wanted]
+    details = [each["details"] for each in flat]
+    assert [each["finish_reason"] for each in details] == [each.finish for each in wanted]
+    assert [each["generated_tokens"] for each in details] == [len(each.tokens) for each in wanted]
+    assert found.headers["x-compute-tokens"] != "0"
+    one = server("POST", f"/generate/{name}", {**body, "inputs": TEXTS[0]}).json
+    assert one == found.json[0]
+    predicted = server("POST", f"/predict/{name}", {"inputs": TEXTS, "parameters": options}).json
+    assert predicted["outputs"] == found.json
+
+
+def test_pieces_of_a_stream_are_the_text(server):
+    for name in ("writer", "translator"):
+        body = {"inputs": TEXTS[1], "parameters": {"max_new_tokens": 30}, "model": name}
+        found = server("POST", "/generate_stream", body)
+        assert found.content_type == "text/event-stream"
+        sent = events(found.body.decode())
+        whole = server("POST", "/generate", body).json
+        assert "".join(event["token"]["text"] for event in sent) == whole["generated_text"]
+        assert [event["index"] for event in sent] == list(range(len(sent)))
+        assert len(sent) > 5
+        last = {name: sent[-1][name] for name in ("generated_text", "details")}
+        assert last == whole
+        assert not any(event["generated_text"] for event in sent[:-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/generate", {"inputs": []}, 400, "inputs is empty"),
+        ("/generate", {"inputs": 3}, 422, "inputs: found the number 3, expected a string"),
+        ("/generate", {"inputs": ["a", 3]}, 422, "inputs[1]: found the number 3"),
+        ("/generate", {"inputs": "a", "options": {}}, 422, "unknown field 'options'"),
+        ("/generate", {"inputs": "a", "parameters": {"max_tokens": 3}}, 422, "unknown option"),
+        ("/generate", {"inputs": "a", "parameters": {"temperature": 0}}, 422, "temperature"),
+        ("/generate", {"inputs": "a", "parameters": {"target_language": "fr"}}, 422, "unknown opt"),
+        ("/generate", {"inputs": "a", "parameters": {"num_beams": 17}}, 422, "at most 16"),
+        (
+            "/generate",
+            {"inputs": "a", "parameters": {"do_sample": True, "num_return_sequences": 20}},
+            422,
+            "20 beams or sequences for each input, expected at most 16",
+        ),
+        ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 1025}}, 422, "most 1024"),
+        ("/generate", {"inputs": "a", "parameters": {"forced_bos_token_id": 9999}}, 422, "9999"),
+        ("/generate", {"inputs": "a", "parameters": {"stop_strings": ["a"] * 17}}, 422, "most 16"),
+        ("/generate", {"inputs": "pump " * 200}, 422, "tokens, and the model's limit is 128"),
+        ("/generate", {"inputs": ["a"] * 65}, 413, "found 65 inputs, expected at most 64"),
+        ("/generate_stream", {"inputs": ["a", "b"]}, 422, "expected one for a stream"),
+        (
+            "/generate_stream",
+            {"inputs": "a", "parameters": {"num_beams": 2, "num_return_sequences": 2}},
+            422,
+            "expected 1 for a stream",
+        ),
+    ],
+)
+def test_bad_requests_are_errors_in_words(server, path, body, status, message):
+    found = server("POST", path, {**body, "model": "writer"})
+    assert found.status == status
+    assert message in found.json["error"]
+
+
+def test_models_of_other_tasks_name_the_route_that_they_have(server):
+    found = server("POST", "/generate", {"inputs": "a", "model": "vectors"})
+    assert found.status == 422
+    assert "expected a model that generates text" in found.json["error"]
+    assert "POST /predict/vectors" in found.json["error"]
+    found = server("POST", "/embed", {"inputs": "a", "model": "writer"})
+    assert "It generates text: POST /predict/writer" in found.json["error"]
+    found = server("POST", "/generate", {"inputs": "a"})
+    assert "Name one of writer, chatter, translator" in found.json["error"]
+
+
+# -- OpenAI -------------------------------------------------------------------------------------
+
+
+def test_openais_client_gets_the_texts_whole_and_streamed(client, writer):
+    wanted = writer.generate(TEXTS, max_new_tokens=12)
+    found = client.completions.create(model="writer", prompt=TEXTS, max_tokens=12)
+    assert [choice.text for choice in found.choices] == [each.text for each in wanted]
+    assert {choice.finish_reason for choice in found.choices} == {"length"}
+    assert found.usage.completion_tokens == 36
+    assert found.usage.total_tokens == found.usage.prompt_tokens + 36
+    chunks = list(
+        client.completions.create(
+            model="writer",
+            prompt=TEXTS,
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    texts = ["", "", ""]
+    ends = [None] * 3
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        ends[choice.index] = choice.finish_reason
+    assert texts == [each.text for each in wanted]
+    assert ends == ["length"] * 3
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == found.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_temperature_and_seed_draw_and_zero_is_greedy(client, writer):
+    drawn = {"do_sample": True, "temperature": 0.7, "seed": 5, "num_return_sequences": 3}
+    wanted = writer.generate(TEXTS[:1], max_new_tokens=8, top_p=0.9, **drawn)
+    found = client.completions.create(
+        model="writer", prompt=TEXTS[0], max_tokens=8, temperature=0.7, top_p=0.9, seed=5, n=3
+    )
+    assert [choice.text for choice in found.choices] == [each.text for each in wanted]
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    greedy = client.completions.create(model="writer", prompt=TEXTS[0], max_tokens=8, temperature=0)
+    assert greedy.choices[0].text == writer.generate(TEXTS[:1], max_new_tokens=8)[0].text
+    streamed = ["", "", ""]
+    for chunk in client.completions.create(
+        model="writer",
+        prompt=TEXTS[0],
+        max_tokens=8,
+        temperature=0.7,
+        top_p=0.9,
+        seed=5,
+        n=3,
+        stream=True,
+    ):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [each.text for each in wanted]
+
+
+def test_text_ends_before_a_stop_string(client, writer):
+    (whole,) = writer.generate(TEXTS[:1], max_new_tokens=30)
+    stop = whole.text[10:12]
+    asked = {"model": "writer", "prompt": TEXTS[0], "max_tokens": 30, "stop": [stop, "zzz"]}
+    (choice,) = client.completions.create(**asked).choices
+    assert choice.text == whole.text[: whole.text.index(stop)]
+    assert choice.finish_reason == "stop"
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)]
+    assert "".join(pieces) == choice.text
+
+
+def test_echo_puts_the_prompt_in_front(client):
+    asked = {"model": "writer", "prompt": TEXTS[0], "max_tokens": 5}
+    plain = client.completions.create(**asked).choices[0].text
+    echoed = client.completions.create(**asked, echo=True).choices[0].text
+    pieces = [
+        chunk.choices[0].text
+        for chunk in client.completions.create(**asked, echo=True, stream=True)
+    ]
+    assert echoed == "".join(pieces) == TEXTS[0] + plain
+
+
+def test_completions_have_16_tokens_unless_the_model_says_otherwise(client):
+    found = client.completions.create(model="writer", prompt=TEXTS[0])
+    assert found.usage.completion_tokens == 16
+
+
+def test_encoder_decoders_complete_with_the_text_of_the_prompt(client, artifacts):
+    with load_model(artifacts["translator"]) as model:
+        wanted = model.generate(TEXTS, max_new_tokens=10)
+    found = client.completions.create(model="translator", prompt=TEXTS, max_tokens=10)
+    assert [choice.text for choice in found.choices] == [each.text for each in wanted]
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it warm?"}]
+
+
+def test_chat_answers_the_prompt_of_the_template(client, artifacts):
+    prompt = "system: Be brief.\nuser: Is it warm?\nassistant:"
+    with load_model(artifacts["chatter"]) as model:
+        ids = model.tokenizer.encode_untruncated([prompt], special=False)[0].ids
+        (wanted,) = model.generate([prompt], max_new_tokens=12)
+        special = model.tokenizer.encode_untruncated([prompt], special=True)[0].ids
+    found = client.chat.completions.create(model="chatter", messages=MESSAGES, max_tokens=12)
+    assert found.usage.prompt_tokens == len(ids)
+    if ids == special:  # the tokenizer adds none of its own
+        assert found.choices[0].message.content == wanted.text
+    parts = [{"type": "text", "text": "Is it "}, {"type": "text", "text": "warm?"}]
+    chunks = list(
+        client.chat.completions.create(
+            model="chatter",
+            messages=[MESSAGES[0], {"role": "user", "content": parts}],
+            max_completion_tokens=12,
+            stream=True,
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == (
+        found.choices[0].message.content
+    )
+    assert chunks[-1].choices[0].finish_reason == found.choices[0].finish_reason == "length"
+
+
+def test_chat_without_a_length_ends_at_the_models_or_servers_limit(client):
+    found = client.chat.completions.create(model="chatter", messages=MESSAGES)
+    assert found.usage.total_tokens == 128 or found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": 3}, "prompt", "expected a string or a list of strings"),
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: found the number 0"),
+        ({"prompt": "a", "max_tokens": 2000}, "max_tokens", "expected at most 1024"),
+        ({"prompt": "a", "temperature": 3}, "temperature", "temperature: found the number 3"),
+        ({"prompt": "a", "top_p": 0}, "top_p", "top_p"),
+        ({"prompt": "a", "logprobs": 2}, "logprobs", "logprobs: found the number 2, which is not"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs", "not supported"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "n", "greedy search has one text"),
+        ({"prompt": "a", "n": 20, "temperature": 1}, None, "20 beams or sequences"),
+        ({"prompt": "a", "stop": 3}, "stop", "stop"),
+        ({"prompt": "pump " * 200}, None, "the model's limit is 128"),
+        ({"prompt": ["a", ""], "target_language": "fr"}, None, "target_language"),
+    ],
+)
+def test_wrong_field_is_named_in_openais_format(server, body, param, message):
+    for stream in (False, True):
+        asked = {"model": "writer", "stream": stream, **body}
+        found = server("POST", "/v1/completions", asked)
+        assert found.status == 400, found.body
+        error = found.json["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "message"),
+    [
+        ("writer", {}, "the model has no chat template"),
+        ("translator", {}, "which does not chat"),
+        ("vectors", {}, "expected a model that generates text"),
+        ("chatter", {"messages": []}, "messages is empty"),
+        ("chatter", {"messages": [{"role": "tool", "content": "x"}]}, "no tools"),
+        (
+            "chatter",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]: found an object, expected a part of the type text",
+        ),
+        ("chatter", {"tools": [{"type": "function"}]}, "tools: found a list, which is not"),
+        ("chatter", {"logprobs": True}, "logprobs: found true, which is not supported"),
+        ("chatter", {"max_tokens": 3, "max_completion_tokens": 4}, "expected one of them"),
+    ],
+)
+def test_chat_that_cannot_be_is_an_error(server, model, body, message):
+    found = server("POST", "/v1/chat/completions", {"messages": MESSAGES, "model": model, **body})
+    assert found.status == 400
+    assert message in found.json["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(server):
+    body = {"logprobs": None, "presence_penalty": 0, "best_of": 1, "user": "me", "stop": []}
+    found = server("POST", "/v1/completions", {"model": "writer", "prompt": "a", **body})
+    assert found.status == 200
+
+
+# -- together -----------------------------------------------------------------------------------
+
+
+def test_clients_that_join_and_leave_get_what_they_get_alone(server, writer):
+    """Sixteen clients with prompts and lengths of their own; some leave in the middle."""
+    chance = random.Random(3)
+    prompts = [f"{text} {'pump ' * chance.randrange(8)}" for text in TEXTS * 6][:16]
+    lengths = [chance.randrange(5, 60) for _ in prompts]
+    leaves = [chance.random() < 0.25 for _ in prompts]
+    delays = [chance.random() * 0.3 for _ in prompts]
+    wanted = [
+        writer.generate([prompt], max_new_tokens=length)[0].text
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    scheduler, most = scheduler_of(server), 0
+
+    async def one(client, place):
+        nonlocal most
+        await asyncio.sleep(delays[place])
+        text = ""
+        async with await client.completions.create(
+            model="writer", prompt=prompts[place], max_tokens=lengths[place], stream=True
+        ) as stream:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                most = max(most, scheduler.rows)
+                if leaves[place] and len(text) > 3:
+                    break
+        return text
+
+    async def everyone():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
+        ) as client:
+            return await asyncio.gather(*(one(client, place) for place in range(16)))
+
+    for place, found in enumerate(asyncio.run(everyone())):
+        if leaves[place]:
+            assert wanted[place].startswith(found)
+        else:
+            assert found == wanted[place]
+    assert most > 4  # they have run together
+    wait_until(lambda: scheduler.rows == 0)
+
+
+def test_inputs_of_an_encoder_decoder_run_in_groups(server, artifacts, monkeypatch):
+    with load_model(artifacts["translator"]) as model:
+        wanted = {text: model.generate([text], max_new_tokens=6)[0].text for text in TEXTS}
+    gate = Gate(server, monkeypatch, "translator")
+    found = {}
+
+    def ask(text):
+        body = {"inputs": text, "model": "translator", "parameters": {"max_new_tokens": 6}}
+        found[text] = server("POST", "/generate", body).json["generated_text"]
+
+    first, *others = [threading.Thread(target=ask, args=(text,)) for text in TEXTS]
+    first.start()
+    gate.wait_entered()
+    for each in others:
+        each.start()
+    scheduler = scheduler_of(server, "translator")
+    wait_until(lambda: scheduler.queue.rows == 2)
+    gate.stay_open()
+    for each in (first, *others):
+        each.join(WAIT)
+    assert found == wanted
+    assert gate.rows[0] == 1
+    assert max(gate.rows) == 2  # those that came later have run together
+
+
+def test_client_that_disconnects_frees_its_rows(server, gate):
+    scheduler = scheduler_of(server)
+    body = {"inputs": "A", "model": "writer", "parameters": {"max_new_tokens": 100}}
+    with server.client.stream("POST", "/generate_stream", json=body) as response:
+        gate.wait_entered()
+        assert next(response.iter_lines()).startswith("data: ")
+        assert scheduler.rows == 1 or gate.rows == [1]
+    other = threading.Thread(target=server, args=("POST", "/generate", {**body, "inputs": TEXTS}))
+    other.start()
+    wait_until(lambda: scheduler.queue.rows == 3)
+    wait_until(lambda: len(scheduler._requests) == 1)  # the first one has gone
+    gate.allow()
+    gate.wait_entered()
+    assert gate.rows[-1] == 3  # only those of the other
+    gate.stay_open()
+    other.join(WAIT)
+
+
+def test_client_that_leaves_the_queue_is_not_run(server, gate):
+    scheduler = scheduler_of(server)
+    body = {"inputs": ["A"] * 16, "model": "writer", "parameters": {"max_new_tokens": 3}}
+    first = threading.Thread(target=server, args=("POST", "/generate", body))
+    first.start()
+    gate.wait_entered()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/generate", json={**body, "inputs": "B"}, timeout=0.5)
+    wait_until(lambda: scheduler.queue.rows == 0)
+    assert len(scheduler._requests) == 1
+    gate.stay_open()
+    first.join(WAIT)
+    assert set(gate.rows) == {16}
+
+
+def test_failing_step_fails_its_requests_and_the_server_goes_on(server, gate, writer):
+    body = {"inputs": "A", "model": "writer", "parameters": {"max_new_tokens": 5}}
+    found = []
+
+    def ask():
+        found.append(server("POST", "/generate", body))
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    asking[0].start()
+    gate.wait_entered()
+    for each in asking[1:]:
+        each.start()
+    scheduler = scheduler_of(server)
+    wait_until(lambda: scheduler.queue.rows == 2)
+    gate.allow()
+    gate.wait_entered()  # they run together now
+    gate.failing = InputError("the graph fails on purpose.")
+    gate.stay_open()
+    for each in asking:
+        each.join(WAIT)
+    assert gate.rows[:2] == [1, 3]
+    assert [each.status for each in found] == [503] * 3
+    message = "generating several texts together failed: the graph fails on purpose."
+    assert all(message in each.json["error"] for each in found)
+    answer = server("POST", "/generate", body).json
+    assert answer["generated_text"] == writer.generate(["A"], max_new_tokens=5)[0].text
+
+
+def test_error_in_the_middle_of_a_stream_is_an_event(server, gate, client):
+    stream = client.completions.create(model="writer", prompt="A", max_tokens=20, stream=True)
+    gate.wait_entered()
+    gate.failing = InputError("the graph fails on purpose.")
+    gate.stay_open()
+    with pytest.raises(openai.APIError, match="the graph fails on purpose"):
+        list(stream)
+    assert server.models.ready
+
+
+def test_provider_that_is_lost_fails_the_model(artifacts, monkeypatch):
+    server = Running({"writer": artifacts["writer"]}, ServeConfig(access_log="off"))
+    try:
+        runner = server.models.get("writer").backend.runner
+
+        def lost(*_):
+            raise InputError("the device is lost.")
+
+        monkeypatch.setattr(runner, "run_values", lost)
+        found = server("POST", "/generate", {"inputs": "A"})
+        assert found.status == 503
+        assert "the provider can no longer run the model" in found.json["error"]
+        assert server("GET", "/health").status == 503
+    finally:
+        server.close()
+
+
+def test_prompts_that_fail_together_run_one_by_one(server, monkeypatch, writer):
+    decoder = server.models.get("writer").backend.generator.decoder
+    begin, sizes = decoder.begin, []
+
+    def begin_one(prompts, need, inputs=None):
+        sizes.append(len(prompts))
+        if len(prompts) > 1:
+            raise InputError("not enough memory.")
+        return begin(prompts, need, inputs)
+
+    monkeypatch.setattr(decoder, "begin", begin_one)
+    body = {"inputs": TEXTS, "model": "writer", "parameters": {"max_new_tokens": 5}}
+    found = server("POST", "/generate", body)
+    assert [each["generated_text"] for each in found.json] == [
+        each.text for each in writer.generate(TEXTS, max_new_tokens=5)
+    ]
+    assert sizes == [3, 1, 1, 1]
+
+
+# -- limits, and what is told about it ----------------------------------------------------------
+
+
+def test_full_queue_is_429(artifacts, monkeypatch):
+    config = ServeConfig(access_log="off", queue_inputs=1, generation_rows=1)
+    server = Running({"writer": artifacts["writer"]}, config)
+    try:
+        gate, scheduler = Gate(server, monkeypatch), scheduler_of(server)
+        body = {"prompt": "A", "max_tokens": 3}
+        asking = [
+            threading.Thread(target=server, args=("POST", "/v1/completions", body))
+            for _ in range(2)
+        ]
+        asking[0].start()
+        gate.wait_entered()
+        asking[1].start()
+        wait_until(lambda: scheduler.queue.rows == 1)
+        assert scheduler.waiting == 1
+        metrics = server("GET", "/metrics").body.decode()
+        assert 'enginery_waiting_requests{model="writer"} 1.0' in metrics
+        for stream in (False, True):
+            found = server("POST", "/v1/completions", {**body, "stream": stream})
+            assert found.status == 429
+            assert found.json["error"]["code"] == "rate_limit_exceeded"
+            assert "retry-after" in found.headers
+        gate.stay_open()
+        for each in asking:
+            each.join(WAIT)
+    finally:
+        server.close()
+
+
+def test_models_own_length_is_cut_to_the_servers_limit(artifacts):
+    config = ServeConfig(access_log="off", max_new_tokens=7)
+    server = Running({"writer": artifacts["writer"]}, config)
+    try:
+        (found,) = server("POST", "/generate", {"inputs": ["A"]}).json
+        assert found["details"]["generated_tokens"] == 7
+        long = server("POST", "/generate", {"inputs": "A", "parameters": {"max_length": 100}}).json
+        assert long["details"]["generated_tokens"] == 7
+    finally:
+        server.close()
+
+
+def test_metrics_count_tokens_and_the_time_to_the_first(server):
+    def read():
+        lines = server("GET", "/metrics").body.decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = read()
+    body = {"inputs": TEXTS, "model": "writer", "parameters": {"max_new_tokens": 5}}
+    server("POST", "/generate", body)
+    server("POST", "/generate_stream", {**body, "inputs": "A"})
+    tokens = 'enginery_generated_tokens_total{model="writer"}'
+    wait_until(lambda: read()[tokens] - before[tokens] == 20)
+    after = read()
+    count = 'enginery_first_token_seconds_count{model="writer"}'
+    assert after[count] - before[count] == 2
+    inputs = 'enginery_inputs_total{model="writer"}'
+    assert after[inputs] - before[inputs] == 4
+    assert after['enginery_running_rows{model="writer"}'] == 0
+    assert 'enginery_running_rows{model="vectors"}' not in after
+
+
+def test_info_has_what_a_form_needs(server):
+    info = server("GET", "/models/writer/info").json
+    assert info["method"] == "generate"
+    assert info["generation"] == {"max_rows": 16, "max_new_tokens": 1024}
+    assert info["fields"] == [{"name": "text", "optional": False}]
+    assert info["options"]["temperature"]["type"] == "number"
+    assert server("POST", "/predict/writer", info["example"]).status == 200
+    assert server("GET", "/health").status == 200
+    assert server("GET", "/v2/models/writer").json["inputs"][0]["name"] == "input_ids"
+
+
+def test_server_process_streams_to_clients_that_come_and_go(artifacts, writer):
+    prompts = [f"{text} {'pump ' * place}" for place, text in enumerate(TEXTS * 4)]
+    wanted = [each.text for each in writer.generate(prompts, max_new_tokens=40)]
+    with serving(artifacts["writer"]) as server:
+
+        async def one(client, place):
+            stream = await client.completions.create(
+                model="writer", prompt=prompts[place], max_tokens=40, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        async def abandon(client):
+            stream = await client.completions.create(
+                model="writer", prompt="A", max_tokens=100, stream=True
+            )
+            await anext(aiter(stream))
+            await stream.close()
+
+        async def everyone():
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
+            ) as client:
+                texts = [one(client, place) for place in range(len(prompts))]
+                gone = [abandon(client) for _ in range(4)]
+                return (await asyncio.gather(*texts, *gone))[: len(prompts)]
+
+        assert asyncio.run(everyone()) == wanted
+        running = 'enginery_running_rows{model="writer"} 0.0'
+        wait_until(lambda: running in server.client.get("/metrics").text)
