@@ -290,6 +290,49 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class GenerationMetrics:
+    """Comparison of generated tokens with those of PyTorch's own `generate`."""
+
+    what: str
+    """`sentences`, `rows`, `images` or `made-up prompts`."""
+    inputs: Count
+    steps: Count
+    """Tokens of the longest text that greedy search of PyTorch generates."""
+    generated_steps: Count
+    """Tokens of all of them."""
+    compared_steps: Count
+    """Greedy tokens that are equal, up to the first of each input that is not."""
+    parted: Count
+    """Inputs whose greedy tokens part from PyTorch's where that is allowed."""
+    beams: Count
+    """Beams of beam search."""
+    beams_parted: Count
+    """Inputs for which beam search finds other tokens, failures included."""
+    agreement: Number
+    """Share of steps with the same best token, with PyTorch's tokens forced; near ties count."""
+    failed: Count
+    """Inputs and files that fail."""
+
+    def describe(self) -> str:
+        """Return `8 inputs × 32 steps equal PyTorch's greedy search token for token; …`."""
+        whole = self.generated_steps == self.inputs * self.steps
+        steps = f"{'' if whole else 'up to '}{self.steps} steps"
+        equal = self.inputs - self.parted
+        if not self.parted:
+            greedy = f"{self.inputs} inputs × {steps} equal PyTorch's greedy search token for token"
+        else:
+            greedy = (
+                f"{equal} of {self.inputs} inputs × {steps} equal PyTorch's greedy search, "
+                f"{self.compared_steps} of {self.generated_steps} tokens compared up to where they "
+                f"part; best token the same in {self.agreement:.1%} of steps with PyTorch's tokens"
+            )
+        same = self.inputs - self.beams_parted
+        if same == self.inputs:
+            return f"{greedy}; beam {self.beams} equal"
+        return f"{greedy}; beam {self.beams} equal for {same} of {self.inputs}"
+
+
+@dataclass(frozen=True)
 class RoundingMetrics:
     """How much of an output's error does not come from rounding to the artifact's precision."""
 
@@ -520,6 +563,8 @@ class ValidationReport(Report):
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
     labels: LabelMetrics | None = None
     """Accuracy of the reference and of the artifact; None without labels."""
+    generation: GenerationMetrics | None = None
+    """For artifacts that generate text."""
     schema_version: Count = field(default=1)
 
     @property
