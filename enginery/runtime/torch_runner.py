@@ -55,6 +55,10 @@ except ImportError as error:
 _UPCAST_ON_USE_BYTES = 1 << 30
 """Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
 
+_ONE_THREAD_BYTES = 64 << 20
+"""Size of a model's weights up to which one thread runs the steps of generation: to share the work
+of a step takes longer than to do it."""
+
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
 _RunModel = Callable[[dict[str, Any]], dict[str, Any]]
@@ -328,7 +332,8 @@ class TorchRunner(Closeable):
             InputError: PyTorch rejects the feeds, or those before, or has no cache.
         """
         decoder = self._decoder = self._decoder or TorchDecoder(self._model, self.record)
-        return self._call(partial(decoder.decode, resume=resume), feeds)
+        with self._threads_for_steps():
+            return self._call(partial(decoder.decode, resume=resume), feeds)
 
     def generate(self, feeds: Feeds, options: Mapping[str, Any]) -> Outputs:
         """Run the model's own `generate` on one input, with the options of its own files.
@@ -359,7 +364,9 @@ class TorchRunner(Closeable):
                 return {**outputs, "score": found.sequences_scores[0]}
             return {**outputs, "scores": torch.cat(found.scores)}
 
-        return {name: _array(tensor) for name, tensor in self._attempt(run, feeds).items()}
+        with self._threads_for_steps():
+            found = self._attempt(run, feeds)
+        return {name: _array(tensor) for name, tensor in found.items()}
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts by the model's own tokenizer in transformers.
@@ -482,6 +489,17 @@ class TorchRunner(Closeable):
         """Return the context manager that upcasts weights on use, or one that does nothing."""
         narrow = self._float == torch.float64 and self._model.dtype == torch.float32
         return UpcastWeights(self._model) if narrow else nullcontext()
+
+    @contextmanager
+    def _threads_for_steps(self) -> Iterator[None]:
+        """Run small models on one thread."""
+        before = torch.get_num_threads()
+        if _weights_bytes(self._model) <= _ONE_THREAD_BYTES:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)

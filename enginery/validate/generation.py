@@ -62,7 +62,7 @@ STEPS = 32
 BEAMS = 4
 
 _MADE_UP = "made-up prompts"
-_INPUTS: dict[Effort, int] = {"quick": 4, "normal": 8, "thorough": 16}
+_INPUTS: dict[Effort, int] = {"quick": 3, "normal": 8, "thorough": 16}
 _LONGEST_MADE_UP = 24
 """Tokens of the longest made-up prompt."""
 _NOT_COMPARED = ("pad_token_id", "bos_token_id", "seed")
