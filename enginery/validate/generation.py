@@ -181,9 +181,10 @@ class GeneratedTexts:
             steps=max(len(each.tokens) for each in self.greedy),
             compared_steps=sum(each.steps for each in greedy),
             generated_steps=sum(len(each.tokens) for each in self.greedy),
-            parted=sum(each.parted for each in greedy),
+            equal=sum(each.equal for each in greedy),
+            parted=sum(each.parted and not each.problem for each in greedy),
             beams=BEAMS,
-            beams_parted=sum(each.parted for each in beams),
+            beams_equal=sum(each.equal for each in beams),
             agreement=float(np.mean(agreement)) if agreement else math.nan,
             failed=sum(bool(each.problem) for each in results),
         )
@@ -295,6 +296,10 @@ class _Compared:
     """Greedy tokens that are equal."""
     parted: bool = False
     problem: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return not self.parted and not self.problem
 
     def fail(self, problem: str) -> None:
         """Take the first problem."""

@@ -302,34 +302,37 @@ class GenerationMetrics:
     """Tokens of all of them."""
     compared_steps: Count
     """Greedy tokens that are equal, up to the first of each input that is not."""
+    equal: Count
+    """Inputs whose greedy tokens are all equal."""
     parted: Count
     """Inputs whose greedy tokens part from PyTorch's where that is allowed."""
     beams: Count
     """Beams of beam search."""
-    beams_parted: Count
-    """Inputs for which beam search finds other tokens, failures included."""
+    beams_equal: Count
+    """Inputs for which beam search finds the same tokens."""
     agreement: Number
     """Share of steps with the same best token, with PyTorch's tokens forced; near ties count."""
     failed: Count
-    """Inputs and files that fail."""
+    """Searches, texts and options that fail."""
 
     def describe(self) -> str:
         """Return `8 inputs × 32 steps equal PyTorch's greedy search token for token; …`."""
         whole = self.generated_steps == self.inputs * self.steps
-        steps = f"{'' if whole else 'up to '}{self.steps} steps"
-        equal = self.inputs - self.parted
-        if not self.parted:
-            greedy = f"{self.inputs} inputs × {steps} equal PyTorch's greedy search token for token"
+        inputs = f"{self.inputs} inputs × {'' if whole else 'up to '}{self.steps} steps"
+        if self.equal == self.inputs:
+            greedy = f"{inputs} equal PyTorch's greedy search token for token"
         else:
             greedy = (
-                f"{equal} of {self.inputs} inputs × {steps} equal PyTorch's greedy search, "
-                f"{self.compared_steps} of {self.generated_steps} tokens compared up to where they "
-                f"part; best token the same in {self.agreement:.1%} of steps with PyTorch's tokens"
+                f"{self.equal} of {inputs} equal PyTorch's greedy search, {self.parted} part where "
+                f"that is allowed ({self.compared_steps} of {self.generated_steps} tokens "
+                f"compared); best token the same in {self.agreement:.1%} of steps with PyTorch's "
+                "tokens"
             )
-        same = self.inputs - self.beams_parted
-        if same == self.inputs:
-            return f"{greedy}; beam {self.beams} equal"
-        return f"{greedy}; beam {self.beams} equal for {same} of {self.inputs}"
+        equal = "equal"
+        if self.beams_equal < self.inputs:
+            equal = f"equal for {self.beams_equal} of {self.inputs}"
+        failed = f"; {self.failed} failures" if self.failed else ""
+        return f"{greedy}; beam {self.beams} {equal}{failed}"
 
 
 @dataclass(frozen=True)
