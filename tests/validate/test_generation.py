@@ -137,9 +137,8 @@ def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
     past = "past_key_values.0.decoder.key"
     report = broken("marian", partial(faults.oldest_position_forgotten, past=past), graph=LATER)
     assert not report.passed
-    # The last steps alone have more than 24 tokens behind them; decoding has up to 29.
-    assert {int(name.split()[-1]) for name in failed_steps(report)} <= set(range(26, STEPS))
-    assert failed_steps(report)
+    # What the step after 30 tokens returns is read by the next one, the last.
+    assert failed_steps(report) == [f"3 sentences with PyTorch's tokens, token {STEPS - 1}"]
 
 
 def test_wrong_tokens_name_input_step_and_margin(broken):
@@ -194,12 +193,6 @@ def test_end_token_that_pytorch_does_not_have_ends_the_text(edited, exported):
     problem = generated(report)["sentence 1, greedy search"]
     assert f"the text ends after {text.tokens.index(text.tokens[2]) + 1} tokens" in problem
     assert f"PyTorch's after {STEPS}" in problem
-
-
-def test_wrong_start_token_gives_other_tokens(edited):
-    start = {"decoder_start_token_id": 7}
-    report = edited("marian", "generation_config.json", lambda d: d.update(start))
-    assert any("greedy" in name for name in generated(report))
 
 
 def test_tokenizer_without_special_tokens_fails(edited):

@@ -97,12 +97,12 @@ def encoder_mask_ignored(g: GraphEditor) -> None:
 
 # Faults of a step with a long past alone: one token at a time, as only generation runs them.
 
-_STEP, _LONG = "input_ids", 24
+_LONG = 29
 
 
 def _in_long_step(g: GraphEditor, past: str) -> str:
-    """Return whether one token is run after more than 24."""
-    one = g.op("Equal", g.size(_STEP, 1), np.int64(1))
+    """Return whether one token is run after more than 29."""
+    one = g.op("Equal", g.size("input_ids", 1), np.int64(1))
     return g.op("And", one, g.op("Greater", g.size(past, 2), np.int64(_LONG)))
 
 
