@@ -213,6 +213,8 @@ def report_lines(report: ValidationReport) -> list[str]:
             f"{change.repaired} wrong → right"
             for change in labels.changes
         ]
+    if report.generation:
+        lines.append(f"generation: {report.generation.describe()}")
     lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
     if weights := report.weights:
         lines.append(f"weights: {weights.describe()}")

@@ -142,16 +142,46 @@ class TorchReference(Closeable):
             UntrustedModelError: the model attempted an operation that no model needs.
             EngineryError: the outputs cannot be written to the directory.
         """
-        file = directory / "feeds.npz"
-        try:
-            directory.mkdir(parents=True)
-            with file.open("wb") as stream:
-                np.savez(stream, allow_pickle=False, **feeds)
-        except OSError as error:
-            raise _write_error(directory, error) from error
-        found = self._request("run", feeds=str(file), directory=str(directory), decode=decode)
-        file.unlink()
-        return {name: directory / file for name, file in found["files"].items()}
+        return self._run("run", feeds, directory, decode=decode)
+
+    def generate(
+        self, feeds: Feeds, directory: Path, options: Mapping[str, Any]
+    ) -> dict[str, Path]:
+        """Run the model's own `generate` on one input; see `TorchRunner.generate`.
+
+        Args:
+            feeds: the inputs of a batch of one.
+            directory: where to write the outputs; it must not exist.
+            options: options in place of those of the model's files.
+
+        Returns:
+            An `.npy` file for each of `tokens`, `scores` and `score` that there is.
+
+        Raises:
+            InputError: PyTorch rejects the feeds or the options.
+            UntrustedModelError: the model attempted an operation that no model needs.
+            EngineryError: the outputs cannot be written to the directory.
+        """
+        return self._run("generate", feeds, directory, options=dict(options))
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts by the model's own tokenizer in transformers.
+
+        Raises:
+            InputError: transformers cannot load the tokenizer, or it cannot encode a text.
+            UntrustedModelError: the tokenizer attempted an operation that none needs.
+        """
+        found: list[list[int]] = self._request("tokenize", texts=list(texts))["ids"]
+        return found
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return the options that the model's `generate` has without any arguments.
+
+        Raises:
+            InputError: the model's class does not generate.
+        """
+        found: dict[str, Any] = self._request("generation_config")["options"]
+        return found
 
     def weights(self, directory: Path) -> TorchWeights:
         """Describe every parameter and buffer; samples pass through a file in `directory`.
@@ -199,6 +229,19 @@ class TorchReference(Closeable):
             worker.close()
         else:
             _keep_worker(worker)
+
+    def _run(self, does: str, feeds: Feeds, directory: Path, **values: Any) -> dict[str, Path]:
+        """Send feeds through a file, and return the files of the outputs."""
+        file = directory / "feeds.npz"
+        try:
+            directory.mkdir(parents=True)
+            with file.open("wb") as stream:
+                np.savez(stream, allow_pickle=False, **feeds)
+        except OSError as error:
+            raise _write_error(directory, error) from error
+        found = self._request(does, feeds=str(file), directory=str(directory), **values)
+        file.unlink()
+        return {name: directory / file for name, file in found["files"].items()}
 
     def _request(self, does: str, **values: Any) -> WorkerResult:
         if self._worker is None:
@@ -293,6 +336,9 @@ class _Child:
         does = {
             "load": self.load,
             "run": self.run,
+            "generate": self.run,
+            "tokenize": self.tokenize,
+            "generation_config": self.generation_config,
             "list_weights": self.list_weights,
             "write_weight": self.write_weight,
             "unload": self.unload,
@@ -324,7 +370,9 @@ class _Child:
     def run(self, request: WorkerResult) -> WorkerResult:
         with np.load(request["feeds"], allow_pickle=False) as stored:
             feeds = {name: stored[name] for name in stored.files}
-        if request["decode"]:
+        if request["do"] == "generate":
+            outputs = self._runner.generate(feeds, request["options"])
+        elif request["decode"]:
             outputs = self._runner.decode(feeds, resume=request["decode"] == "resume")
         else:
             outputs = self._runner(feeds)
@@ -337,6 +385,14 @@ class _Child:
         except OSError as error:
             raise _write_error(Path(request["directory"]), error) from error
         return {"files": files}
+
+    def tokenize(self, request: WorkerResult) -> WorkerResult:
+        found = self._runner.tokenize(request["texts"])
+        self._require_harmless()
+        return {"ids": found}
+
+    def generation_config(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
+        return {"options": self._runner.generation_config()}
 
     def list_weights(self, request: WorkerResult) -> WorkerResult:
         self._weights = self._runner.weights()

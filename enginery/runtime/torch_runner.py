@@ -13,7 +13,8 @@ Only this module and `torch_decoder` import torch and transformers in the runtim
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ try:
     import torch
     from optimum.exporters.tasks import TasksManager
     from torch.overrides import TorchFunctionMode
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from enginery.runtime.torch_decoder import TorchDecoder
 except ImportError as error:
@@ -53,6 +54,10 @@ except ImportError as error:
 
 _UPCAST_ON_USE_BYTES = 1 << 30
 """Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
+
+_ONE_THREAD_BYTES = 64 << 20
+"""Size of a model's weights up to which one thread runs the steps of generation: to share the work
+of a step takes longer than to do it."""
 
 Feeds = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[Any]]
@@ -293,6 +298,7 @@ class TorchRunner(Closeable):
         self.notes: list[str] = []
         self._device = device
         self._float = _DTYPES[precision]
+        self._path, self._trust_remote_code = source.path, trust_remote_code
         self._model = load_pytorch(
             source.path,
             manifest.task,
@@ -326,22 +332,89 @@ class TorchRunner(Closeable):
             InputError: PyTorch rejects the feeds, or those before, or has no cache.
         """
         decoder = self._decoder = self._decoder or TorchDecoder(self._model, self.record)
-        return self._call(partial(decoder.decode, resume=resume), feeds)
+        with self._threads_for_steps():
+            return self._call(partial(decoder.decode, resume=resume), feeds)
+
+    def generate(self, feeds: Feeds, options: Mapping[str, Any]) -> Outputs:
+        """Run the model's own `generate` on one input, with the options of its own files.
+
+        Args:
+            feeds: `input_ids` and `attention_mask` of a decoder's prompt, or the encoder's inputs,
+                with a batch of one.
+            options: options in place of those of the files.
+
+        Returns:
+            `tokens`, int64 (steps,): the new tokens. Of greedy search also `scores`, float32
+            (steps, vocabulary): the logits of each step as the processors have changed them. Of
+            beam search `score`, float32 (): the score of the tokens.
+
+        Raises:
+            InputError: PyTorch rejects the feeds or the options.
+        """
+
+        def run(tensors: dict[str, Any]) -> dict[str, Any]:
+            found = self._model.generate(
+                **tensors, **options, return_dict_in_generate=True, output_scores=True
+            )
+            encoded = self._model.config.is_encoder_decoder
+            outputs = {
+                "tokens": found.sequences[0, 1 if encoded else tensors["input_ids"].shape[1] :]
+            }
+            if "sequences_scores" in found:
+                return {**outputs, "score": found.sequences_scores[0]}
+            return {**outputs, "scores": torch.cat(found.scores)}
+
+        with self._threads_for_steps():
+            found = self._attempt(run, feeds)
+        return {name: _array(tensor) for name, tensor in found.items()}
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of texts by the model's own tokenizer in transformers.
+
+        Raises:
+            InputError: transformers cannot load the tokenizer, or it cannot encode a text.
+        """
+        try:
+            with _quiet():
+                tokenizer = AutoTokenizer.from_pretrained(
+                    str(self._path),
+                    trust_remote_code=self._trust_remote_code,
+                    local_files_only=True,
+                )
+                return [list(tokenizer(text).input_ids) for text in texts]
+        except Exception as error:  # bad files can cause any error, anywhere in transformers
+            raise InputError(f"transformers' tokenizer fails: {_first_line(error)}") from error
+
+    def generation_config(self) -> dict[str, Any]:
+        """Return the options that `generate` has without any arguments.
+
+        Raises:
+            InputError: the model's class does not generate.
+        """
+        config = getattr(self._model, "generation_config", None)
+        if config is None:
+            raise InputError(f"{type(self._model).__name__} does not generate.")
+        found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+        return found
 
     def _call(self, run: _RunModel, feeds: Feeds) -> Outputs:
-        tensors = {name: self._tensor(array) for name, array in feeds.items()}
-        try:
-            with torch.inference_mode(), _quiet(), self._precision():
-                found = run(tensors)
-        except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
-            first = _first_line(error)
-            raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
+        found = self._attempt(run, feeds)
         return {
             spec.name: _array(found[spec.name])
             for spec in self.record.outputs
             if spec.name in found
         }
+
+    def _attempt(self, run: _RunModel, feeds: Feeds) -> dict[str, Any]:
+        """Return what a function returns for the feeds as tensors."""
+        tensors = {name: self._tensor(array) for name, array in feeds.items()}
+        try:
+            with torch.inference_mode(), _quiet(), self._precision():
+                return run(tensors)
+        except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
+            first = _first_line(error)
+            raise InputError(f"PyTorch rejects the inputs {shapes}: {first}") from error
 
     def weights(self) -> Outputs:
         """Return all parameters and buffers by name, shared ones under each of their names.
@@ -416,6 +489,17 @@ class TorchRunner(Closeable):
         """Return the context manager that upcasts weights on use, or one that does nothing."""
         narrow = self._float == torch.float64 and self._model.dtype == torch.float32
         return UpcastWeights(self._model) if narrow else nullcontext()
+
+    @contextmanager
+    def _threads_for_steps(self) -> Iterator[None]:
+        """Run small models on one thread."""
+        before = torch.get_num_threads()
+        if _weights_bytes(self._model) <= _ONE_THREAD_BYTES:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         tensor = torch.from_numpy(np.array(array)).to(self._device)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,15 +60,18 @@ class Sequences:
 
     name: str
     ids: Array
-    """int64 (batch, longest prompt + STEPS)"""
+    """int64 (batch, longest prompt + steps)"""
     mask: Array
     """int64 of the same shape: 0 for padding, on the left."""
     encoder: Feeds
     """Inputs of the encoder graph; empty without one."""
+    steps: int = STEPS
+    """Tokens after the prompt."""
+    kind: Literal["decoding", "generation"] = "decoding"
 
     def feeds(self, graphs: DecoderGraphs, step: int) -> Feeds:
         """Return the inputs of a step without the past, as `TorchDecoder.decode` takes them."""
-        prompt = self.ids.shape[1] - STEPS
+        prompt = self.ids.shape[1] - self.steps
         new = slice(0, prompt) if step == 0 else slice(prompt + step - 1, prompt + step)
         positions = np.maximum(np.cumsum(self.mask, axis=1) - 1, 0)
         text = (self.ids[:, new], self.mask[:, : new.stop], positions[:, new])
@@ -88,11 +91,11 @@ class Sequences:
         return [
             ValidationCase(
                 f"{self.name}, {f'token {step}' if step else 'the prompt'}",
-                "decoding",
+                self.kind,
                 partial(self.feeds, graphs, step),
                 decode="resume" if step else "start",
             )
-            for step in range(STEPS + 1)
+            for step in range(self.steps + 1)
         ]
 
 
@@ -233,6 +236,7 @@ def compare_decoding(
     feed_limits: FeedLimits,
     *,
     seed: int,
+    generated: Sequence[Sequences] = (),
     run_reference: Callable[[GraphRecord, Sequence[ValidationCase]], ReferenceRun],
     open_runner: Callable[[str], AbstractContextManager[Run]],
     progress: Progress,
@@ -244,6 +248,7 @@ def compare_decoding(
         limits: the tolerances.
         feed_limits: limits on the inputs.
         seed: random seed for the tokens.
+        generated: more sequences to decode, beside the made-up ones.
         run_reference: runs PyTorch on cases, as the reference for a graph.
         open_runner: opens the graph of a file.
         progress: receives progress messages.
@@ -260,7 +265,7 @@ def compare_decoding(
             usable.append(graphs)
     if not usable:
         return [], notes
-    sequences = make_sequences(usable[0], feed_limits, seed=seed)
+    sequences = [*make_sequences(usable[0], feed_limits, seed=seed), *generated]
     cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
     reference = run_reference(usable[0].later, cases)
     if not any(expected.files for expected in reference.outputs):

@@ -132,7 +132,11 @@ class Reference:
 
     def open(self, graph: str) -> TorchReference | SourceFile:
         """Load the reference of one graph, in FP32."""
-        return self._open_file(graph) if self.is_onnx else self._open_torch(graph, "fp32")
+        return self._open_file(graph) if self.is_onnx else self.open_pytorch(graph)
+
+    def open_pytorch(self, graph: str) -> TorchReference:
+        """Load the model in PyTorch as the reference of one graph, in FP32."""
+        return self._open_torch(graph, "fp32")
 
     def open_noisy(self, graph: str) -> dict[str, Callable[[], TorchReference | SourceFile]]:
         """Return loaders of the runs whose errors are noise floors, by name for messages."""
@@ -152,7 +156,7 @@ class Reference:
     def open_weights(self) -> WeightSource:
         """Load the weights of the reference."""
         if not self.is_onnx:
-            return self._open_torch("", "fp32")
+            return self.open_pytorch("")
         from enginery.validate.weights.source_file import SourceFileWeights
 
         return SourceFileWeights(self.source.path)

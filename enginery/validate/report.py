@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from enginery.core.artifact.reports import (
     EmbeddingMetrics,
+    GenerationMetrics,
     OutputMetrics,
     QuantizedAccuracy,
     RoundingMetrics,
@@ -68,6 +69,7 @@ def summarize(
     rounding: Sequence[RoundingMetrics] = (),
     not_proven: Sequence[str] = (),
     name: str = "PyTorch",
+    generation: GenerationMetrics | None = None,
 ) -> str:
     """Summarize the results in one sentence: the worst failure, or the largest error.
 
@@ -114,6 +116,7 @@ def summarize(
         f"{len(pairs)} outputs agree with {name}; {_nearest_to_fail(output, where, accuracy)}"
         + (f"; {rejected} inputs skipped that {name} rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
+        + (f"; generation: {generation.describe()}" if generation else "")
         + (f"; weights: {weights.describe()}" if weights else "")
     )
 

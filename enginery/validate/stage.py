@@ -32,6 +32,7 @@ from enginery.core.artifact.fingerprint import (
 )
 from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.artifact.reports import (
+    GenerationMetrics,
     GraphCoverage,
     ProviderRecord,
     QuantizedAccuracy,
@@ -71,6 +72,7 @@ from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
 from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
+from enginery.validate.generation import generate_reference
 from enginery.validate.labels import LabelComparison
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
@@ -78,7 +80,7 @@ from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
 
 STAGE = "validate"
-STAGE_VERSION = "11"
+STAGE_VERSION = "12"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -227,7 +229,16 @@ def run(
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(results, pooled, accuracy, weights, rounding, not_proven, reference.name),
+        summary=summarize(
+            results,
+            pooled,
+            accuracy,
+            weights,
+            rounding,
+            not_proven,
+            reference.name,
+            comparison.generation,
+        ),
         precision=manifest.describe_precision(),
         providers=comparison.providers,
         reference={
@@ -249,6 +260,7 @@ def run(
         weights=weights,
         rounding=rounding,
         labels=labels.metrics(config.label_column, reference.name),
+        generation=comparison.generation,
         not_proven=not_proven,
         effort=config.effort,
         coverage=comparison.coverage,
@@ -278,6 +290,7 @@ class _Comparison:
     coverage: list[GraphCoverage] = field(default_factory=list)
     rounding: list[RoundingMetrics] = field(default_factory=list)
     weights: WeightMetrics | None = None
+    generation: GenerationMetrics | None = None
     notes: list[str] = field(default_factory=list)
 
     def compare_weights(self) -> WeightMetrics:
@@ -458,7 +471,7 @@ class _Comparison:
         return found
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
-        """Compare the decoders with a cache over several tokens, if PyTorch is the reference."""
+        """Compare decoders with a cache over several tokens, and generated texts with PyTorch's."""
         artifact, config = self.reference.artifact, self.config
         decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
         obstacle = "no engine takes the empty past of a prompt" if engines else ""
@@ -467,24 +480,46 @@ class _Comparison:
         if decoders and obstacle:
             self.notes.append(f"no tokens were decoded: {obstacle}")
             return []
-        results, notes = compare_decoding(
-            decoders,
-            limits,
-            self.feed_limits,
-            seed=config.seed,
-            run_reference=lambda record, cases: self._run_reference(
-                record, "decoding", cases, noise=not artifact.manifest.is_quantized
-            ),
-            open_runner=lambda file: OrtRunner(
+
+        def open_runner(file: str) -> OrtRunner:
+            return OrtRunner(
                 artifact,
                 graph=file,
                 providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
                 io_binding=False,  # every step has other shapes
+            )
+
+        texts, notes = generate_reference(
+            artifact,
+            config,
+            self.feed_limits,
+            self.reference.open_pytorch,
+            self.scratch,
+            self.progress,
+        )
+        self.notes += notes
+        results, notes = compare_decoding(
+            decoders,
+            limits,
+            self.feed_limits,
+            seed=config.seed,
+            generated=[texts.sequences()] if texts else [],
+            run_reference=lambda record, cases: self._run_reference(
+                record, "decoding", cases, noise=not artifact.manifest.is_quantized
             ),
+            open_runner=open_runner,
             progress=self.progress,
         )
         self.notes += notes
+        if texts:
+            forced = [case for case in results if case.kind == "generation"]
+            try:
+                generated, self.generation = texts.compare(forced, open_runner, self.progress)
+            except ArtifactError as error:
+                self.notes.append(f"not generated: {error.message}")
+            else:
+                results += generated
         return results
 
     def _run_reference(

@@ -290,6 +290,52 @@ class EmbeddingMetrics:
 
 
 @dataclass(frozen=True)
+class GenerationMetrics:
+    """Comparison of generated tokens with those of PyTorch's own `generate`."""
+
+    what: str
+    """`sentences`, `rows`, `images` or `made-up prompts`."""
+    inputs: Count
+    steps: Count
+    """Tokens of the longest text that greedy search of PyTorch generates."""
+    generated_steps: Count
+    """Tokens of all of them."""
+    compared_steps: Count
+    """Greedy tokens that are equal, up to the first of each input that is not."""
+    equal: Count
+    """Inputs whose greedy tokens are all equal."""
+    parted: Count
+    """Inputs whose greedy tokens part from PyTorch's where that is allowed."""
+    beams: Count
+    """Beams of beam search."""
+    beams_equal: Count
+    """Inputs for which beam search finds the same tokens."""
+    agreement: Number
+    """Share of steps with the same best token, with PyTorch's tokens forced; near ties count."""
+    failed: Count
+    """Searches, texts and options that fail."""
+
+    def describe(self) -> str:
+        """Return `8 inputs × 32 steps equal PyTorch's greedy search token for token; …`."""
+        whole = self.generated_steps == self.inputs * self.steps
+        inputs = f"{self.inputs} inputs × {'' if whole else 'up to '}{self.steps} steps"
+        if self.equal == self.inputs:
+            greedy = f"{inputs} equal PyTorch's greedy search token for token"
+        else:
+            greedy = (
+                f"{self.equal} of {inputs} equal PyTorch's greedy search, {self.parted} part where "
+                f"that is allowed ({self.compared_steps} of {self.generated_steps} tokens "
+                f"compared); best token the same in {self.agreement:.1%} of steps with PyTorch's "
+                "tokens"
+            )
+        equal = "equal"
+        if self.beams_equal < self.inputs:
+            equal = f"equal for {self.beams_equal} of {self.inputs}"
+        failed = f"; {self.failed} failures" if self.failed else ""
+        return f"{greedy}; beam {self.beams} {equal}{failed}"
+
+
+@dataclass(frozen=True)
 class RoundingMetrics:
     """How much of an output's error does not come from rounding to the artifact's precision."""
 
@@ -520,6 +566,8 @@ class ValidationReport(Report):
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
     labels: LabelMetrics | None = None
     """Accuracy of the reference and of the artifact; None without labels."""
+    generation: GenerationMetrics | None = None
+    """For artifacts that generate text."""
     schema_version: Count = field(default=1)
 
     @property

@@ -48,6 +48,8 @@ def _validation_metrics(found: ValidationReport) -> Figures:
     if found.embeddings:
         yield "validation.embeddings_min_cosine", found.embeddings.min_cosine
         yield "validation.embeddings_neighbour_agreement", found.embeddings.neighbour_agreement
+    if found.generation:
+        yield "validation.generation_agreement", found.generation.agreement
     if found.labels:
         names = ("validation.reference_label_accuracy", "validation.label_accuracy")
         for name, each in zip(names, found.labels.accuracies, strict=False):

@@ -191,17 +191,29 @@ def read_generation_config(directory: Path) -> GenerationOptions:
         ArtifactError: a value is invalid, or a field is set that is not supported.
     """
     file = directory / FILE
-    document: Mapping[str, Any] = read_json(file, error=ArtifactError)
-    values = {name: value for name, value in document.items() if value is not None}
-    for name, default in UNSUPPORTED.items():
-        if values.get(name, default) != default:
+    return parse_generation_config(read_json(file, error=ArtifactError), str(file))
+
+
+def parse_generation_config(document: Mapping[str, Any], name: str) -> GenerationOptions:
+    """Return the options of a document like `generation_config.json`.
+
+    Args:
+        document: the content.
+        name: name of the document in messages.
+
+    Raises:
+        ArtifactError: a value is invalid, or a field is set that is not supported.
+    """
+    values = {field: value for field, value in document.items() if value is not None}
+    for field, default in UNSUPPORTED.items():
+        if values.get(field, default) != default:
             raise ArtifactError(
-                f"{file}: {name} is {values[name]!r}, which is not supported.",
+                f"{name}: {field} is {values[field]!r}, which is not supported.",
                 do="Remove the field to generate without it.",
             )
     if values.get("max_length") == DEFAULT_NEW_TOKENS and "max_new_tokens" not in values:
         del values["max_length"]  # transformers writes its default
-    return validated(GenerationOptions, values, ArtifactError, f"{file}: ")
+    return validated(GenerationOptions, values, ArtifactError, f"{name}: ")
 
 
 def validated(

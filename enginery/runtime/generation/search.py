@@ -12,6 +12,7 @@ depend on details such as when it stops.
 
 from __future__ import annotations
 
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -216,6 +217,9 @@ class BeamSearch(Search):
     _finished: list[_Beam] = field(init=False)
     """The best `num_beams` sequences; those without `finish` are place holders."""
     _may_improve: bool = field(default=True, init=False)
+    closest: float = field(default=math.inf, init=False)
+    """The smallest difference of two beams' scores, sums of log-probabilities, of which one was
+    kept and the other was not."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,6 +248,10 @@ class BeamSearch(Search):
         # Beams that ended stay behind the others, as in transformers: with too few, they go on.
         ended = [(row, _Beam(b.tokens, b.score + _WORST)) for row, b in kept if b.finish]
         following = (going + ended)[:beams]
+        for ranked in (going, kept if ended else []):
+            if len(ranked) > beams:
+                gap = ranked[beams - 1][1].score - ranked[beams][1].score
+                self.closest = min(self.closest, gap)
         self._update_finished([beam for _, beam in kept])
         self._running = [beam for _, beam in following]
         self._may_improve = self._may_improve and self._can_improve()

@@ -15,6 +15,7 @@ from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     SampleBatch,
@@ -55,13 +56,16 @@ def real_cases(
 
 
 def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
-    """Check that a graph of the artifact takes the given data.
+    """Check that a graph of the artifact takes the given data, or that it generates from them.
 
     Raises:
         InputError: none does.
     """
     graphs = artifact.manifest.graphs
     if _is_arrays(config):
+        return
+    generates = artifact.manifest.task in TextGenerator.tasks
+    if generates and (artifact.path / "tokenizer.json").is_file():
         return
     if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):
         names = sorted(spec.name for spec in graphs[0].inputs)

@@ -32,7 +32,7 @@ class ValidationCase:
     """One set of inputs to compare on."""
 
     name: str
-    kind: Literal["sweep", "profile", "real", "decoding"]
+    kind: Literal["sweep", "profile", "real", "decoding", "generation"]
     make: Callable[[], Feeds]
     """Generates the feeds."""
     labels: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from enginery import export_model, load_model
+from enginery import export_model, load_model, validate_model
 from enginery.core.errors import InputError
 
 TASK = "text2text-generation-with-past"
@@ -86,6 +86,15 @@ def test_translations_are_those_of_pytorch(translator, home, kind):
         found = loaded.generate(TEXTS, max_new_tokens=10, num_beams=3, **languages)
     assert [each.text for each in found] == expected
     assert len({each.text for each in found}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_validation_translates_with_the_tokenizer_of_transformers(translator, home, kind):
+    report = validate_model(translator(kind)[2], effort="quick")
+    assert report.passed, report.summary
+    assert report.generation.equal == report.generation.inputs
+    assert not [note for note in report.notes if "generated" in note or "tokens" in note]
 
 
 def _token(kind, language):

@@ -93,3 +93,35 @@ def encoder_keys_returned_of_another_layer(g: GraphEditor) -> None:
 
 def encoder_mask_ignored(g: GraphEditor) -> None:
     g.replace("encoder_attention_mask", lambda x: _ones_like(g, x))
+
+
+# Faults of a step with a long past alone: one token at a time, as only generation runs them.
+
+_LONG = 29
+
+
+def _in_long_step(g: GraphEditor, past: str) -> str:
+    """Return whether one token is run after more than 29."""
+    one = g.op("Equal", g.size("input_ids", 1), np.int64(1))
+    return g.op("And", one, g.op("Greater", g.size(past, 2), np.int64(_LONG)))
+
+
+def positions_clamped(g: GraphEditor) -> None:
+    long = _in_long_step(g, _PAST)
+    g.replace("position_ids", lambda x: g.op("Where", long, g.op("Min", x, np.int64(_LONG - 2)), x))
+
+
+def oldest_position_forgotten(g: GraphEditor, past: str = _PAST) -> None:
+    """Return zeros for the key of the first position."""
+    long = _in_long_step(g, past)
+
+    def forget(x: str) -> str:
+        first, rest = part(g, x, 0, 1, 2), part(g, x, 1, END, 2)
+        return g.op("Where", long, g.op("Concat", g.op("Sub", first, first), rest, axis=2), x)
+
+    g.replace(past.replace("past_key_values", "present"), forget)
+
+
+def long_mask_ignored(g: GraphEditor) -> None:
+    long = _in_long_step(g, _PAST)
+    g.replace("attention_mask", lambda x: g.op("Where", long, _ones_like(g, x), x))

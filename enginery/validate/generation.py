@@ -1,0 +1,608 @@
+"""Generate from real inputs, and compare the tokens with those of PyTorch's `generate`.
+
+PyTorch generates first, from each input alone: by greedy search and by beam search. It reads its
+own files: the tokenizer, generation_config.json. Then the artifact does, in one ragged batch and
+from each input alone, with the operations that `load_model(…).generate` consists of. Models that
+sample are compared by the same two searches.
+
+Near ties may be decided either way. So greedy tokens may part where PyTorch scores the two
+candidates within twice the allowed error of a logit, which is the limit of that step with PyTorch's
+tokens forced (`decoding.py`). Tokens after a parting are not compared.
+
+Beam search adds up log-probabilities, of which each may be wrong by twice the error of a logit. If
+the tokens differ, the scores have to agree within the sum of these errors, divided like the score
+by a power of the length; or two beams of which one was dropped were closer to each other than twice
+that sum. Quantized graphs have no limit on the error: their partings are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import GenerationMetrics, ValidationCaseResult
+from enginery.core.datasets.folders import list_images
+from enginery.core.datasets.samples import holds_arrays, read_texts
+from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
+from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.files import ModelConfig
+from enginery.core.progress import Progress
+from enginery.core.shapes import dynamic_dims
+from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.generation.batch import RunningBatch
+from enginery.runtime.generation.decoder import CachedDecoder
+from enginery.runtime.generation.generator import TextGenerator, find_generating
+from enginery.runtime.generation.inputs import GenerationRow, open_inputs
+from enginery.runtime.generation.options import (
+    FILE,
+    GenerationOptions,
+    parse_generation_config,
+    read_generation_config,
+)
+from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.sample_inputs import SENTENCES, synthetic_images, takes_images
+from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.torch_reference import TorchReference
+from enginery.validate.cases.sweep import sweep_sizes
+from enginery.validate.config import Effort, ValidateConfig
+from enginery.validate.decoding import Sequences
+
+STEPS = 32
+"""Tokens to generate."""
+BEAMS = 4
+
+_MADE_UP = "made-up prompts"
+_INPUTS: dict[Effort, int] = {"quick": 3, "normal": 8, "thorough": 16}
+_LONGEST_MADE_UP = 24
+"""Tokens of the longest made-up prompt."""
+_NOT_COMPARED = ("pad_token_id", "bos_token_id", "seed")
+"""Options of generation that change no token."""
+
+
+@dataclass(frozen=True)
+class _Continuation:
+    """What PyTorch generates from one input."""
+
+    tokens: tuple[int, ...]
+    scores: Path | None = None
+    """Of greedy search: `.npy` file of float32 (steps, vocabulary), the processed logits."""
+    score: float = math.nan
+    """Of beam search."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of a generation."""
+
+    what: str
+    """`sentences`, `rows`, `images` or `made-up prompts`."""
+    names: list[str]
+    rows: list[GenerationRow]
+    join: Callable[[Sequence[GenerationRow]], Mapping[str, NDArray[Any]] | None]
+    """Returns the encoder's inputs of rows in one batch."""
+    pad_id: int
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """Options that the inputs need, such as the language to translate to."""
+
+
+@dataclass(frozen=True)
+class GeneratedTexts:
+    """Inputs, and what PyTorch generates from them."""
+
+    graphs: DecoderGraphs
+    options: GenerationOptions
+    positions: int | None
+    steps: int
+    inputs: _Inputs
+    greedy: list[_Continuation]
+    beams: list[_Continuation]
+    problems: list[ValidationCaseResult]
+    """Failures of the tokenizer and of generation_config.json."""
+
+    def sequences(self) -> Sequences:
+        """Return the prompts with PyTorch's tokens, as one batch to decode.
+
+        The last token is left out, since nothing follows it; rows that end repeat their last one.
+        """
+        rows = self.inputs.rows
+        longest = max(len(row.prompt) for row in rows)
+        forced = self.steps - 1
+        ids = np.full((len(rows), longest + forced), self.inputs.pad_id, np.int64)
+        mask = np.ones_like(ids)
+        for place, (row, found) in enumerate(zip(rows, self.greedy, strict=True)):
+            start = longest - len(row.prompt)
+            filled = [*found.tokens, *[found.tokens[-1]] * self.steps][:forced]
+            ids[place, start:] = [*row.prompt, *filled]
+            mask[place, :start] = 0
+        encoder: Feeds = {}
+        if self.graphs.encoder is not None:
+            dtypes = {spec.name: spec.dtype for spec in self.graphs.encoder.inputs}
+            joined = self.inputs.join(rows) or {}
+            encoder = {name: array.astype(dtypes[name]) for name, array in joined.items()}
+        name = f"{len(rows)} {self.inputs.what} with PyTorch's tokens"
+        return Sequences(name, ids, mask, encoder, forced, "generation")
+
+    def compare(
+        self,
+        forced: Sequence[ValidationCaseResult],
+        open_runner: Callable[[str], AbstractContextManager[OrtRunner]],
+        progress: Progress,
+    ) -> tuple[list[ValidationCaseResult], GenerationMetrics]:
+        """Generate with the artifact, and compare.
+
+        Args:
+            forced: the results of the steps of `sequences`, which have the allowed errors.
+            open_runner: opens the graph of a file.
+            progress: receives progress messages.
+
+        Raises:
+            ArtifactError: the decoder has an input that nothing computes.
+            ProviderError: a graph cannot be loaded.
+        """
+        outputs = [case.outputs[0] for case in forced if case.outputs]
+        errors = [output.limit for output in outputs] or [0.0]
+        records = [self.graphs.later, *([self.graphs.encoder] if self.graphs.encoder else [])]
+        rows, file = self.inputs.rows, self.graphs.later.file
+        with (
+            ExitStack() as stack,
+            progress.task("generating", total=len(rows) + 2) as advance,
+        ):
+            runners = {each.file: stack.enter_context(open_runner(each.file)) for each in records}
+            decoder = CachedDecoder(self.graphs, runners, pad_id=self.inputs.pad_id)
+            greedy = [_Compared(file, f"{name}, greedy search") for name in self.inputs.names]
+            beams = [_Compared(file, f"{name}, beam {BEAMS}") for name in self.inputs.names]
+            for where, places in self._batches():
+                found = self._run(decoder, places, 1)
+                for place, search in zip(places, found, strict=True):
+                    self._compare_greedy(greedy[place], search, place, where, errors)
+                advance()
+            together = self._run(decoder, range(len(rows)), BEAMS)
+            for place, search in enumerate(together):
+                self._compare_beams(beams[place], search, place, max(errors))
+            advance()
+        results = [
+            *self.problems,
+            *(each.result() for each in (*greedy, *beams)),
+        ]
+        agreement = [output.argmax_agreement for output in outputs]
+        return results, GenerationMetrics(
+            what=self.inputs.what,
+            inputs=len(rows),
+            steps=max(len(each.tokens) for each in self.greedy),
+            compared_steps=sum(each.steps for each in greedy),
+            generated_steps=sum(len(each.tokens) for each in self.greedy),
+            equal=sum(each.equal for each in greedy),
+            parted=sum(each.parted and not each.problem for each in greedy),
+            beams=BEAMS,
+            beams_equal=sum(each.equal for each in beams),
+            agreement=float(np.mean(agreement)) if agreement else math.nan,
+            failed=sum(bool(each.problem) for each in results),
+        )
+
+    def _batches(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """Yield all inputs in one batch, and each alone."""
+        places = range(len(self.inputs.rows))
+        yield "in a batch", places
+        for place in places:
+            yield "alone", [place]
+
+    def _run(
+        self, decoder: CachedDecoder, places: Sequence[int], beams: int
+    ) -> list[Search | EngineryError]:
+        """Generate from inputs in one batch; an error of the graph stands for each of them."""
+        options = self.options.with_arguments(**_arguments(self.steps, beams, self.inputs.chosen))
+        rows = [self.inputs.rows[place] for place in places]
+        try:
+            searches = [make_search(r.prompt, options, positions=self.positions) for r in rows]
+            batch = RunningBatch(decoder)
+            batch.add(searches, self.inputs.join(rows))
+            while batch.searches:
+                batch.step()
+        except (InputError, ShapeError) as error:
+            return [error] * len(rows)
+        return list(searches)
+
+    def _compare_greedy(
+        self,
+        compared: _Compared,
+        search: Search | EngineryError,
+        place: int,
+        where: str,
+        errors: Sequence[float],
+    ) -> None:
+        if isinstance(search, EngineryError):
+            compared.fail(f"the graph fails {where} but PyTorch does not: {search.message}")
+            return
+        mine, theirs = search.results()[0].tokens, self.greedy[place].tokens
+        pairs = enumerate(zip_longest(mine, theirs))
+        step, (found, wanted) = next(
+            ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(theirs), (None, None))
+        )
+        compared.steps = min(step, compared.steps)
+        if found is None and wanted is None:
+            return
+        if found is None or wanted is None:
+            compared.fail(
+                f"{where}, the text ends after {len(mine)} tokens, PyTorch's after {len(theirs)}"
+            )
+            return
+        file = self.greedy[place].scores
+        scores = np.load(file, mmap_mode="r")[step] if file else np.zeros(0)
+        known = found < len(scores)
+        margin = float(scores[wanted] - scores[found]) if known else math.inf
+        # A penalty multiplies logits, and their errors, by itself or its reciprocal.
+        penalty = self.options.repetition_penalty
+        allowed = 2 * errors[min(step, len(errors) - 1)] * max(penalty, 1 / penalty)
+        if math.isfinite(margin) and margin <= allowed:
+            compared.parted = True
+        else:
+            compared.fail(
+                f"{where}, token {step + 1} is {found}, PyTorch's is {wanted}: PyTorch's logits "
+                f"are {margin:.3g} apart, a near tie of up to {allowed:.3g} is allowed"
+            )
+
+    def _compare_beams(
+        self, compared: _Compared, search: Search | EngineryError, place: int, error: float
+    ) -> None:
+        if isinstance(search, EngineryError):
+            compared.fail(f"the graph fails but PyTorch does not: {search.message}")
+            return
+        mine, theirs = search.results()[0], self.beams[place]
+        if mine.tokens == theirs.tokens:
+            return
+        compared.parted = True
+        score = math.nan if mine.score is None else mine.score
+        total, allowed = self._beam_errors(mine, theirs, error)
+        closest = search.closest if isinstance(search, BeamSearch) else math.inf
+        difference = abs(score - theirs.score)
+        # `not <=` is true for NaN.
+        if not difference <= allowed and not closest <= 2 * total:
+            step = next(
+                i for i, (a, b) in enumerate(zip_longest(mine.tokens, theirs.tokens)) if a != b
+            )
+            compared.fail(
+                f"its tokens differ from PyTorch's from the {step + 1}. on, and its score is "
+                f"{score:.6g}, PyTorch's {theirs.score:.6g}: {difference:.3g} apart, up to "
+                f"{allowed:.3g} allowed"
+            )
+
+    def _beam_errors(
+        self, mine: Hypothesis, theirs: _Continuation, error: float
+    ) -> tuple[float, float]:
+        """Return the allowed error of a sum of log-probabilities, and that of a score."""
+        lengths = len(mine.tokens), len(theirs.tokens)
+        penalty = self.options.length_penalty
+        scores = [2 * error * length / length**penalty for length in lengths]
+        return 2 * error * max(lengths), max(scores)
+
+
+@dataclass
+class _Compared:
+    """The comparison of one input."""
+
+    graph: str
+    name: str
+    steps: int = STEPS
+    """Greedy tokens that are equal."""
+    parted: bool = False
+    problem: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return not self.parted and not self.problem
+
+    def fail(self, problem: str) -> None:
+        """Take the first problem."""
+        self.problem = self.problem or problem
+
+    def result(self) -> ValidationCaseResult:
+        """Return it as a case."""
+        return _case(self.graph, self.name, self.problem)
+
+
+def _case(graph: str, name: str, problem: str) -> ValidationCaseResult:
+    return ValidationCaseResult(graph, name, "generation", {}, [], problem)
+
+
+def _arguments(steps: int, beams: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a search, which both sides take in place of those of the files."""
+    return {
+        "max_new_tokens": steps,
+        "num_beams": beams,
+        "num_return_sequences": 1,
+        "do_sample": False,
+        **chosen,
+    }
+
+
+def generate_reference(
+    artifact: Artifact,
+    config: ValidateConfig,
+    limits: FeedLimits,
+    open_reference: Callable[[str], TorchReference],
+    scratch: Path,
+    progress: Progress,
+) -> tuple[GeneratedTexts | None, list[str]]:
+    """Let PyTorch generate from real inputs.
+
+    Args:
+        artifact: the artifact.
+        config: options of the validation: the data, and the effort, which sets the number of
+            inputs.
+        limits: limits on made-up inputs.
+        open_reference: loads the model in PyTorch, as the reference of a graph.
+        scratch: directory for PyTorch's outputs.
+        progress: receives progress messages.
+
+    Returns:
+        The inputs with their texts, and notes; None, if the artifact or PyTorch does not generate.
+
+    Raises:
+        InputError: the user's data cannot be read.
+        ExportError: PyTorch cannot load the source.
+        UntrustedModelError: the source needs a permission that was not given, or is malicious.
+    """
+    if artifact.manifest.task not in TextGenerator.tasks:
+        return None, []
+    try:
+        graphs = find_generating(artifact)
+        if problem := _obstacle(graphs):
+            return None, [f"not generated: {problem}"]
+        options = read_generation_config(artifact.path)
+    except ArtifactError as error:
+        return None, [f"not generated: {error.message}"]
+    positions = ModelConfig.read(artifact.path).merged().positions or None
+    steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
+    what, samples = _samples(artifact, graphs, config)
+    with open_reference(graphs.later.file) as model:
+        try:
+            problems = _compare_options(model, options, graphs)
+            longest = None if positions is None else positions - steps
+            if what == _MADE_UP:
+                inputs = _made_up(graphs, options, limits, longest, _INPUTS[config.effort])
+                notes: list[str] = []
+            else:
+                tokenizer = TextTokenizer.open(artifact.path)
+                source = open_inputs(artifact, graphs, tokenizer, options)
+                target = _target_language(tokenizer, options) if graphs.encoder else {}
+                chosen = source.implied(**target)
+                rows = _fitting(
+                    lambda item: next(
+                        iter(source.rows([item], options.with_arguments(**chosen), **target))
+                    ),
+                    samples,
+                    longest,
+                    _INPUTS[config.effort],
+                )
+                names = [f"{what.removesuffix('s')} {place + 1}" for place in rows]
+                inputs = _Inputs(
+                    what, names, list(rows.values()), source.join, tokenizer.pad_id or 0, chosen
+                )
+                failed, notes = _compare_tokens(
+                    model, graphs, inputs, [samples[place] for place in rows], tokenizer.unk_id
+                )
+                problems += failed
+            greedy, beams = _run_torch(model, graphs, inputs, steps, scratch, progress)
+        except (ArtifactError, InputError) as error:
+            return None, [f"not generated: {error.message}"]
+    return (
+        GeneratedTexts(graphs, options, positions, steps, inputs, greedy, beams, problems),
+        notes,
+    )
+
+
+def _obstacle(graphs: DecoderGraphs) -> str:
+    """Return the reason why the graphs do not generate; empty if they do."""
+    if graphs.first is not graphs.later:
+        return (
+            f"the first step of {graphs.later.file} is another graph, {graphs.first.file}; export "
+            "with --layout enginery"
+        )
+    records = (graphs.later, *([graphs.encoder] if graphs.encoder else []))
+    fixed = [each.file for each in records if isinstance(each.inputs[0].dims[0], int)]
+    return f"{fixed[0]} has a fixed batch" if fixed else ""
+
+
+def _samples(
+    artifact: Artifact, graphs: DecoderGraphs, config: ValidateConfig
+) -> tuple[str, Sequence[Any]]:
+    """Return what the inputs are, and the inputs: the user's, or built-in ones.
+
+    Without a tokenizer there are none.
+    """
+    path = Path(config.data).expanduser()
+    own = bool(config.data) and not holds_arrays(path)
+    if graphs.encoder is not None and takes_images(graphs.encoder):
+        count = _INPUTS[config.effort]
+        return "images", list_images(path, rows=count) if own else synthetic_images(count)
+    if not (artifact.path / "tokenizer.json").is_file():
+        return _MADE_UP, ()
+    return (
+        ("rows", read_texts(path, config.column, rows=config.rows))
+        if own
+        else (
+            "sentences",
+            SENTENCES,
+        )
+    )
+
+
+def _compare_options(
+    model: TorchReference, options: GenerationOptions, graphs: DecoderGraphs
+) -> list[ValidationCaseResult]:
+    """Return a failure for each option of the artifact's file that PyTorch has otherwise."""
+    theirs = parse_generation_config(model.generation_config(), "PyTorch's generation config")
+    mine, wanted = (each.model_dump(mode="json") for each in (options, theirs))
+    for each in (mine, wanted):
+        if graphs.encoder is not None and each["decoder_start_token_id"] is None:
+            each["decoder_start_token_id"] = each["bos_token_id"]
+    return [
+        _case(
+            graphs.later.file,
+            FILE,
+            f"{name} is {_shown(mine[name])}, but {_shown(wanted[name])} in PyTorch",
+        )
+        for name in mine
+        if name not in _NOT_COMPARED and mine[name] != wanted[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value in (None, []) else str(value)
+
+
+def _target_language(tokenizer: TextTokenizer, options: GenerationOptions) -> dict[str, str]:
+    """Return a language to translate to, if the model needs one and its options have none."""
+    languages = tokenizer.load_languages()
+    try:
+        languages.require_target(options.decoder_start_token_id, options.forced_bos_token_id)
+    except InputError:
+        others = [code for code in languages.tokens if code != languages.source]
+        return {"target_language": others[0]} if others else {}
+    return {}
+
+
+def _fitting(
+    prepare: Callable[[Any], GenerationRow], samples: Sequence[Any], longest: int | None, count: int
+) -> dict[int, GenerationRow]:
+    """Return up to `count` inputs that leave room for new tokens, by their place.
+
+    Args:
+        prepare: prepares an input.
+        samples: the inputs.
+        longest: largest number of tokens of a decoder's prompt; None for no limit.
+        count: the number of inputs.
+
+    Raises:
+        InputError: none fits.
+    """
+    found: dict[int, GenerationRow] = {}
+    refused = InputError(f"no input leaves room for new tokens after {longest} of the prompt.")
+    for place, sample in enumerate(samples):
+        try:
+            row = prepare(sample)
+        except InputError as error:  # longer than the encoder's positions
+            refused = error
+            continue
+        if longest is None or len(row.prompt) <= longest:
+            found[place] = row
+        if len(found) == count:
+            break
+    if not found:
+        raise refused
+    return found
+
+
+def _compare_tokens(
+    model: TorchReference,
+    graphs: DecoderGraphs,
+    inputs: _Inputs,
+    samples: Sequence[Any],
+    unk_id: int | None,
+) -> tuple[list[ValidationCaseResult], list[str]]:
+    """Return a failure for each text that transformers tokenizes differently, and notes.
+
+    Texts with unknown tokens are only noted: a tokenizer that was made from another one may join
+    them differently.
+    """
+    if not all(isinstance(sample, str) for sample in samples):
+        return [], []
+    try:
+        theirs = model.tokenize(samples)
+    except InputError as error:
+        return [], [f"tokens were not compared: {error.message}"]
+    failed, notes = [], []
+    for name, row, wanted in zip(inputs.names, inputs.rows, theirs, strict=True):
+        mine = [int(token) for token in row.arrays.get("input_ids", row.prompt)]
+        if mine == wanted:
+            continue
+        step = next(i for i, (a, b) in enumerate(zip_longest(mine, wanted)) if a != b)
+        problem = (
+            f"the tokenizer gives {len(mine)} tokens, transformers' {len(wanted)}; from the "
+            f"{step + 1}. on they are {mine[step : step + 4]} and {wanted[step : step + 4]}"
+        )
+        if unk_id is not None and unk_id in {*mine[step:], *wanted[step:]}:
+            notes.append(f"{name}, which has unknown tokens: {problem}")
+        else:
+            failed.append(_case(graphs.later.file, f"{name}, tokens", problem))
+    return failed, notes
+
+
+def _made_up(
+    graphs: DecoderGraphs,
+    options: GenerationOptions,
+    limits: FeedLimits,
+    longest: int | None,
+    count: int,
+) -> _Inputs:
+    """Return inputs of different lengths, for an artifact without a tokenizer."""
+    most = min(_LONGEST_MADE_UP, longest or _LONGEST_MADE_UP)
+    lengths = np.linspace(most, 1, count).round().astype(int)
+    names = [f"made-up prompt {place + 1}" for place in range(count)]
+    if graphs.encoder is None:
+        ids = next(spec for spec in graphs.later.inputs if spec.name == "input_ids")
+        sizes = dict.fromkeys(dynamic_dims([ids]), most) | {"batch": count}
+        drawn = make_feeds([ids], sizes, limits, seed=0)["input_ids"]
+        rows = [
+            GenerationRow(tuple(map(int, row[:length])), {})
+            for row, length in zip(drawn, lengths, strict=True)
+        ]
+        return _Inputs(_MADE_UP, names, rows, lambda _: None, limits.pad_token_id)
+    start = options.decoder_start_token_id
+    start = options.bos_token_id if start is None else start
+    if start is None:
+        raise ArtifactError(f"{FILE} has no decoder_start_token_id.")
+    sizes = sweep_sizes(dynamic_dims(graphs.encoder.inputs), limits, batch=count, sequence=most)
+    feeds = make_feeds(graphs.encoder.inputs, sizes, limits, seed=0, ragged=True)
+    rows = [
+        GenerationRow((start,), {name: array[place] for name, array in feeds.items()})
+        for place in range(count)
+    ]
+    return _Inputs(
+        _MADE_UP,
+        names,
+        rows,
+        lambda batch: {name: np.stack([row.arrays[name] for row in batch]) for name in feeds},
+        limits.pad_token_id,
+    )
+
+
+def _run_torch(
+    model: TorchReference,
+    graphs: DecoderGraphs,
+    inputs: _Inputs,
+    steps: int,
+    scratch: Path,
+    progress: Progress,
+) -> tuple[list[_Continuation], list[_Continuation]]:
+    """Run PyTorch's greedy search and beam search on each input alone."""
+    found: tuple[list[_Continuation], list[_Continuation]] = [], []
+    with progress.task("PyTorch's generate", total=2 * len(inputs.rows)) as advance:
+        for place, row in enumerate(inputs.rows):
+            if graphs.encoder is None:
+                ids = np.asarray([row.prompt], np.int64)
+                feeds: Feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+            else:
+                feeds = dict(inputs.join([row]) or {})
+            for texts, beams in zip(found, (1, BEAMS), strict=True):
+                directory = scratch / f"generate-{place}-{beams}"
+                files = model.generate(feeds, directory, _arguments(steps, beams, inputs.chosen))
+                texts.append(
+                    _Continuation(
+                        tuple(np.load(files["tokens"]).tolist()),
+                        files.get("scores"),
+                        float(np.load(files["score"])) if "score" in files else math.nan,
+                    )
+                )
+                advance()
+    return found
