@@ -214,6 +214,8 @@ def report_lines(report: ValidationReport) -> list[str]:
             for change in labels.changes
         ]
     lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
+    if report.layers:
+        lines.append(f"layers: {report.layers.describe()}")
     if weights := report.weights:
         lines.append(f"weights: {weights.describe()}")
         lines += [
