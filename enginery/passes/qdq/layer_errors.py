@@ -37,7 +37,7 @@ Array = NDArray[Any]
 
 MAX_ROWS = 128
 """Rows to measure layers on, about: as many as quantize holds out."""
-_SMALLEST_BY_MEDIAN, _SMALLEST_BY_LARGEST = 0.1, 1e-3
+_SMALLEST_BY_MEDIAN, _SMALLEST_BY_LARGEST = 0.1, 1e-5
 """Length by which the error of a position is divided at least, by the row's median and largest."""
 _ERROR, _OUTPUT = "enginery/squared_error/", "enginery/squared_output/"
 """Start of the names of the tensors that hold, for each position, the squares of both lengths."""
