@@ -36,7 +36,7 @@ from enginery.runtime.onnxruntime.tracing import GraphTracer
 Array = NDArray[Any]
 
 MAX_ROWS = 128
-"""Rows to measure layers on, about: as many as quantize holds out."""
+"""About how many rows layers are measured on."""
 _SMALLEST_BY_MEDIAN, _SMALLEST_BY_LARGEST = 0.1, 1e-5
 """Length by which the error of a position is divided at least, by the row's median and largest."""
 _ERROR, _OUTPUT = "enginery/squared_error/", "enginery/squared_output/"
@@ -216,9 +216,10 @@ def row_errors(squared_error: Array, squared_output: Array, feeds: Feeds) -> lis
         feeds: the graph's inputs, which have the attention mask if there is one.
 
     Returns:
-        One error for each row; a single one if the positions are not those of rows.
+        One error for each row, infinite if a number is not finite; a single error if the positions
+        are not those of rows.
     """
-    batch = len(next(iter(feeds.values())))
+    batch = next((len(array) for array in feeds.values() if array.ndim), 1)
     batch = batch if batch and squared_error.size % batch == 0 else 1
     errors, lengths = (
         np.sqrt(part.astype(np.float64)).reshape(batch, -1)
@@ -236,6 +237,8 @@ def row_errors(squared_error: Array, squared_output: Array, feeds: Feeds) -> lis
 
 
 def _row_error(errors: Array, lengths: Array) -> float:
+    if not (np.isfinite(errors).all() and np.isfinite(lengths).all()):
+        return float("inf")
     least = max(
         _SMALLEST_BY_MEDIAN * float(np.median(lengths)), _SMALLEST_BY_LARGEST * float(lengths.max())
     )

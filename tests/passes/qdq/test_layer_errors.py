@@ -160,9 +160,20 @@ def test_position_without_an_output_counts_like_a_tenth_of_the_others():
     assert row_errors(np.float32([[1, 0, 0]]), nothing, feeds) == [np.inf]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_number_that_is_not_finite_is_an_infinite_error(value):
+    ones, feeds = np.ones((2, 3), np.float32), {"x": np.zeros((2, 3))}
+    wrong = ones.copy()
+    wrong[1, 2] = value
+    assert row_errors(wrong, ones, feeds) == [1.0, np.inf]
+    assert row_errors(ones, wrong, feeds) == [1.0, np.inf]
+
+
 def test_positions_that_belong_to_no_row_are_one():
-    feeds = {"x": np.zeros((2, 3))}
-    assert row_errors(np.float32([1, 1, 1]), np.float32([4, 4, 4]), feeds) == [0.5]
+    ones, fours = np.float32([1, 1, 1]), np.float32([4, 4, 4])
+    assert row_errors(ones, fours, {"x": np.zeros((2, 3))}) == [0.5]
+    assert row_errors(ones, fours, {"sr": np.int64(16000)}) == [0.5]
+    assert row_errors(ones, fours, {"sr": np.int64(16000), "x": np.zeros((3, 1))}) == [0.5] * 3
 
 
 def test_mean_and_deviation_over_rows():
