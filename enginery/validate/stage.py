@@ -340,6 +340,7 @@ class _Comparison:
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
+            spinning=False,  # much of the time goes by between the runs
         ) as runner:
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
@@ -527,6 +528,7 @@ class _Comparison:
                 providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
                 io_binding=False,  # every step has other shapes
+                spinning=False,
             ),
             progress=self.progress,
         )
@@ -570,7 +572,7 @@ def _sizes(graph: Path) -> set[int]:
     from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
     from enginery.validate.weights.stored import find_sizes
 
-    return find_sizes(read_graph(graph))
+    return find_sizes(read_graph(graph), shapes=False)
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
