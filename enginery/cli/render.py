@@ -216,6 +216,8 @@ def report_lines(report: ValidationReport) -> list[str]:
     if report.generation:
         lines.append(f"generation: {report.generation.describe()}")
     lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
+    if report.layers:
+        lines.append(f"layers: {report.layers.describe()}")
     if weights := report.weights:
         lines.append(f"weights: {weights.describe()}")
         lines += [

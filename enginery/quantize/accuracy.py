@@ -19,7 +19,7 @@ from enginery.runtime.agreement import (
     read_model_pooling,
 )
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.sample_inputs import builtin_batches, takes_real_inputs
+from enginery.runtime.sample_inputs import SampleBatch, builtin_batches, takes_real_inputs
 from enginery.runtime.text.pooling import Pooling
 
 Graph = Callable[[Feeds], Outputs]
@@ -133,6 +133,17 @@ def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
     return files
 
 
+def find_builtin_batches(source: Artifact) -> list[SampleBatch]:
+    """Return the built-in texts or images that `validate` uses; none if the graph takes others."""
+    record = source.manifest.graphs[0]
+    if not takes_real_inputs(source, record):
+        return []
+    try:
+        return builtin_batches(source, record)
+    except (ArtifactError, InputError):  # no tokenizer that this package reads
+        return []
+
+
 def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> AccuracyMetrics | None:
     """Measure a quantized graph on built-in texts or images, on the CPU.
 
@@ -147,12 +158,9 @@ def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> Acc
         None if the graph takes other inputs.
     """
     record = source.manifest.graphs[0]
-    if not takes_real_inputs(source, record):
-        return None
     names = [spec.name for spec in record.outputs]
-    try:
-        batches = builtin_batches(source, record)
-    except (ArtifactError, InputError):  # no tokenizer that this package reads
+    batches = find_builtin_batches(source)
+    if not batches:
         return None
     agreement = AnswerAgreement(read_model_pooling(source.path))
     with (

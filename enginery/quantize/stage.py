@@ -28,7 +28,7 @@ from enginery.core.artifact.fingerprint import (
     tool_versions,
 )
 from enginery.core.artifact.manifest import GraphRecord, StageRecord
-from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
+from enginery.core.artifact.reports import AccuracyMetrics, LayerError, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
 from enginery.core.options import changed_options, options_dict
@@ -39,8 +39,19 @@ from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.insert import insert_qdq
+from enginery.passes.qdq.layer_errors import (
+    MAX_ROWS,
+    add_float_layers,
+    float_layers,
+    float_operands,
+    measure_layer_errors,
+)
 from enginery.passes.qdq.layers import Layer, find_layers
-from enginery.quantize.accuracy import AccuracyEvaluator, measure_builtin
+from enginery.quantize.accuracy import (
+    AccuracyEvaluator,
+    find_builtin_batches,
+    measure_builtin,
+)
 from enginery.quantize.calibrate import (
     AccuracySearch,
     calibrate,
@@ -57,7 +68,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "6"
+STAGE_VERSION = "7"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -257,6 +268,7 @@ def _quantize_graph(
         progress.say(
             "quantize: calibrated on random inputs; do not use this artifact in production"
         )
+    known = float_operands(model, quantized)
     record = _write_graph(model, quantized, cache, source, directory, config)
     graph = directory / record.file
     accuracy = _check_accuracy(graph, measured, config)
@@ -272,6 +284,10 @@ def _quantize_graph(
         if not save_curve(directory / CURVE, measured, config.scheme):
             notes.append(NOT_DRAWN)
     report = make_report(layers, cache, measured, accuracy, trials, config, data, notes, fields)
+    add_float_layers(model, float_layers(model, quantized, known))
+    with progress.task("measuring each layer"):
+        held_out, builtin = _measure_layers(model, source, measured, config, scratch)
+    report = replace(report, layer_errors=held_out, builtin_layer_errors=builtin)
     (directory / REPORTS / RANGES).write_bytes(cache.to_json())
     return (record,), report, notes
 
@@ -386,6 +402,26 @@ def _check_accuracy(
             do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
     return found
+
+
+def _measure_layers(
+    model: ir.Model,
+    source: Artifact,
+    measured: AccuracySearch | None,
+    config: QuantizeConfig,
+    scratch: Path,
+) -> tuple[dict[str, LayerError], dict[str, LayerError]]:
+    """Measure the layers of a graph with `add_float_layers` on held-out and on built-in inputs."""
+    path = scratch / "layers" / "model.onnx"
+    path.parent.mkdir()
+    write_graph(model, path, max_inline_bytes=0)
+    fused = scheme_from_config(config).supports_fusions
+    evaluator = measured.evaluator if measured else None
+    held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)] if evaluator else []
+    return (
+        measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),
+        measure_layer_errors(path, [b.load for b in find_builtin_batches(source)], fused=fused),
+    )
 
 
 def measure_file(

@@ -529,4 +529,4 @@ def _with_powers_of_two(every: int, largest: int) -> set[int]:
 
 def _positions(size: int, count: int) -> Array:
     """Return up to `count` evenly spread positions, the first and the last included."""
-    return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(int))
+    return np.linspace(0, size - 1, min(size, count)).round().astype(int)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enginery.core.artifact.reports import (
     EmbeddingMetrics,
     GenerationMetrics,
+    LayerMetrics,
     OutputMetrics,
     QuantizedAccuracy,
     RoundingMetrics,
@@ -67,6 +68,7 @@ def summarize(
     accuracy: QuantizedAccuracy | None = None,
     weights: WeightMetrics | None = None,
     rounding: Sequence[RoundingMetrics] = (),
+    layers: LayerMetrics | None = None,
     not_proven: Sequence[str] = (),
     name: str = "PyTorch",
     generation: GenerationMetrics | None = None,
@@ -107,6 +109,8 @@ def summarize(
     if other := [share for share in rounding if share.problem]:
         most = max(other, key=lambda share: share.other_share)
         return f"{most.graph}, {most.output} differs from {name}: {most.problem}"
+    if layers and layers.problem:
+        return f"a layer is less accurate than quantize has measured: {layers.problem}"
     if not_proven:
         more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
         return f"not proven: {not_proven[0]}{more}"

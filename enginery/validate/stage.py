@@ -34,6 +34,8 @@ from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.artifact.reports import (
     GenerationMetrics,
     GraphCoverage,
+    LayerError,
+    LayerMetrics,
     ProviderRecord,
     QuantizedAccuracy,
     RoundingMetrics,
@@ -42,7 +44,7 @@ from enginery.core.artifact.reports import (
     WeightMetrics,
 )
 from enginery.core.datasets.labels import require_classifier
-from enginery.core.errors import ArtifactError, ProviderError, SourceError
+from enginery.core.errors import ArtifactError, InputError, ProviderError, SourceError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
@@ -74,13 +76,14 @@ from enginery.validate.decoding import compare_decoding
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.generation import generate_reference
 from enginery.validate.labels import LabelComparison
+from enginery.validate.metrics.budget import LayerExpectation
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
 
 STAGE = "validate"
-STAGE_VERSION = "12"
+STAGE_VERSION = "13"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -191,7 +194,15 @@ def run(
     results: list[ValidationCaseResult] = []
     with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
         comparison = _Comparison(
-            reference, config, feed_limits, embeddings, answers, labels, Path(scratch), progress
+            reference,
+            config,
+            feed_limits,
+            embeddings,
+            answers,
+            _layer_limits(artifact, config, limits),
+            labels,
+            Path(scratch),
+            progress,
         )
         weights = comparison.weights = comparison.compare_weights()
         for record in manifest.graphs:
@@ -223,7 +234,9 @@ def run(
     near = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
     not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
     rounding = comparison.rounding
+    layers = comparison.layers
     near = near and not any(share.problem for share in rounding)
+    near = near and not (layers and layers.problem)
     agrees = _all_passed(results) and near and not not_proven
     if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
@@ -235,6 +248,7 @@ def run(
             accuracy,
             weights,
             rounding,
+            layers,
             not_proven,
             reference.name,
             comparison.generation,
@@ -259,6 +273,7 @@ def run(
         accuracy=accuracy,
         weights=weights,
         rounding=rounding,
+        layers=layers,
         labels=labels.metrics(config.label_column, reference.name),
         generation=comparison.generation,
         not_proven=not_proven,
@@ -281,6 +296,8 @@ class _Comparison:
     feed_limits: FeedLimits
     embeddings: EmbeddingComparison | None
     answers: AnswerComparison | None
+    layer_limits: LayerExpectation | None
+    """None unless the artifact is statically quantized, and the user has set no limit."""
     labels: LabelComparison
     scratch: Path
     """Directory for the reference's outputs and for graphs without rounding."""
@@ -291,16 +308,18 @@ class _Comparison:
     rounding: list[RoundingMetrics] = field(default_factory=list)
     weights: WeightMetrics | None = None
     generation: GenerationMetrics | None = None
+    layers: LayerMetrics | None = None
     notes: list[str] = field(default_factory=list)
 
     def compare_weights(self) -> WeightMetrics:
-        """Compare the weights, and write graphs without the rounding of their precision."""
+        """Compare the weights; write graphs without rounding, and with each layer in FP32."""
         from enginery.validate.weights.compare import compare_weights  # imports onnx, slowly
 
         return compare_weights(
             self.reference.artifact,
             self.reference.open_weights,
             unrounded=self.scratch,
+            layers=self.scratch / "layers" if self.layer_limits else None,
             progress=self.progress,
         )
 
@@ -333,6 +352,7 @@ class _Comparison:
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
+            spinning=False,  # much of the time goes by between the runs
         ) as runner:
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
@@ -391,10 +411,36 @@ class _Comparison:
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
                 "not enough of its weights were traced"
             )
+        if self.layer_limits is not None:
+            self._compare_layers(record, cases, self.layer_limits)
         self.notes += reference.notes
         for outputs in ("cases", "scan"):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
+
+    def _compare_layers(
+        self, record: GraphRecord, cases: Sequence[ValidationCase], limits: LayerExpectation
+    ) -> None:
+        """Compare each layer of a statically quantized graph with FP32's, on real inputs."""
+        from enginery.passes.qdq.layer_errors import MAX_ROWS, measure_layer_errors  # onnx, slowly
+
+        path = self.scratch / "layers" / record.file
+        real = [case.make for case in cases if case.kind == "real"]
+        if not limits.measured or not real:
+            why = "quantize has not measured them" if real else "there are no real inputs"
+            self.notes.append(f"no single layer was compared with FP32: {why}")
+            return
+        found: dict[str, LayerError] = {}
+        if path.exists():
+            # As many rows as quantize measures, evenly spread.
+            every = -(-self.config.rows // MAX_ROWS) if self.config.data else 1
+            fused = self.reference.artifact.manifest.precision == "int8"
+            try:
+                with self.progress.task(f"layers, {record.file}"):
+                    found = measure_layer_errors(path, real[::every], fused=fused)
+            except (InputError, ProviderError) as error:
+                self.notes.append(f"no single layer was compared with FP32: {error.message}")
+        self.layers = limits.compare(found)
 
     def _write_simulated(self, record: GraphRecord) -> Path:
         """Write an FP16 graph that rounds every value on the CPU, too."""
@@ -488,6 +534,7 @@ class _Comparison:
                 providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
                 io_binding=False,  # every step has other shapes
+                spinning=False,
             )
 
         texts, notes = generate_reference(
@@ -540,6 +587,15 @@ class _Comparison:
         )
 
 
+def _layer_limits(
+    artifact: Artifact, config: ValidateConfig, limits: ComparisonLimits
+) -> LayerExpectation | None:
+    """Return what quantize has measured for each layer; None if that is not a limit."""
+    if limits.accuracy is None or limits.accuracy.scheme == "dynamic":
+        return None
+    return LayerExpectation.of(artifact, own_data=bool(config.data))
+
+
 def _on_cpu(providers: Sequence[Provider]) -> bool:
     """Return True if only the CPU runs a graph."""
     return {provider.name for provider in providers} == {CPU}
@@ -550,7 +606,7 @@ def _sizes(graph: Path) -> set[int]:
     from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
     from enginery.validate.weights.stored import find_sizes
 
-    return find_sizes(read_graph(graph))
+    return find_sizes(read_graph(graph), shapes=False)
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:

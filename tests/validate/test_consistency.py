@@ -1,6 +1,7 @@
 """Rows of padded batches equal the same rows alone; what deviates is compared with PyTorch."""
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from onnx import helper
 
@@ -16,6 +17,7 @@ from enginery.validate.compare import ComparisonLimits
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
 from enginery.validate.metrics.outputs import NoiseFloor
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
+from enginery.validate.weights.stored import find_sizes
 from tests.validate.faults import edits as faults
 
 FEATURES = ("bert", "feature-extraction")
@@ -262,3 +264,20 @@ def test_engine_without_single_rows_runs_the_same_row_twice(scan):
     assert min(shape.batch for shape in shapes) == 2
     assert min(shape.length for shape in shapes) == 16
     assert engine.cases(ScanShape(2, 32))[1].make()["input_ids"].shape == (2, 31)
+
+
+def test_numbers_that_only_shape_a_reshape_are_no_special_sizes():
+    """A comparison may begin at them, in a graph that holds them for it; a Reshape may not."""
+    model = ir.from_onnx_text("""<ir_version: 9, opset_import: ["" : 20]>
+    g (float[n, 384] x, int64[1] n) => (float[n, 12, 32] y, bool[1] z) {
+      heads = Constant <value = int64[1] {12}> ()
+      width = Constant <value = int64[1] {32}> ()
+      shape = Concat <axis = 0> (n, heads, width)
+      y = Reshape (x, shape)
+      limit = Constant <value = int64[1] {96}> ()
+      over = Greater (n, limit)
+      more = Less (n, width)
+      z = And (over, more)
+    }""")
+    assert find_sizes(model) == {12, 32, 96}
+    assert find_sizes(model, shapes=False) == {32, 96}

@@ -189,6 +189,8 @@ def open_in_memory(
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = keep_memory
     options.add_session_config_entry(*EXACT_INT8)
+    # Outputs are compared or counted between the runs, which busy threads would slow down.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )

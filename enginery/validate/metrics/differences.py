@@ -82,14 +82,16 @@ def compute_differences(
     for mine_row, theirs_row in zip(
         iterate_rows(actual, padding), iterate_rows(reference, padding), strict=True
     ):
-        mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
-        ordinary = np.isfinite(theirs) & (np.abs(theirs) < _FILL)
+        mine = mine_row.astype(np.float64).ravel()
+        theirs = theirs_row.astype(np.float64).ravel()
+        ordinary = np.abs(theirs) < _FILL  # false for NaN
         comparable = ordinary & np.isfinite(mine)
-        # The same fill value: the same sign and a large magnitude.
-        alike = (np.sign(mine) == np.sign(theirs)) & (np.abs(mine) >= _LEAST_FILL)
-        unequal += int(np.count_nonzero(~comparable & ~(~ordinary & alike)))
-        undefined += int(np.count_nonzero(np.isnan(theirs)))
-        mine, theirs = mine[comparable], theirs[comparable]
+        if not comparable.all():
+            # The same fill value: the same sign and a large magnitude.
+            alike = (np.sign(mine) == np.sign(theirs)) & (np.abs(mine) >= _LEAST_FILL)
+            unequal += int(np.count_nonzero(~comparable & ~(~ordinary & alike)))
+            undefined += int(np.count_nonzero(np.isnan(theirs)))
+            mine, theirs = mine[comparable], theirs[comparable]
         errors[filled : filled + mine.size] = np.abs(mine - theirs)
         filled += mine.size
         largest = max(largest, float(np.abs(theirs).max(initial=0.0)))

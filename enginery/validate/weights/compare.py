@@ -33,7 +33,8 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
-from enginery.passes.ir.graph_file import read_graph
+from enginery.passes.ir.graph_file import read_graph, write_graph
+from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
 from enginery.validate.weights.difference import describe_difference
 from enginery.validate.weights.elements import (
     columns,
@@ -103,6 +104,7 @@ def compare_weights(
     open_weights: Callable[[], WeightSource],
     *,
     unrounded: Path | None = None,
+    layers: Path | None = None,
     progress: Progress = SILENT,
 ) -> WeightMetrics:
     """Compare every weight of every graph with the reference's.
@@ -113,6 +115,7 @@ def compare_weights(
         unrounded: directory to write each graph to without the rounding of its precision, under the
             graph's file name. It is left out if that precision is FP32, or if weights were not
             traced. Quantized layers that the calibration did not record stay as they are.
+        layers: directory to write each statically quantized graph to with `add_float_layers`.
         progress: receives progress messages.
 
     Raises:
@@ -136,6 +139,8 @@ def compare_weights(
             )
             model = read_graph(artifact.path / record.file)
             comparison.run(model)
+            if layers is not None:
+                comparison.write_layers(model, layers / record.file)
             if unrounded is not None:
                 comparison.write_unrounded(model, unrounded / record.file)
             comparisons.append(comparison)
@@ -180,7 +185,7 @@ class _Match:
     """How an equal weight is stored."""
     difference: WeightDifference | None = None
     exact: Callable[[], Array] | None = None
-    """Read the FP32 values that an equal weight stands for, with the shape that it is stored in."""
+    """Read the reference's FP32 values, with the shape that the weight is stored in."""
 
 
 class _GraphComparison:
@@ -201,6 +206,8 @@ class _GraphComparison:
         """Name of a weight in FP16 or BF16 -> its FP32 values."""
         self.layers: list[ExactLayer] = []
         """The quantized layers whose weight and calibration are known."""
+        self.float_layers: dict[str, FloatLayer] = {}
+        """The quantized layers whose weight and bias in FP32 are known, by name."""
         self.untraced_layers = 0
         """The number of quantized layers whose weight is not known."""
         self.quantized = False
@@ -231,6 +238,18 @@ class _GraphComparison:
                 self._leave(name, tuple(tensor.shape.numpy()), tensor.dtype.numpy().name)
             else:
                 self._compare(as_rounded(read_plain(value, tensor), self.precision))
+
+    def write_layers(self, model: ir.Model, path: Path) -> None:
+        """Write the graph with each quantized layer in FP32 beside it, if some are known.
+
+        Args:
+            model: the graph that was compared; nodes that nothing reads are added.
+            path: where to write the ONNX file.
+        """
+        if self.float_layers:
+            add_float_layers(model, list(self.float_layers.values()))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_graph(model, path, max_inline_bytes=0)
 
     def write_unrounded(self, model: ir.Model, path: Path) -> None:
         """Write the graph without the rounding of its precision, if its weights are known.
@@ -294,8 +313,8 @@ class _GraphComparison:
         self.seen.add(name)
         found = turn(stored, turned, expected.shape)
         wrong = mismatches(found, expected, self._error(name, expected))
+        exact = partial(self._read_turned, name, turned, shape)
         if not np.any(wrong):
-            exact = partial(self._read_turned, name, turned, shape)
             return _Match(name, _kind(found, turned), exact=exact)
         if use is not None and self._norm(use) is not None:
             folded = self._check_folded(found, use, name, expected, turned)
@@ -305,7 +324,7 @@ class _GraphComparison:
             return _Match(name, kind)
         if np.all(np.isfinite(found.values)) and any(is_key_bias(use) for use in found.uses):
             return _Match(name, "of no effect")
-        return _Match(name, "different", self._difference(found, name, expected, wrong))
+        return _Match(name, "different", self._difference(found, name, expected, wrong), exact)
 
     def _read_turned(self, name: str, turned: str, shape: tuple[int, ...]) -> Array:
         """Read a parameter, and turn it as a weight is stored."""
@@ -369,14 +388,14 @@ class _GraphComparison:
         fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
         folded, error = fold(expected)
         wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
-        if np.any(wrong):
-            name = name or f"{norm.module}.bias"
-            return _Match(name, "different", self._difference(found, name, folded, wrong))
 
         def exact() -> Array:
             plain = self.parameters.read(name) if name else np.zeros(found.values.shape, np.float32)
             return turn_array(fold(plain)[0], turned, found.values.shape)
 
+        if np.any(wrong):
+            told = name or f"{norm.module}.bias"
+            return _Match(told, "different", self._difference(found, told, folded, wrong), exact)
         return _Match(name, "folded", exact=exact)
 
     def _norm(self, use: Use) -> BatchNorm | None:
@@ -470,27 +489,43 @@ class _GraphComparison:
             if layer.bias is not None:  # nothing says how quantizing has changed it
                 self._compare_content(layer.bias, damaged=False)
             return
-        _, turned = self._best(layer.weight, [match.name], None)
-        weight = self._read_turned(match.name, turned, layer.weight.values.shape)
+        bias = self._compare_bias(layer, match.name)
+        if match.exact is not None and bias.exact is not None and layer.source is not None:
+            self.float_layers[layer.name] = FloatLayer(
+                layer.name,
+                layer.node,
+                layer.source,
+                layer.output,
+                layer.weight.values.shape,
+                match.exact,
+                bias.exact(),
+            )
+
+    def _compare_bias(self, layer: QuantizedLayer, parameter: str) -> _Match:
+        """Compare the corrected bias of a layer that has the weight of a parameter, and count it.
+
+        The reference's bias is zero if there is none.
+        """
+        _, turned = self._best(layer.weight, [parameter], None)
+        weight = self._read_turned(parameter, turned, layer.weight.values.shape)
         bias = layer.uncorrected_bias(weight, _ROUNDINGS)
-        own = f"{match.name.removesuffix('.weight')}.bias"
+        own = f"{parameter.removesuffix('.weight')}.bias"
         named = self._of_size([own] if own in self.parameters.weights else [], bias)
+        zeros = np.zeros(bias.values.shape, np.float32)
         use = Use(layer.node, 2)
         if named:
             expectation = _Expectation(named, use=use)
         elif self._norm(use) is not None:
             expectation = _Expectation([], use=use)
-        elif not np.any(mismatches(bias, np.zeros(bias.values.shape, np.float32))):
-            self._count(bias, _Match(kind="quantized"))
-            return
+        elif not np.any(mismatches(bias, zeros)):
+            return self._count(bias, _Match(kind="quantized", exact=lambda: zeros))
         else:
-            self._compare_content(bias, damaged=True)
-            return
+            return self._compare_content(bias, damaged=True)
         found = self._check(bias, expectation)
         if difference := found.difference:
             problem = f"{difference.problem}, without its calibrated correction"
             found = replace(found, difference=replace(difference, problem=problem))
-        self._count(bias, found)
+        return self._count(bias, found)
 
     def _compare_dynamic(self, name: str, tensors: Tensors) -> None:
         """Compare a weight that ONNX Runtime quantized, with its scale and zero point."""

@@ -85,6 +85,13 @@ class QuantizedLayer:
     """The DequantizeLinear of the activation; None if the activation is not quantized."""
     bias_value: ir.Value | None
     """The initializer or the Constant's output that holds the bias."""
+    source: ir.Value | None
+    """The activation before it is smoothed and quantized; None if it is not quantized."""
+    output: ir.Value
+    """The layer's output with the bias."""
+    name: str
+    """The name that quantize gave it. Other tools rename nodes, but not the weights that they do
+    not change."""
 
     @property
     def output_axis(self) -> int:
@@ -145,8 +152,8 @@ def _read_layer(
     if zero is not None:
         names.append(made.inputs[2].name or "")
     dequantizer = _dequantizer(node.inputs[0])
-    recorded, params, problem, more = _activation(node, dequantizer, calibration, raw.shape)
-    factors, name = _output_factors(node)
+    recorded, params, problem, more, source = _activation(node, dequantizer, calibration, raw.shape)
+    factors, factors_name = _output_factors(node)
     axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
         made.inputs[0].name or "",
@@ -160,11 +167,11 @@ def _read_layer(
     )
     weight.uses = list(find_uses(made.inputs[0]))
     deltas = calibration.bias_deltas if calibration is not None else {}
-    # Other tools rename nodes, but not the weights that they do not change.
-    layer = (made.inputs[0].name or "").removesuffix("/weight")
-    delta = deltas.get(layer, deltas.get(node.name or "", np.zeros(1, np.float32)))
+    own = (made.inputs[0].name or "").removesuffix("/weight")
+    name = own if own != made.inputs[0].name else node.name or ""
+    delta = deltas.get(name, np.zeros(1, np.float32))
     recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
-    bias, bias_value = _bias(node, raw.shape[_output_axis(node)], params.scale * scales)
+    bias, bias_value, output = _bias(node, raw.shape[_output_axis(node)], params.scale * scales)
     return QuantizedLayer(
         node,
         weight,
@@ -172,12 +179,15 @@ def _read_layer(
         params,
         delta,
         recorded,
-        [*names, *more, name],
+        [*names, *more, factors_name],
         problem,
         factors,
         made,
         dequantizer,
         bias_value,
+        source,
+        output,
+        name,
     )
 
 
@@ -193,16 +203,16 @@ def _activation(
     dequantizer: ir.Node | None,
     calibration: Calibration | None,
     shape: tuple[int, ...],
-) -> tuple[bool, ActivationQuantParams, str, list[str]]:
+) -> tuple[bool, ActivationQuantParams, str, list[str], ir.Value | None]:
     """Read how a layer's activation is quantized.
 
     Returns:
-        Whether calibration recorded it, its parameters, what differs from the record, and the names
-        of its initializers.
+        Whether calibration recorded it, its parameters, what differs from the record, the names of
+        its initializers, and the activation before smoothing; None if it is not quantized.
     """
     quantizer = _maker(dequantizer.inputs[0]) if dequantizer is not None else None
     if dequantizer is None or quantizer is None:
-        return False, ActivationQuantParams(1.0), "", []
+        return False, ActivationQuantParams(1.0), "", [], None
     names = [_behind_casts(value).name or "" for value in quantizer.inputs[1:] if value is not None]
     tensor = constant_tensor(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
@@ -213,10 +223,10 @@ def _activation(
         vector is None or vector.shape == (channels,)
         for vector in (record.multiplier, record.offset)
     ):
-        found, more, _ = _smoothing(quantizer.inputs[0], None)
+        found, more, _, source = _smoothing(quantizer.inputs[0], None)
         plain = ActivationQuantParams(float(scale.max()), **found)
-        return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more]
-    _, more, problems = _smoothing(quantizer.inputs[0], record)
+        return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more], source
+    _, more, problems, source = _smoothing(quantizer.inputs[0], record)
     if pair := _pair_problem(quantizer, dequantizer):
         problems.append(pair)
     elif (zero := _zero_point(quantizer)) != 0:
@@ -227,7 +237,7 @@ def _activation(
     elif scale.item() != expected:
         problems.append(f"scale {scale.item():g}, calibrated {float(expected):g}")
     what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
-    return True, record, what, [*names, *more]
+    return True, record, what, [*names, *more], source
 
 
 def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
@@ -266,7 +276,7 @@ _SMOOTHING = (
 
 def _smoothing(
     value: ir.Value | None, record: ActivationQuantParams | None
-) -> tuple[dict[str, Vector | None], list[str], list[str]]:
+) -> tuple[dict[str, Vector | None], list[str], list[str], ir.Value | None]:
     """Read the vectors that smooth an activation before it is quantized.
 
     Args:
@@ -274,7 +284,8 @@ def _smoothing(
         record: the calibrated vectors. Without them, nodes are recognized by their names.
 
     Returns:
-        The vectors, the names of their initializers, and what differs from the record.
+        The vectors, the names of their initializers, what differs from the record, and the
+        activation before it is smoothed.
     """
     found: dict[str, Vector | None] = {"multiplier": None, "offset": None}
     names, problems = [], []
@@ -305,7 +316,7 @@ def _smoothing(
         operand = maker.inputs[place]
         names.append("" if operand is None else _behind_casts(operand).name or "")
         value = maker.inputs[1 - place]
-    return found, names, problems
+    return found, names, problems, value
 
 
 def _is_rounded(values: Vector, wanted: Vector) -> bool:
@@ -316,17 +327,20 @@ def _is_rounded(values: Vector, wanted: Vector) -> bool:
     return bool(np.all(np.abs(values - wanted) <= np.abs(wanted) * 2.0**-10 + smallest))
 
 
-def _bias(node: ir.Node, channels: int, step: Array) -> tuple[StoredWeight | None, ir.Value | None]:
-    """Return the constant that is added to a layer's output, also after its factors.
+def _bias(
+    node: ir.Node, channels: int, step: Array
+) -> tuple[StoredWeight | None, ir.Value | None, ir.Value]:
+    """Return the constant that is added to a layer's output, also after its factors; and the sum.
 
     `step` is that of the product. When ONNX Runtime optimizes a quantized convolution, it adds
     nodes that round the bias to such steps.
     """
     if node.op_type in ("Gemm", "Conv") and len(node.inputs) > 2 and node.inputs[2] is not None:
-        values = [node.inputs[2]]
+        product, add, values = node, node, [node.inputs[2]]
     else:
         scaled = _only_user(node)
-        add = _only_user(scaled) if scaled is not None and _is_output_scaling(scaled) else scaled
+        product = scaled if scaled is not None and _is_output_scaling(scaled) else node
+        add = _only_user(product)
         values = list(add.inputs) if add is not None and add.op_type == "Add" else []
     for added in values:
         value, rounded = added, False
@@ -340,8 +354,8 @@ def _bias(node: ir.Node, channels: int, step: Array) -> tuple[StoredWeight | Non
             bias.raw, bias.values = bias.raw.reshape(-1), bias.values.reshape(-1)
             # ONNX Runtime divides in the precision of the floats.
             bias.tolerance = step * 0.5 + np.abs(bias.values) * 2.0**-10 if rounded else None
-            return bias, value
-    return None, None
+            return bias, value, (add or product).outputs[0]
+    return None, None, product.outputs[0]
 
 
 def _behind_casts(value: ir.Value) -> ir.Value:

@@ -156,17 +156,34 @@ def stored_tensors(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtoco
                 yield node.outputs[0], node.attributes["value"].as_tensor()
 
 
-def find_sizes(model: ir.Model) -> set[int]:
+def find_sizes(model: ir.Model, *, shapes: bool = True) -> set[int]:
     """Return the whole numbers from 2 on among the small constants of a graph.
 
     A graph that treats some lengths or batch sizes differently holds the number where it begins.
+
+    Args:
+        model: the graph.
+        shapes: False to leave out numbers that are only the shape of a Reshape. They cannot make it
+            treat that size differently, other than by failing at every other one.
     """
     sizes = set()
-    for _, tensor in stored_tensors(model):
+    for value, tensor in stored_tensors(model):
+        if not shapes and _is_shape(value):
+            continue
         if tensor.size <= _SMALL and tensor.dtype in (*_FLOATS, *_INTEGERS):
             values = read_values(tensor).astype(np.float64).reshape(-1)
             sizes |= {int(v) for v in values if 2 <= v <= _LARGEST_SIZE and v == int(v)}
     return sizes
+
+
+def _is_shape(value: ir.Value) -> bool:
+    """Return True if a constant is nothing but the shape of a Reshape, or part of one."""
+    uses = [
+        end
+        for use in value.uses()
+        for end in (use.node.outputs[0].uses() if use.node.op_type == "Concat" else [use])
+    ]
+    return bool(uses) and all((use.node.op_type, use.idx) == ("Reshape", 1) for use in uses)
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
