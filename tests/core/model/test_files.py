@@ -166,17 +166,39 @@ def test_keys_of_the_text_or_vision_part_are_merged():
     assert (config.vocab_size, merged.image_size.edge) == (0, 32)
 
 
+def test_keys_of_an_encoder_and_a_decoder_are_merged():
+    config = ModelConfig.model_validate(
+        {
+            "model_type": "vision-encoder-decoder",
+            "encoder": {"image_size": [64, 32], "num_channels": 3, "vocab_size": 90},
+            "decoder": {"model_type": "roberta", "vocab_size": 95, "max_position_embeddings": 40},
+        }
+    )
+    merged = config.merged()
+    assert (merged.image_size.sides(1), merged.num_channels) == ((64, 32), 3)
+    assert (merged.vocab_size, merged.positions, merged.model_type) == (90, 40, config.model_type)
+    assert merged.position_limit() == 38
+    assert ModelConfig.model_validate({"encoder": "bpe", "decoder": 3}).decoder is None
+
+
+def test_older_sizes_of_donut_have_the_width_first():
+    for size, kind in (([30, 40], "DonutFeatureExtractor"), ([40, 30], "ViTFeatureExtractor")):
+        found = PreprocessorConfig.model_validate({"feature_extractor_type": kind, "size": size})
+        assert found.size.sides(1) == (40, 30)
+
+
 def test_values_that_pass_make_inputs():
     """Whatever a config says, made-up inputs are made of it, in memory that a machine has."""
     ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
     mask = TensorSpec("attention_mask", "int64", ("batch", "sequence"))
     generator = random.Random(7)
-    keys = [key for key in ModelConfig.model_fields if key not in ("text_config", "vision_config")]
+    parts = ("text_config", "vision_config", "encoder", "decoder")
+    keys = [key for key in ModelConfig.model_fields if key not in parts]
     passed = 0
     for _ in range(1500):
         chosen = generator.sample(keys, 2)
         document = {key: generator.choice([*WRONG, 0, 1, 2, 40, [1, 2], "t5"]) for key in chosen}
-        place = generator.choice(("", "text_config", "vision_config"))
+        place = generator.choice(("", *parts))
         try:
             config = ModelConfig.model_validate({place: document} if place else document)
         except ValueError:

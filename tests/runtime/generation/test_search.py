@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
+from enginery.core.errors import InputError
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.processors import log_softmax
 from enginery.runtime.generation.search import Candidates, make_search
@@ -35,11 +36,11 @@ def model():
         return GPT2LMHeadModel(config).eval()
 
 
-def found_by_search(model, prompt, options):
+def found_by_search(model, prompt, options, rest=()):
     """Run a search on logits that PyTorch computes anew for each step."""
     import torch
 
-    search = make_search(tuple(prompt), options, positions=64)
+    search = make_search(tuple(prompt), options, positions=64, rest=rest)
     sequences = [list(prompt)]
     while not search.done:
         with torch.no_grad():
@@ -108,3 +109,26 @@ def test_some_of_these_sequences_end_and_others_do_not(model):
         given = GenerationOptions(eos_token_id=(END,), max_new_tokens=14, **options)
         found = [each for prompt in PROMPTS for each in found_by_search(model, prompt, given)]
         assert {each.finish for each in found} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_places_of_a_prompt_take_the_most_probable_of_their_tokens(model, beams):
+    import torch
+
+    options = GenerationOptions(
+        num_beams=beams, eos_token_id=END, max_length=12, begin_suppress_tokens=(5, 6)
+    )
+    found = set()
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt])).logits[0, -1].numpy()
+        chosen = max((4, 7, 9), key=lambda token: logits[token])
+        found.add(chosen)
+        wanted = found_by_search(model, [*prompt, chosen, 8], options)
+        assert found_by_search(model, prompt, options, rest=((4, 7, 9), (8,))) == wanted
+    assert len(found) > 1
+
+
+def test_a_prompt_counts_as_a_whole():
+    with pytest.raises(InputError, match="the prompt has 5 tokens, and max_length is 5"):
+        make_search((1,), GenerationOptions(max_length=5), positions=64, rest=((2,),) * 4)
