@@ -82,10 +82,10 @@ def summarize(
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
             return f"{graph} could not be compared on any input: {reason}"
-    if broken := [case for case in compared if case.problem]:
-        case = broken[0]
-        more = f" ({len(broken)} of {len(compared)} inputs fail)" if len(broken) > 1 else ""
-        return f"{case.graph}, {case.kind} '{case.name}': {case.problem}{more}"
+    # What a generated text differs by is said more exactly by the outputs, if they differ.
+    texts = [case for case in compared if case.kind == "generation" and case.problem]
+    if broken := [case for case in compared if case.problem and case not in texts]:
+        return _describe_broken(broken, len(compared))
     pairs = [(case, output) for case in compared for output in case.outputs]
     if not pairs:
         return "nothing could be compared"
@@ -97,6 +97,8 @@ def summarize(
         return (
             f"{failed} of {len(pairs)} outputs differ from {name}; worst: {where}, {output.problem}"
         )
+    if texts:
+        return _describe_broken(texts, len(compared))
     if accuracy and accuracy.problem:
         return (
             f"the answers to {accuracy.found.rows} real inputs differ from {name}'s: "
@@ -123,6 +125,12 @@ def summarize(
         + (f"; generation: {generation.describe()}" if generation else "")
         + (f"; weights: {weights.describe()}" if weights else "")
     )
+
+
+def _describe_broken(broken: Sequence[ValidationCaseResult], compared: int) -> str:
+    case = broken[0]
+    more = f" ({len(broken)} of {compared} inputs fail)" if len(broken) > 1 else ""
+    return f"{case.graph}, {case.kind} '{case.name}': {case.problem}{more}"
 
 
 def describe_weights(weights: WeightMetrics, reference: str = "PyTorch") -> str:

@@ -1,12 +1,14 @@
 """Generated tokens are compared with those of PyTorch's `generate`, over many steps."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from enginery import export_model, optimize_model, quantize_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
+from enginery.core.artifact.reports import GenerationMetrics
 from enginery.core.errors import InputError
 from enginery.validate.generation import STEPS
 from tests.tiny import save_tiny
@@ -80,6 +82,21 @@ def edited(exported, copied):
     return make
 
 
+def test_metrics_say_what_was_compared():
+    found = GenerationMetrics("sentences", 8, 32, 256, 256, 8, 0, 4, 8, 1.0, 0)
+    assert found.describe() == (
+        "8 inputs × 32 steps equal PyTorch's greedy search token for token; beam 4 equal"
+    )
+    found = replace(found, compared_steps=200, equal=5, parted=2, beams_equal=6, failed=3)
+    assert found.describe() == (
+        "5 of 8 inputs × 32 steps equal PyTorch's greedy search, 2 part where that is allowed (200 "
+        "of 256 tokens compared); best token the same in 100.0% of steps with PyTorch's tokens; "
+        "beam 4 equal for 6 of 8; 3 failures"
+    )
+    ended = GenerationMetrics("images", 3, 9, 20, 20, 3, 0, 4, 3, 1.0, 0)
+    assert ended.describe().startswith("3 inputs × up to 9 steps equal")
+
+
 @pytest.mark.parametrize(
     ("kind", "task"),
     [
@@ -142,7 +159,9 @@ def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
 
 
 def test_wrong_tokens_name_input_step_and_margin(broken):
-    problems = generated(broken("gpt2", faults.oldest_position_forgotten))
+    report = broken("gpt2", faults.oldest_position_forgotten)
+    assert "worst: logits on generation '3 sentences with PyTorch's tokens" in report.summary
+    problems = generated(report)
     greedy = [problem for name, problem in problems.items() if "greedy" in name]
     assert greedy
     for problem in greedy:
@@ -179,6 +198,7 @@ def test_wrong_option_of_generation_is_named(edited, kind, field, value, shown):
     report = edited(kind, "generation_config.json", lambda d: d.update({field: value}))
     assert not report.passed
     assert generated(report)["generation_config.json"] == shown
+    assert f"generation 'generation_config.json': {shown}" in report.summary
     assert not others_failed(report)
 
 

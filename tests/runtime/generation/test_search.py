@@ -132,3 +132,16 @@ def test_places_of_a_prompt_take_the_most_probable_of_their_tokens(model, beams)
 def test_a_prompt_counts_as_a_whole():
     with pytest.raises(InputError, match="the prompt has 5 tokens, and max_length is 5"):
         make_search((1,), GenerationOptions(max_length=5), positions=64, rest=((2,),) * 4)
+
+
+def test_closest_is_the_gap_between_the_last_beam_kept_and_the_first_dropped():
+    options = GenerationOptions(num_beams=2, max_new_tokens=2)
+    search = make_search([1], options, positions=None)
+    first = np.log(np.float32([[0.5, 0.3, 0.15, 0.05]]))
+    search.advance(Candidates(np.array([[4, 5, 6, 7]]), first))
+    assert search.closest == pytest.approx(np.log(0.3 / 0.15), rel=1e-5)
+    # 0.5 × 0.4 and 0.5 × 0.39 go on; the best of the other beam, 0.3 × 0.6, is dropped.
+    after = np.log(np.float32([[0.4, 0.39, 0.11, 0.1], [0.6, 0.2, 0.1, 0.1]]))
+    search.advance(Candidates(np.array([[4, 5, 6, 7]] * 2), after))
+    assert search.done
+    assert search.closest == pytest.approx(np.log(0.195 / 0.18), rel=1e-5)
