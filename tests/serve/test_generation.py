@@ -8,6 +8,7 @@ import random
 import shutil
 import threading
 import time
+from collections import defaultdict
 
 import httpx
 import openai
@@ -174,7 +175,7 @@ def test_pieces_of_a_stream_are_the_text(server):
     for name in ("writer", "translator"):
         body = {"inputs": TEXTS[1], "parameters": {"max_new_tokens": 30}, "model": name}
         found = server("POST", "/generate_stream", body)
-        assert found.content_type == "text/event-stream"
+        assert found.content_type == "text/event-stream; charset=utf-8"
         sent = events(found.body.decode())
         whole = server("POST", "/generate", body).json
         assert "".join(event["token"]["text"] for event in sent) == whole["generated_text"]
@@ -712,10 +713,53 @@ def test_models_own_length_is_cut_to_the_servers_limit(artifacts):
         server.close()
 
 
+def test_step_that_hangs_makes_the_model_stuck(artifacts, monkeypatch):
+    config = ServeConfig(access_log="off", stuck_after=0.2)
+    server = Running({"writer": artifacts["writer"]}, config)
+    try:
+        gate, model = Gate(server, monkeypatch), server.models.get("writer")
+        asking = threading.Thread(target=server, args=("POST", "/generate", {"inputs": "A"}))
+        asking.start()
+        gate.wait_entered()
+        wait_until(lambda: model.state == "stuck")
+        assert server("POST", "/generate", {"inputs": "A"}).status == 503
+        gate.stay_open()
+        asking.join(WAIT)
+        wait_until(lambda: model.state == "ready")
+    finally:
+        server.close()
+
+
+def test_stream_goes_on_while_its_model_is_replaced(artifacts, monkeypatch, writer):
+    server = Running({"writer": artifacts["writer"]}, ServeConfig(access_log="off"))
+    try:
+        gate, old = Gate(server, monkeypatch), server.models.get("writer")
+        body = {"inputs": "A", "parameters": {"max_new_tokens": 30}}
+        found = []
+        asking = threading.Thread(
+            target=lambda: found.append(server("POST", "/generate_stream", body))
+        )
+        asking.start()
+        gate.wait_entered()
+        reloading = asyncio.run_coroutine_threadsafe(
+            server.models.reload("writer"), server.models._loop
+        )
+        assert reloading.result(WAIT)["writer"].swapped
+        assert server("POST", "/generate", body).status == 200
+        gate.stay_open()
+        asking.join(WAIT)
+        (wanted,) = writer.generate(["A"], max_new_tokens=30)
+        assert events(found[0].body.decode())[-1]["generated_text"] == wanted.text
+        wait_until(lambda: old.state == "closed" and not old._generation.alive)
+    finally:
+        server.close()
+
+
 def test_metrics_count_tokens_and_the_time_to_the_first(server):
     def read():
         lines = server("GET", "/metrics").body.decode().splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return defaultdict(float, {name: float(value) for name, _, value in pairs})
 
     before = read()
     body = {"inputs": TEXTS, "model": "writer", "parameters": {"max_new_tokens": 5}}
@@ -728,6 +772,7 @@ def test_metrics_count_tokens_and_the_time_to_the_first(server):
     assert after[count] - before[count] == 2
     inputs = 'enginery_inputs_total{model="writer"}'
     assert after[inputs] - before[inputs] == 4
+    assert 'enginery_running_rows{model="writer"}' in after
     assert after['enginery_running_rows{model="writer"}'] == 0
     assert 'enginery_running_rows{model="vectors"}' not in after
 
