@@ -1,20 +1,26 @@
 """Text generation over HTTP: the texts of `TextGenerator`, alone, together, streamed, abandoned."""
 
 import asyncio
+import base64
+import io
 import json
 import random
+import shutil
 import threading
 import time
+from collections import defaultdict
 
 import httpx
 import openai
 import pytest
+from PIL import Image
 
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
 from enginery.serve.config import ServeConfig
 from tests.serve.conftest import Running
 from tests.serve.test_service import serving
+from tests.tiny_generators import save_image_reader, save_translator
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
 TEMPLATE = (
@@ -26,10 +32,8 @@ WAIT = 60
 
 
 @pytest.fixture(scope="module")
-def artifacts(tiny_model, session_home, tmp_path_factory):
-    """Directories of artifacts by name: a decoder, one with a chat template, an encoder-decoder."""
-    import shutil
-
+def artifacts(tiny_model, slow_tokenizer, session_home, tmp_path_factory):
+    """Directories of artifacts by name."""
     root, found = tmp_path_factory.mktemp("generators"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINERY_HOME", str(session_home))
@@ -42,6 +46,14 @@ def artifacts(tiny_model, session_home, tmp_path_factory):
             shutil.copytree(tiny_model(kind, task), source)
             if name == "chatter":
                 (source / "chat_template.jinja").write_text(TEMPLATE)
+            found[name] = root / name
+            export_model(str(source), task=f"{task}-with-past", out=found[name])
+        for name, task in (("m2m100", "text2text-generation"), ("reader", "image-to-text")):
+            source = root / f"{name}-source"
+            if name == "reader":
+                save_image_reader(source)
+            else:
+                save_translator("m2m_100", slow_tokenizer(name), source)
             found[name] = root / name
             export_model(str(source), task=f"{task}-with-past", out=found[name])
     return found
@@ -163,7 +175,7 @@ def test_pieces_of_a_stream_are_the_text(server):
     for name in ("writer", "translator"):
         body = {"inputs": TEXTS[1], "parameters": {"max_new_tokens": 30}, "model": name}
         found = server("POST", "/generate_stream", body)
-        assert found.content_type == "text/event-stream"
+        assert found.content_type == "text/event-stream; charset=utf-8"
         sent = events(found.body.decode())
         whole = server("POST", "/generate", body).json
         assert "".join(event["token"]["text"] for event in sent) == whole["generated_text"]
@@ -219,7 +231,81 @@ def test_models_of_other_tasks_name_the_route_that_they_have(server):
     found = server("POST", "/embed", {"inputs": "a", "model": "writer"})
     assert "It generates text: POST /predict/writer" in found.json["error"]
     found = server("POST", "/generate", {"inputs": "a"})
-    assert "Name one of writer, chatter, translator" in found.json["error"]
+    assert "Name one of writer, chatter, translator, m2m100, reader" in found.json["error"]
+
+
+def test_languages_of_translation_models_are_parameters(server, client, artifacts):
+    languages = {"source_language": "en", "target_language": "fr"}
+    with load_model(artifacts["m2m100"]) as model:
+        wanted = model.generate(TEXTS, max_new_tokens=8, **languages)
+        others = model.generate(TEXTS, max_new_tokens=8, **{**languages, "target_language": "de"})
+    body = {"inputs": TEXTS, "parameters": {"max_new_tokens": 8, **languages}}
+    found = server("POST", "/generate/m2m100", body).json
+    assert [each["generated_text"] for each in found] == [each.text for each in wanted]
+    german = {**languages, "target_language": "de"}
+    completed = client.completions.create(
+        model="m2m100", prompt=TEXTS, max_tokens=8, extra_body=german
+    )
+    assert [choice.text for choice in completed.choices] == [each.text for each in others]
+    for parameters, message in (
+        ({"target_language": "fx"}, "'fx' is none of the tokenizer's"),
+        ({}, "no target language is given"),
+        ({"target_language": 3}, "target_language: found the number 3, expected a string"),
+    ):
+        bad = server("POST", "/generate/m2m100", {"inputs": "a", "parameters": parameters})
+        assert bad.status == 422
+        assert message in bad.json["error"]
+    with pytest.raises(openai.BadRequestError, match="'fx' is none of"):
+        client.completions.create(
+            model="m2m100", prompt="a", extra_body={"target_language": "fx"}, stream=True
+        )
+
+
+def test_images_are_read_from_base64_and_files(server, artifacts):
+    content = io.BytesIO()
+    Image.effect_noise((48, 40), 90).convert("RGB").save(content, "png")
+    with load_model(artifacts["reader"]) as model:
+        (wanted,) = model.generate([content.getvalue()], max_new_tokens=6)
+    body = {
+        "inputs": base64.b64encode(content.getvalue()).decode(),
+        "parameters": {"max_new_tokens": 6},
+        "model": "reader",
+    }
+    assert server("POST", "/generate", body).json["generated_text"] == wanted.text
+    sent = events(server("POST", "/generate_stream", body).body.decode())
+    assert sent[-1]["generated_text"] == wanted.text
+    found = server(
+        "POST",
+        "/predict/reader",
+        content.getvalue(),
+        headers={"content-type": "image/png"},
+        query="max_new_tokens=6",
+    )
+    assert found.json["outputs"]["generated_text"] == wanted.text
+    for inputs, message in (
+        ("/etc/hostname", "is not valid base64"),
+        ("https://example.com/a.png", "is a URL"),
+        (base64.b64encode(b"text").decode(), "image 0"),
+    ):
+        bad = server("POST", "/generate", {"inputs": inputs, "model": "reader"})
+        assert bad.status == 422
+        assert message in bad.json["error"]
+    bad = server("POST", "/v1/completions", {"prompt": "a", "model": "reader"})
+    assert "takes images" in bad.json["error"]["message"]
+
+
+def test_images_of_too_many_pixels_are_errors(artifacts):
+    config = ServeConfig(access_log="off", max_pixels=100)
+    server = Running({"reader": artifacts["reader"]}, config)
+    try:
+        content = io.BytesIO()
+        Image.new("RGB", (48, 40)).save(content, "png")
+        body = {"inputs": base64.b64encode(content.getvalue()).decode()}
+        found = server("POST", "/generate", body)
+        assert found.status == 422
+        assert "100" in found.json["error"]
+    finally:
+        server.close()
 
 
 # -- OpenAI -------------------------------------------------------------------------------------
@@ -627,10 +713,53 @@ def test_models_own_length_is_cut_to_the_servers_limit(artifacts):
         server.close()
 
 
+def test_step_that_hangs_makes_the_model_stuck(artifacts, monkeypatch):
+    config = ServeConfig(access_log="off", stuck_after=0.2)
+    server = Running({"writer": artifacts["writer"]}, config)
+    try:
+        gate, model = Gate(server, monkeypatch), server.models.get("writer")
+        asking = threading.Thread(target=server, args=("POST", "/generate", {"inputs": "A"}))
+        asking.start()
+        gate.wait_entered()
+        wait_until(lambda: model.state == "stuck")
+        assert server("POST", "/generate", {"inputs": "A"}).status == 503
+        gate.stay_open()
+        asking.join(WAIT)
+        wait_until(lambda: model.state == "ready")
+    finally:
+        server.close()
+
+
+def test_stream_goes_on_while_its_model_is_replaced(artifacts, monkeypatch, writer):
+    server = Running({"writer": artifacts["writer"]}, ServeConfig(access_log="off"))
+    try:
+        gate, old = Gate(server, monkeypatch), server.models.get("writer")
+        body = {"inputs": "A", "parameters": {"max_new_tokens": 30}}
+        found = []
+        asking = threading.Thread(
+            target=lambda: found.append(server("POST", "/generate_stream", body))
+        )
+        asking.start()
+        gate.wait_entered()
+        reloading = asyncio.run_coroutine_threadsafe(
+            server.models.reload("writer"), server.models._loop
+        )
+        assert reloading.result(WAIT)["writer"].swapped
+        assert server("POST", "/generate", body).status == 200
+        gate.stay_open()
+        asking.join(WAIT)
+        (wanted,) = writer.generate(["A"], max_new_tokens=30)
+        assert events(found[0].body.decode())[-1]["generated_text"] == wanted.text
+        wait_until(lambda: old.state == "closed" and not old._generation.alive)
+    finally:
+        server.close()
+
+
 def test_metrics_count_tokens_and_the_time_to_the_first(server):
     def read():
         lines = server("GET", "/metrics").body.decode().splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return defaultdict(float, {name: float(value) for name, _, value in pairs})
 
     before = read()
     body = {"inputs": TEXTS, "model": "writer", "parameters": {"max_new_tokens": 5}}
@@ -643,6 +772,7 @@ def test_metrics_count_tokens_and_the_time_to_the_first(server):
     assert after[count] - before[count] == 2
     inputs = 'enginery_inputs_total{model="writer"}'
     assert after[inputs] - before[inputs] == 4
+    assert 'enginery_running_rows{model="writer"}' in after
     assert after['enginery_running_rows{model="writer"}'] == 0
     assert 'enginery_running_rows{model="vectors"}' not in after
 

@@ -384,7 +384,7 @@ def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None
         "stop_strings": body.stop or None,
         "seed": body.seed,
         "top_p": body.top_p,
-        "num_return_sequences": body.n,
+        "num_return_sequences": body.n or 1,
     }
     if body.temperature is not None:
         found |= {"do_sample": body.temperature >= _GREEDY_TEMPERATURE, "num_beams": 1}

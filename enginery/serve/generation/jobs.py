@@ -9,7 +9,7 @@ Preparing tokenizes texts or decodes images: call it in a thread.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,11 @@ class GenerationJob:
     """Number of tokens of the input; 1 for an image."""
     started: bool = field(default=False, init=False)
     """Whether its first token was reported."""
+
+    @property
+    def key(self) -> Hashable:
+        """What inputs that begin together have in common: images their size."""
+        return tuple(array.shape for name, array in self.row.arrays.items() if name != "input_ids")
 
     @property
     def rows(self) -> int:
@@ -268,8 +273,12 @@ class GenerationPlan:
                 f"{self._max_rows}.",
                 do="Set a smaller num_beams or num_return_sequences.",
             )
-        if chosen.max_new_tokens and given.get("max_new_tokens"):
-            self._require(chosen.max_new_tokens, "new tokens", self.max_new_tokens)
+        if "max_new_tokens" in given and (chosen.max_new_tokens or 0) > self.max_new_tokens:
+            raise TaskOptionError(
+                f"max_new_tokens is {chosen.max_new_tokens}, expected at most "
+                f"{self.max_new_tokens}.",
+                field="max_new_tokens",
+            )
         self._require(len(chosen.stop_strings), "stop strings", _MAX_STOPS)
         for stop in chosen.stop_strings:
             self._require(len(stop), "characters in a stop string", _MAX_STOP_CHARACTERS)

@@ -131,7 +131,7 @@ class GenerationScheduler:
         arrived, backlog_seconds = time.perf_counter(), queue.backlog_seconds
         entries = [
             QueueEntry(
-                request, place, "", job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
+                request, place, job.key, job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
             )
             for place, job in enumerate(jobs)
         ]

@@ -1,12 +1,12 @@
 """Models with several languages translate as transformers does, with their own tokenizers."""
 
-import shutil
 import warnings
 
 import pytest
 
 from enginery import export_model, load_model, validate_model
 from enginery.core.errors import InputError
+from tests.tiny_generators import save_translator
 
 TASK = "text2text-generation-with-past"
 TEXTS = ["Return the number of items.", "Where is it?"]
@@ -16,47 +16,17 @@ MODELS = {
     "mbart": ("mbart", "en_XX", "fr_XX", "decoder_start_token_id"),
     "marian": ("marian", None, "fra", ""),
 }
-SIZES = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 64,
-    "init_std": 0.3,
-}
 
 
 @pytest.fixture(scope="module")
 def translator(slow_tokenizer, tmp_path_factory):
     """`translator("marian")`: the source of a tiny model, its artifact and its slow tokenizer."""
-    import torch
-    import transformers
-
     made = {}
 
     def make(kind):
         if kind not in made:
             source = tmp_path_factory.mktemp("translators") / kind
-            shutil.copytree(slow_tokenizer(kind), source)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, use_fast=False)
-            config = transformers.AutoConfig.for_model(
-                MODELS[kind][0],
-                vocab_size=len(tokenizer),
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                forced_eos_token_id=tokenizer.eos_token_id,
-                decoder_start_token_id=(
-                    tokenizer.pad_token_id if kind == "marian" else tokenizer.eos_token_id
-                ),
-                **SIZES,
-            )
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(5)
-                model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
-                model.save_pretrained(source)
+            model, tokenizer = save_translator(MODELS[kind][0], slow_tokenizer(kind), source)
             made[kind] = (model, tokenizer, export_model(str(source), task=TASK))
         return made[kind]
 
