@@ -29,6 +29,11 @@ BODIES = (
     {"inputs": [TEXT], "id": "7", "outputs": [{"name": "score"}], "parameters": {"top_k": 1}},
     {"inputs": [IDS, {**IDS, "name": "attention_mask"}, {**IDS, "name": "token_type_ids"}]},
     {"inputs": "iVBORw0KGgo=", "parameters": {"top_k": 1}},
+    {"inputs": ["a"] * 70, "model": "vectors"},
+    {"inputs": "a", "parameters": {"max_new_tokens": 4, "num_beams": 2}, "model": "writer"},
+    {"prompt": ["a"], "max_tokens": 3, "temperature": 0.5, "n": 2, "stop": "x", "model": "writer"},
+    {"prompt": "a", "stream": True, "echo": True, "seed": 1, "model": "writer"},
+    {"messages": [{"role": "user", "content": "a"}], "stream": True, "model": "writer"},
     {"model": "mood"},
 )
 VALUES = (

@@ -568,7 +568,10 @@ def test_client_that_disconnects_frees_its_rows(server, gate):
     with server.client.stream("POST", "/generate_stream", json=body) as response:
         gate.wait_entered()
         assert next(response.iter_lines()).startswith("data: ")
-        assert scheduler.rows == 1 or gate.rows == [1]
+        assert scheduler.rows == 1
+        assert (
+            'enginery_running_rows{model="writer"} 1.0' in server("GET", "/metrics").body.decode()
+        )
     other = threading.Thread(target=server, args=("POST", "/generate", {**body, "inputs": TEXTS}))
     other.start()
     wait_until(lambda: scheduler.queue.rows == 3)

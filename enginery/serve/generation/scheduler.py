@@ -87,17 +87,14 @@ class GenerationScheduler:
         self._running: list[QueueEntry] = []
         self._alone: list[QueueEntry] = []
         """Inputs whose prompts failed together, to be run one by one."""
+        self.rows = 0
+        """Number of rows of the step that runs or comes next."""
         self._busy_seconds, self._done_tokens = 0.0, 0.0
         self._since = 0.0
         self._thread = threading.Thread(
             target=self._work, daemon=True, name=f"enginery-generate-{name}"
         )
         self._thread.start()
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the next step."""
-        return self._batch.rows
 
     @property
     def waiting(self) -> int:
@@ -176,8 +173,7 @@ class GenerationScheduler:
     def _work(self) -> None:
         while True:
             for entry in [each for each in self._running if each.request.cancelled]:
-                self._batch.remove(entry.row.search)
-                self._running.remove(entry)
+                self._leave([entry])
             taken = self._take()
             if taken is None and not self._running:
                 return
@@ -234,6 +230,7 @@ class GenerationScheduler:
             self._batch, self._running = RunningBatch(self._generator.decoder), []
             events = [(entry, error) for entry in entries]
         seconds, self._since = time.perf_counter() - started, 0.0
+        self.rows = self._batch.rows
         self._measure(seconds, events)
         statistics = BatchStatistics(rows, tokens, max(rows * longest, tokens), seconds)
         with suppress(RuntimeError):  # the loop is closed, so no request waits any more
@@ -262,6 +259,7 @@ class GenerationScheduler:
         self._running = [entry for entry in self._running if entry not in entries]
         for entry in entries:
             self._batch.remove(entry.row.search)
+        self.rows = self._batch.rows
 
     def _measure(self, seconds: float, events: Sequence[tuple[QueueEntry, Any]]) -> None:
         """Update the estimate of the time per waiting token, of which most are not generated."""
