@@ -63,13 +63,15 @@ def test_correct_model_passes_on_all_sizes_and_real_inputs(exported, copied, mod
     assert names(report, "sweep") == sweep
     assert names(report, "real") == real
     assert not [case.name for case in report.cases if case.skipped]
-    assert all(case.outputs for case in report.cases)
+    graphs = [case for case in report.cases if case.kind != "generation"]  # texts have no tensors
+    assert all(case.outputs for case in graphs)
 
 
 def test_sequence_to_sequence_model_passes_in_every_graph(exported, copied):
     report = validate_model(copied(exported("t5", "text2text-generation-with-past")))
     assert report.passed, report.summary
-    later = [case for case in report.cases if case.graph == "decoder_with_past_model.onnx"]
+    graphs = [case for case in report.cases if case.kind != "generation"]  # texts have no tensors
+    later = [case for case in graphs if case.graph == "decoder_with_past_model.onnx"]
     assert {case.name for case in later} >= {"ragged", "longest"}
     assert names(report, "real") == ["sentences 1–16"], "the encoder takes texts"
     logits = [o for case in later for o in case.outputs if o.output == "logits"]
