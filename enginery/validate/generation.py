@@ -34,14 +34,13 @@ from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.generator import TextGenerator, find_generating
-from enginery.runtime.generation.inputs import GenerationRow, open_inputs
+from enginery.runtime.generation.inputs import GenerationRow, open_inputs, read_positions
 from enginery.runtime.generation.options import (
     FILE,
     GenerationOptions,
@@ -203,7 +202,10 @@ class GeneratedTexts:
         options = self.options.with_arguments(**_arguments(self.steps, beams, self.inputs.chosen))
         rows = [self.inputs.rows[place] for place in places]
         try:
-            searches = [make_search(r.prompt, options, positions=self.positions) for r in rows]
+            searches = [
+                make_search(row.prompt, options, positions=self.positions, rest=row.rest)
+                for row in rows
+            ]
             batch = RunningBatch(decoder)
             batch.add(searches, self.inputs.join(rows))
             while batch.searches:
@@ -361,7 +363,7 @@ def generate_reference(
         options = read_generation_config(artifact.path)
     except ArtifactError as error:
         return None, [f"not generated: {error.message}"]
-    positions = ModelConfig.read(artifact.path).merged().positions or None
+    positions = read_positions(artifact.path)
     steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
     what, samples = _samples(artifact, graphs, config)
     with open_reference(graphs.later.file) as model:
@@ -475,7 +477,7 @@ def _target_language(tokenizer: TextTokenizer, options: GenerationOptions) -> di
 def _fitting(
     prepare: Callable[[Any], GenerationRow], samples: Sequence[Any], longest: int | None, count: int
 ) -> dict[int, GenerationRow]:
-    """Return up to `count` inputs that leave room for new tokens, by their place.
+    """Return up to `count` inputs that are short enough for new tokens to follow, by their place.
 
     Args:
         prepare: prepares an input.
@@ -487,14 +489,14 @@ def _fitting(
         InputError: none fits.
     """
     found: dict[int, GenerationRow] = {}
-    refused = InputError(f"no input leaves room for new tokens after {longest} of the prompt.")
+    refused = InputError(f"all prompts have more than {longest} tokens.")
     for place, sample in enumerate(samples):
         try:
             row = prepare(sample)
         except InputError as error:  # longer than the encoder's positions
             refused = error
             continue
-        if longest is None or len(row.prompt) <= longest:
+        if longest is None or row.prompt_length <= longest:
             found[place] = row
         if len(found) == count:
             break

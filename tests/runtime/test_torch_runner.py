@@ -89,7 +89,7 @@ def gpt2(tiny_model, home):
     from enginery import export_model
 
     source = tiny_model("gpt2", "text-generation")
-    return export_model(str(source), task="text-generation-with-past")
+    return export_model(str(source), task="text-generation-with-past", layout="optimum")
 
 
 @pytest.fixture

@@ -672,7 +672,7 @@ def test_prompts_that_fail_together_run_one_by_one(server, monkeypatch, writer):
     assert sizes == [3, 1, 1, 1]
 
 
-# -- limits, and what is told about it ----------------------------------------------------------
+# -- limits, and their errors -------------------------------------------------------------------
 
 
 def test_full_queue_is_429(artifacts, monkeypatch):

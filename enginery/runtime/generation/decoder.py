@@ -110,7 +110,7 @@ class CachedDecoder:
         """Run prompts, each in a row.
 
         Args:
-            prompts: one or more tokens each; with an encoder, all of the same length.
+            prompts: one or more tokens each.
             need: what to return of the last position.
             inputs: the encoder's inputs; None without one.
         """
@@ -122,15 +122,8 @@ class CachedDecoder:
             mask[row, longest - len(prompt) :] = 1
         cache = {spec.name: _empty(spec, len(prompts)) for spec in self._past}
         rows = tuple(range(len(prompts)))
-        if self._encoder is None:
-            return self._run(ids, DecoderState(mask, cache, {}, rows), need)
-        state = DecoderState(mask[:, :0], cache, self._encode(self._encoder, inputs or {}), rows)
-        for position in range(longest):
-            # Optimum traces a decoder with a cache for one token: more give wrong masks.
-            mask = np.ones((len(prompts), position + 1), np.int64)
-            state = DecoderState(mask, state.cache, state.encoded, rows)
-            state, found = self._run(ids[:, position : position + 1], state, need)
-        return state, found
+        encoded = self._encode(self._encoder, inputs or {}) if self._encoder else {}
+        return self._run(ids, DecoderState(mask, cache, encoded, rows), need)
 
     def step(
         self,
@@ -219,7 +212,8 @@ class CachedDecoder:
     def _candidates(self, logits: Any, need: Need) -> Candidates:
         """Return what a search needs of a step's logits, at the last position."""
         rows, _, vocabulary = logits.shape()
-        if need.best > 1 and not need.logits:
+        on_gpu = self._runner.device.kind != "cpu"
+        if not need.logits and (need.best > 1 or on_gpu):
             log_probs, tokens = self._operators.best(logits, min(need.best, vocabulary))
             return Candidates(tokens, log_probs)
         last = logits.numpy()[:, -1]

@@ -19,11 +19,16 @@ from typing import Any, ClassVar
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.model.files import ModelConfig
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
-from enginery.runtime.generation.inputs import Feeds, GenerationRow, open_inputs, require_prepared
+from enginery.runtime.generation.inputs import (
+    Feeds,
+    GenerationRow,
+    open_inputs,
+    read_positions,
+    require_prepared,
+)
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.generation.stream import TextStream
@@ -80,7 +85,7 @@ class TextGenerator(Closeable):
         self.tokenizer = TextTokenizer.open(artifact.path)
         self.options = read_generation_config(artifact.path)
         """The model's own options."""
-        self.positions = ModelConfig.read(artifact.path).merged().positions or None
+        self.positions = read_positions(artifact.path)
         """Largest number of a decoder's tokens, with the prompt; None if it has no limit."""
         self.inputs = open_inputs(artifact, graphs, self.tokenizer, self.options)
         """How inputs are prepared."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from typing_extensions import override
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
+from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
@@ -49,6 +51,11 @@ class GenerationRow:
     rest: tuple[tuple[int, ...], ...] = ()
     """The tokens of each further place of the prompt; the decoder chooses where there are several.
     Rows of one batch may differ in it."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first new one."""
+        return len(self.prompt) + len(self.rest)
 
 
 class GenerationInputs(ABC):
@@ -96,8 +103,10 @@ class GenerationInputs(ABC):
 class PromptInputs(GenerationInputs):
     """Texts that a decoder continues."""
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
+    def __init__(self, tokenizer: TextTokenizer, positions: int | None) -> None:
+        """Take the tokenizer, and the largest number of tokens with new ones; None for no limit."""
         self._tokenizer = tokenizer
+        self._positions = positions
 
     @override
     def rows(
@@ -106,13 +115,14 @@ class PromptInputs(GenerationInputs):
         """Encode prompts; see `GenerationInputs.rows`."""
         check_texts(inputs)
         encodings = self._tokenizer.encode_untruncated(inputs, special=True)
-        for index, encoding in enumerate(encodings):
+        for index, encoding in enumerate(encodings):  # all, before the first is generated
             if not encoding.ids:
                 raise InputError(
                     f"prompt {index} is empty, and the tokenizer puts no token in front.",
                     do="Start with some text.",
                 )
-            yield GenerationRow(tuple(encoding.ids), {})
+            options.longest(len(encoding.ids), self._positions)
+        yield from (GenerationRow(tuple(encoding.ids), {}) for encoding in encodings)
 
     @override
     def probe(self) -> GenerationRow:
@@ -125,10 +135,10 @@ class SourceTexts(GenerationInputs):
 
     arguments = ("source_language", "target_language")
 
-    def __init__(self, tokenizer: TextTokenizer, longest: int) -> None:
-        """Take the tokenizer, and the largest number of tokens; 0 for no limit."""
+    def __init__(self, tokenizer: TextTokenizer, positions: int | None) -> None:
+        """Take the tokenizer, and the largest number of tokens; None for no limit."""
         self._tokenizer = tokenizer
-        self._longest = longest
+        self._positions = positions
 
     @override
     def implied(self, **own: Any) -> dict[str, Any]:
@@ -150,15 +160,17 @@ class SourceTexts(GenerationInputs):
         """
         start = _start(options)
         self._tokenizer.load_languages().require_target(start, options.forced_bos_token_id)
-        for index, encoding in enumerate(self._tokenizer.encode_source(inputs, **own)):
-            if 0 < self._longest < len(encoding.ids):
+        encodings = self._tokenizer.encode_source(inputs, **own)
+        for index, encoding in enumerate(encodings):  # all, before the first is generated
+            if self._positions is not None and len(encoding.ids) > self._positions:
                 raise InputError(
                     f"text {index} has {len(encoding.ids)} tokens, and the model's limit is "
-                    f"{self._longest}.",
+                    f"{self._positions}.",
                     do="Split it into sentences or paragraphs.",
                 )
             if not encoding.ids:
                 raise InputError(f"text {index} has no tokens.", do="Give it some text.")
+        for encoding in encodings:
             yield GenerationRow((start,), {"input_ids": np.asarray(encoding.ids, np.int64)})
 
     @override
@@ -278,6 +290,15 @@ class SourceSounds(GenerationInputs):
         return GenerationRow((0,), {name: each[0] for name, each in features.items()})
 
 
+def read_positions(model: Path) -> int | None:
+    """Return the largest number of tokens in config.json's model; None if it has no limit.
+
+    Raises:
+        ArtifactError: config.json is missing or malformed.
+    """
+    return FeedLimits.from_config(ModelConfig.read(model)).position_limit
+
+
 def open_inputs(
     artifact: Artifact, graphs: DecoderGraphs, tokenizer: TextTokenizer, options: GenerationOptions
 ) -> GenerationInputs:
@@ -293,7 +314,7 @@ def open_inputs(
         ArtifactError: a file is missing or malformed, or the encoder takes something else.
     """
     if graphs.encoder is None:
-        return PromptInputs(tokenizer)
+        return PromptInputs(tokenizer, read_positions(artifact.path))
     if options.decoder_start_token_id is None and options.bos_token_id is None:
         raise ArtifactError(
             f"{artifact.path / FILE} has no decoder_start_token_id.",
@@ -301,7 +322,7 @@ def open_inputs(
         )
     names = require_prepared(graphs.encoder)
     if names == _OF_TEXTS:
-        return SourceTexts(tokenizer, ModelConfig.read(artifact.path).merged().positions)
+        return SourceTexts(tokenizer, read_positions(artifact.path))
     if names == _OF_IMAGES:
         encoder = ModelConfig.read(artifact.path).encoder
         replaces = encoder is not None and "donut" in encoder.model_type

@@ -396,10 +396,10 @@ class TextTokenizer:
         ends = len(inner) - len(after)
         if before + after and inner[: len(before)] == before and inner[ends:] == after:
             inner = inner[len(before) : ends]
-        room = max(self.limit - len(before) - len(after), 0)
-        cut = len(inner) > room
+        kept = max(self.limit - len(before) - len(after), 0)
+        cut = len(inner) > kept
         left = self.backend.truncation["direction"] == "left"
-        inner = inner[len(inner) - room :] if cut and left else inner[:room]
+        inner = inner[len(inner) - kept :] if cut and left else inner[:kept]
         size = self.backend.get_vocab_size(with_added_tokens=True)
         for found in inner:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:

@@ -1,6 +1,6 @@
 """Schedule the rows of requests on the workers of one model, and collect their outputs.
 
-A request with many rows enters the queue in parts, so that it leaves room for others. The rows of a
+A request with many rows enters the queue in parts, so that others can run beside it. The rows of a
 cancelled request are removed from the queue. Call all methods from the event loop's thread, except
 those that workers call.
 """

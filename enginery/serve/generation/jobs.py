@@ -314,8 +314,8 @@ class GenerationPlan:
         generator, jobs = self.generator, []
         for row in rows:
             chosen = options
-            longest = options.longest(len(row.prompt), generator.positions)
-            if longest - len(row.prompt) > self.max_new_tokens:
+            longest = options.longest(row.prompt_length, generator.positions)
+            if longest - row.prompt_length > self.max_new_tokens:
                 chosen = options.model_copy(update={"max_new_tokens": self.max_new_tokens})
             texts = [
                 generator.text_stream(chosen, keep_stop=keep_stop)

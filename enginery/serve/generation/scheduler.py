@@ -189,8 +189,8 @@ class GenerationScheduler:
             return []
         if self._alone:
             return [self._alone.pop()]
-        room = self._max_rows - sum(entry.weight for entry in self._running)
-        taken = self.queue.take_rows(room, wait=not self._running, alike=not more)
+        free = self._max_rows - sum(entry.weight for entry in self._running)
+        taken = self.queue.take_rows(free, wait=not self._running, alike=not more)
         now = time.perf_counter()
         for entry in taken or ():
             entry.request.started = now
