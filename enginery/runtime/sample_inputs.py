@@ -57,6 +57,11 @@ def takes_images(record: GraphRecord) -> bool:
     return _names(record) == {"pixel_values"}
 
 
+def takes_sounds(record: GraphRecord) -> bool:
+    """Return True if a spectrogram, of fixed length or padded, is the graph's only input."""
+    return _names(record) == {"input_features"}
+
+
 def takes_real_inputs(artifact: Artifact, record: GraphRecord) -> bool:
     """Return True if the artifact has the tokenizer or image processor for the graph's inputs."""
     if takes_images(record):
@@ -396,3 +401,21 @@ def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
         pixels = (128 + 50 * waves + 40 * disc + noise) * _EXPOSURES[index % len(_EXPOSURES)]
         images.append(np.clip(pixels, 0, 255).astype(np.uint8))
     return images
+
+
+def synthetic_sounds(rate: int, count: int = 6) -> list[tuple[NDArray[np.float32], int]]:
+    """Return sounds of one to five seconds as samples in [-1, 1] with their rate, in hertz.
+
+    Voices of different pitch, interrupted by pauses, over noise; the same in every call.
+    """
+    generator = np.random.default_rng(0)
+    sounds = []
+    for index in range(count):
+        times = np.arange((1 + 3 * index % 5) * rate) / rate
+        pitch = 90 + 23 * index + 25 * np.sin(2 * np.pi * 0.8 * times + index)
+        phase = 2 * np.pi * np.cumsum(pitch) / rate
+        voice = sum(np.sin(number * phase) / number for number in range(1, 20))
+        spoken = np.sin(2 * np.pi * (1.3 + 0.2 * index) * times) > -0.5
+        samples = 0.2 * voice * spoken + 0.01 * generator.standard_normal(len(times))
+        sounds.append((samples.clip(-1, 1).astype(np.float32), rate))
+    return sounds

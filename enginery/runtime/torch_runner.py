@@ -44,7 +44,13 @@ try:
     import torch
     from optimum.exporters.tasks import TasksManager
     from torch.overrides import TorchFunctionMode
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationMixin,
+    )
 
     from enginery.runtime.torch_decoder import TorchDecoder
 except ImportError as error:
@@ -339,7 +345,8 @@ class TorchRunner(Closeable):
         """Run the model's own `generate` on one input, with the options of its own files.
 
         Args:
-            feeds: `input_ids` and `attention_mask` of a decoder's prompt, or the encoder's inputs,
+            feeds: `input_ids` and `attention_mask` of a decoder's prompt, or the encoder's inputs
+                and, if its decoder's prompt has more than the start token, `decoder_input_ids`;
                 with a batch of one.
             options: options in place of those of the files.
 
@@ -353,13 +360,15 @@ class TorchRunner(Closeable):
         """
 
         def run(tensors: dict[str, Any]) -> dict[str, Any]:
-            found = self._model.generate(
-                **tensors, **options, return_dict_in_generate=True, output_scores=True
-            )
-            encoded = self._model.config.is_encoder_decoder
-            outputs = {
-                "tokens": found.sequences[0, 1 if encoded else tensors["input_ids"].shape[1] :]
-            }
+            generate, prompt = self._model.generate, 1
+            if not self._model.config.is_encoder_decoder:
+                prompt = tensors["input_ids"].shape[1]
+            elif "decoder_input_ids" in tensors:
+                prompt = tensors["decoder_input_ids"].shape[1]
+                # Whisper's own makes the prompt itself.
+                generate = partial(GenerationMixin.generate, self._model)
+            found = generate(**tensors, **options, return_dict_in_generate=True, output_scores=True)
+            outputs = {"tokens": found.sequences[0, prompt:]}
             if "sequences_scores" in found:
                 return {**outputs, "score": found.sequences_scores[0]}
             return {**outputs, "scores": torch.cat(found.scores)}

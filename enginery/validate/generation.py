@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,23 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import GenerationMetrics, ValidationCaseResult
-from enginery.core.datasets.folders import list_images
+from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
+from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.generator import TextGenerator, find_generating
-from enginery.runtime.generation.inputs import GenerationRow, open_inputs, read_positions
+from enginery.runtime.generation.inputs import (
+    GenerationInputs,
+    GenerationRow,
+    open_inputs,
+    read_positions,
+)
 from enginery.runtime.generation.options import (
     FILE,
     GenerationOptions,
@@ -49,7 +55,13 @@ from enginery.runtime.generation.options import (
 )
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.sample_inputs import SENTENCES, synthetic_images, takes_images
+from enginery.runtime.sample_inputs import (
+    SENTENCES,
+    synthetic_images,
+    synthetic_sounds,
+    takes_images,
+    takes_sounds,
+)
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes
@@ -84,7 +96,7 @@ class _Inputs:
     """The inputs of a generation."""
 
     what: str
-    """`sentences`, `rows`, `images` or `made-up prompts`."""
+    """`sentences`, `rows`, `images`, `sounds` or `made-up prompts`."""
     names: list[str]
     rows: list[GenerationRow]
     join: Callable[[Sequence[GenerationRow]], Mapping[str, NDArray[Any]] | None]
@@ -113,15 +125,14 @@ class GeneratedTexts:
 
         The last token is left out, since nothing follows it; rows that end repeat their last one.
         """
-        rows = self.inputs.rows
+        rows, forced = self.inputs.rows, self._forced_prompt + self.steps - 1
         longest = max(len(row.prompt) for row in rows)
-        forced = self.steps - 1
         ids = np.full((len(rows), longest + forced), self.inputs.pad_id, np.int64)
         mask = np.ones_like(ids)
         for place, (row, found) in enumerate(zip(rows, self.greedy, strict=True)):
             start = longest - len(row.prompt)
-            filled = [*found.tokens, *[found.tokens[-1]] * self.steps][:forced]
-            ids[place, start:] = [*row.prompt, *filled]
+            filled = [*found.tokens, *[found.tokens[-1]] * self.steps][: self.steps - 1]
+            ids[place, start:] = [*_whole_prompt(row), *filled]
             mask[place, :start] = 0
         encoder: Feeds = {}
         if self.graphs.encoder is not None:
@@ -148,7 +159,7 @@ class GeneratedTexts:
             ArtifactError: the decoder has an input that nothing computes.
             ProviderError: a graph cannot be loaded.
         """
-        outputs = [case.outputs[0] for case in forced if case.outputs]
+        outputs = [case.outputs[0] for case in forced if case.outputs][self._forced_prompt :]
         errors = [output.limit for output in outputs] or [0.0]
         records = [self.graphs.later, *([self.graphs.encoder] if self.graphs.encoder else [])]
         rows, file = self.inputs.rows, self.graphs.later.file
@@ -187,6 +198,11 @@ class GeneratedTexts:
             agreement=float(np.mean(agreement)) if agreement else math.nan,
             failed=sum(bool(each.problem) for each in results),
         )
+
+    @property
+    def _forced_prompt(self) -> int:
+        """Number of the prompt's tokens behind the first step; the same for all inputs."""
+        return len(self.inputs.rows[0].rest)
 
     def _batches(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Yield all inputs in one batch, and each alone."""
@@ -379,9 +395,7 @@ def generate_reference(
                 target = _target_language(tokenizer, options) if graphs.encoder else {}
                 chosen = source.implied(**target)
                 rows = _fitting(
-                    lambda item: next(
-                        iter(source.rows([item], options.with_arguments(**chosen), **target))
-                    ),
+                    lambda item: _prepare(source, item, options.with_arguments(**chosen), target),
                     samples,
                     longest,
                     _INPUTS[config.effort],
@@ -424,9 +438,13 @@ def _samples(
     """
     path = Path(config.data).expanduser()
     own = bool(config.data) and not holds_arrays(path)
+    count = _INPUTS[config.effort]
     if graphs.encoder is not None and takes_images(graphs.encoder):
-        count = _INPUTS[config.effort]
-        return "images", list_images(path, rows=count) if own else synthetic_images(count)
+        return "images", list_media(path, "images", rows=count) if own else synthetic_images(count)
+    if graphs.encoder is not None and takes_sounds(graphs.encoder):
+        rate = AudioProcessor.open(artifact.path).sampling_rate
+        found = list_media(path, "audio", rows=count) if own else synthetic_sounds(rate, count)
+        return "sounds", found
     if not (artifact.path / "tokenizer.json").is_file():
         return _MADE_UP, ()
     return (
@@ -472,6 +490,19 @@ def _target_language(tokenizer: TextTokenizer, options: GenerationOptions) -> di
         others = [code for code in languages.tokens if code != languages.source]
         return {"target_language": others[0]} if others else {}
     return {}
+
+
+def _prepare(
+    inputs: GenerationInputs, item: Any, options: GenerationOptions, own: Mapping[str, Any]
+) -> GenerationRow:
+    """Return a prepared input, with the first of the tokens that its prompt may have."""
+    row = next(iter(inputs.rows([item], options, **own)))
+    return replace(row, rest=tuple(place[:1] for place in row.rest))
+
+
+def _whole_prompt(row: GenerationRow) -> list[int]:
+    """Return all tokens of a prompt that leaves no choice."""
+    return [*row.prompt, *(place[0] for place in row.rest)]
 
 
 def _fitting(
@@ -596,6 +627,8 @@ def _run_torch(
                 feeds: Feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
             else:
                 feeds = dict(inputs.join([row]) or {})
+                if row.rest:
+                    feeds["decoder_input_ids"] = np.asarray([_whole_prompt(row)], np.int64)
             for texts, beams in zip(found, (1, BEAMS), strict=True):
                 directory = scratch / f"generate-{place}-{beams}"
                 files = model.generate(feeds, directory, _arguments(steps, beams, inputs.chosen))

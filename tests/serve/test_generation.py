@@ -18,8 +18,10 @@ from PIL import Image
 from enginery import export_model, load_model
 from enginery.core.errors import InputError
 from enginery.serve.config import ServeConfig
+from tests import sounds
 from tests.serve.conftest import Running
 from tests.serve.test_service import serving
+from tests.speech import save_whisper
 from tests.tiny_generators import save_image_reader, save_translator
 
 TEXTS = ["The engine", "Who built the bridge over the river in", "A"]
@@ -56,6 +58,10 @@ def artifacts(tiny_model, slow_tokenizer, session_home, tmp_path_factory):
                 save_translator("m2m_100", slow_tokenizer(name), source)
             found[name] = root / name
             export_model(str(source), task=f"{task}-with-past", out=found[name])
+        source = save_whisper(root / "listener-source")
+        found["listener"] = root / "listener"
+        task = "automatic-speech-recognition-with-past"
+        export_model(str(source), task=task, out=found["listener"])
     return found
 
 
@@ -292,6 +298,38 @@ def test_images_are_read_from_base64_and_files(server, artifacts):
         assert message in bad.json["error"]
     bad = server("POST", "/v1/completions", {"prompt": "a", "model": "reader"})
     assert "takes images" in bad.json["error"]["message"]
+
+
+def test_speech_is_read_from_base64_and_files(server, artifacts):
+    heard = [sounds.wav(sounds.speech(2, seed=seed)) for seed in range(2)]
+    options = {"max_new_tokens": 6, "language": "french"}
+    with load_model(artifacts["listener"]) as model:
+        wanted = [each.text for each in model.generate(heard, **options)]
+        assert len(set(wanted)) == 2
+    inputs = [base64.b64encode(content).decode() for content in heard]
+    body = {"inputs": inputs, "parameters": options, "model": "listener"}
+    found = server("POST", "/generate", body)
+    assert [each["generated_text"] for each in found.json] == wanted
+    sent = events(server("POST", "/generate_stream", {**body, "inputs": inputs[0]}).body.decode())
+    assert "".join(event["token"]["text"] for event in sent if "token" in event) == wanted[0]
+    found = server(
+        "POST",
+        "/predict/listener",
+        heard[1],
+        headers={"content-type": "audio/wav"},
+        query="max_new_tokens=6&language=french",
+    )
+    assert found.json["outputs"]["generated_text"] == wanted[1]
+    for change, message in (
+        ({"inputs": "/etc/hostname"}, "is not valid base64"),
+        ({"inputs": base64.b64encode(b"text").decode()}, "audio 0 is not an audio file"),
+        ({"parameters": {"language": "klingon"}}, "none of the model's 4"),
+        ({"parameters": {"language": 3}}, "language is a int, expected a code"),
+        ({"parameters": {"max_new_tokens": 100_000}}, "max_new_tokens is 100000"),
+    ):
+        bad = server("POST", "/generate", {**body, **change})
+        assert bad.status == 422
+        assert message in bad.json["error"]
 
 
 def test_images_of_too_many_pixels_are_errors(artifacts):

@@ -11,12 +11,15 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.reports import GenerationMetrics
 from enginery.core.errors import InputError
 from enginery.validate.generation import STEPS
+from tests import sounds
+from tests.speech import save_whisper
 from tests.tiny import save_tiny
 from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
 
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
+SPEECH = "automatic-speech-recognition-with-past"
 LATER = "decoder_with_past_model.onnx"
 TASKS = {"gpt2": TEXT, "marian": SEQ2SEQ}
 SLOW_TASKS = {
@@ -250,6 +253,7 @@ def test_options_of_the_model_are_honoured(tmp_path, home):
     file.write_text(json.dumps({**json.loads(file.read_text()), **options}))
     report = validated(export_model(str(source), task=TEXT))
     assert report.passed, report.summary
+    assert not [note for note in report.notes if "generated" in note], report.notes
     assert report.generation.equal == report.generation.beams_equal == 3
     assert report.generation.generated_steps < 3 * STEPS
     assert f"3 inputs × up to {report.generation.steps} steps equal" in report.summary
@@ -286,3 +290,28 @@ def test_graphs_of_optimum_are_not_generated_with(exported):
         note.startswith("not generated: the first step of decoder_with_past_model.onnx is another")
         for note in report.notes
     )
+
+
+def test_speech_is_transcribed(home, tmp_path):
+    """Whisper's whole prompt is PyTorch's, and every step behind it."""
+    artifact = export_model(str(save_whisper(tmp_path / "whisper")), task=SPEECH)
+    report = validated(artifact)
+    assert report.passed, report.summary
+    assert not [note for note in report.notes if "generated" in note], report.notes
+    assert report.generation.equal == report.generation.beams_equal == 3
+    steps = [case for case in report.cases if case.kind == "generation" and case.outputs]
+    # The language and `<|notimestamps|>` follow the first token.
+    assert len(steps) == 2 + report.generation.steps
+    assert steps[0].name == "3 sounds with PyTorch's tokens, the prompt"
+
+    folder = tmp_path / "sounds"
+    folder.mkdir()
+    for seed in range(2):
+        (folder / f"{seed}.wav").write_bytes(sounds.wav(sounds.speech(2, seed=seed)))
+    report = validated(artifact, data=str(folder))
+    assert report.passed, report.summary
+    assert report.generation.what == "sounds"
+    assert report.generation.inputs == 2
+
+    with pytest.raises(InputError, match="has no audio"):
+        validated(artifact, data=str(tmp_path / "whisper"))

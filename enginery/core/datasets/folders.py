@@ -33,7 +33,7 @@ def list_images(path: Path, *, rows: int) -> list[Path]:
     Raises:
         InputError: the folder does not exist, or has no images.
     """
-    return _list_files(path, "images", rows=rows)
+    return list_media(path, "images", rows=rows)
 
 
 def media_kind(path: Path) -> MediaKind | None:
@@ -49,7 +49,8 @@ def media_kind(path: Path) -> MediaKind | None:
     return "audio" if audio_alone else "images"
 
 
-def _list_files(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
+def list_media(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
+    """Return up to `rows` files of a kind; see `list_images`."""
     suffixes = _SUFFIXES[kind]
     if path.is_file() and path.suffix.lower() in suffixes:
         return [path]
@@ -84,7 +85,7 @@ class FolderReader:
 
         self.kind = kind
         self._root = path if path.is_dir() else path.parent
-        self._paths = _list_files(path, kind, rows=sys.maxsize)
+        self._paths = list_media(path, kind, rows=sys.maxsize)
         self._most = min(options.rows, _BATCH_FILES)
         self._read = 0
         self.names = ["path"]

@@ -39,7 +39,7 @@ def test_translations_are_those_of_pytorch(translator, home, kind):
 
     model, tokenizer, artifact = translator(kind)
     _, source, target, option = MODELS[kind]
-    expected = []
+    expected, scores = [], []
     for text in TEXTS:
         if source:
             tokenizer.src_lang = source
@@ -48,14 +48,23 @@ def test_translations_are_those_of_pytorch(translator, home, kind):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = model.generate(
-                **inputs, **options, max_new_tokens=10, num_beams=3, do_sample=False
+                **inputs,
+                **options,
+                max_new_tokens=10,
+                num_beams=3,
+                do_sample=False,
+                output_scores=True,
+                return_dict_in_generate=True,
             )
-        expected.append(tokenizer.decode(found[0], skip_special_tokens=True))
+        expected.append(tokenizer.decode(found.sequences[0], skip_special_tokens=True))
+        scores.append(found.sequences_scores.item())
     with load_model(artifact) as loaded:
         languages = {"target_language": target} | ({"source_language": source} if source else {})
         found = loaded.generate(TEXTS, max_new_tokens=10, num_beams=3, **languages)
     assert [each.text for each in found] == expected
-    assert len({each.text for each in found}) == 2
+    # Random weights may give two texts the same translation, but not the same score.
+    assert [each.score for each in found] == pytest.approx(scores, abs=1e-5)
+    assert abs(scores[0] - scores[1]) > 1e-3
 
 
 @pytest.mark.slow
