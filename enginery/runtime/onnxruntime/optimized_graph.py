@@ -24,11 +24,11 @@ from enginery.core.store.optimized_graph import MODEL_FILE, STAGE, OptimizedGrap
 from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
-from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.onnxruntime.session import use_exact_int8
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
 
-_STAGE_VERSION = "2"
+_STAGE_VERSION = "3"
 _DATA = f"{MODEL_FILE}.data"
 _SMALLEST_BYTES = "1024"
 """Smaller weights stay in the graph, because they are smaller than a page of memory."""
@@ -85,7 +85,7 @@ def _make(
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns that the file is only for this processor
         options.optimized_model_filepath = str(directory / MODEL_FILE)
-        options.add_session_config_entry(*EXACT_INT8)
+        use_exact_int8(options)
         prefix = "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{prefix}file_name", _DATA)
         options.add_session_config_entry(f"{prefix}min_size_in_bytes", _SMALLEST_BYTES)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError, nearest
-from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.onnxruntime.session import use_exact_int8
 from enginery.runtime.providers.known import TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider, choose_providers
 
@@ -188,7 +188,7 @@ def open_in_memory(
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.enable_cpu_mem_arena = keep_memory
-    options.add_session_config_entry(*EXACT_INT8)
+    use_exact_int8(options)
     # Outputs are compared or counted between the runs, which busy threads would slow down.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(

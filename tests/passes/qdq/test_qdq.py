@@ -7,7 +7,7 @@ from onnx import TensorProto, checker, helper, numpy_helper
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
-from enginery.runtime.onnxruntime.session import EXACT_INT8
+from enginery.runtime.onnxruntime.session import use_exact_int8
 
 K, N = 32, 48
 GENERATOR = np.random.default_rng(0)
@@ -50,7 +50,7 @@ def run(graph, rows=ROWS):
     checker.check_model(proto, full_check=True)
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.add_session_config_entry(*EXACT_INT8)
+    use_exact_int8(options)
     session = ort.InferenceSession(
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

@@ -66,9 +66,31 @@ def test_int8_products_do_not_saturate(tmp_path, graph, weight, rtol):
     np.testing.assert_allclose(session.run(None, {"x": X})[0], X @ weight, rtol=rtol)
     with GraphTracer(path, ["y"], optimized=True) as trace:
         np.testing.assert_allclose(trace({"x": X})["y"], X @ weight, rtol=rtol)
-    # Processors with VNNI never saturate: the entry is what makes the others exact.
-    options = session.get_session_options()
-    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+@pytest.mark.parametrize(
+    ("features", "entry"),
+    [
+        (("avx2",), "1"),
+        (("avx2", "avx512f"), "1"),
+        ((), "1"),  # unknown
+        (("avx2", "avx_vnni"), ""),
+        (("avx2", "avx512f", "avx512_vnni", "amx_int8"), ""),
+    ],
+)
+def test_exact_kernels_are_for_processors_that_saturate(tmp_path, monkeypatch, features, entry):
+    """Those with VNNI never saturate, and the exact kernels are slow on them."""
+    monkeypatch.setattr(
+        "enginery.runtime.onnxruntime.session.read_cpuinfo", lambda: ("Some processor", features)
+    )
+    path = saved(static(), tmp_path / "model.onnx")
+    session = new_session(path, choose_providers(["cpu"]), ort.SessionOptions())
+    found = session.get_session_options()
+    if entry:
+        assert found.get_session_config_entry("session.x64quantprecision") == entry
+    else:
+        with pytest.raises(RuntimeError, match="does not have configuration"):
+            found.get_session_config_entry("session.x64quantprecision")
 
 
 @pytest.mark.parametrize(("text", "arena"), [("cpu", True), ("no", False), ("yes", True)])
