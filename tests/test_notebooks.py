@@ -39,8 +39,8 @@ def prose(path):
     return "\n\n".join("".join(cell["source"]) for cell in cells(path, "markdown"))
 
 
-def test_there_are_five():
-    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+def test_they_are_numbered():
+    assert [int(path.stem[:2]) for path in NOTEBOOKS] == list(range(1, 7))
 
 
 @each
@@ -182,11 +182,25 @@ SAYS = {
         r"config.json",
         r"False\)$",
     ],
+    "06_translate": [
+        r"vierundvierzig|hundert|tausend",
+        r"^True$",
+        r"\| encoder_model.onnx \|",
+        r"\| decoder_with_past_model.onnx \|",
+        r"^\(True, 8, 8, 8\)$",
+        r"\| forty-two \| zweiundvierzig \|",
+        r"\| neunundneunzig \| -0",
+        r"^\[",
+        r"^True$",
+        r"\| PyTorch \| (100|9\d)",
+        r"\| enginery \| (100|9\d)",
+        r"\| enginery, INT8 \| (100|9\d)",
+    ],
 }
 """What each notebook shows when all goes well, in this order."""
 
 
-MEASURED = ("04_benchmark_and_report", "05_serve_and_publish")
+MEASURED = ("04_benchmark_and_report", "05_serve_and_publish", "06_translate")
 """Notebooks whose words depend on times: what is faster, how many requests shared a batch."""
 
 

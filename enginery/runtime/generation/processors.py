@@ -11,6 +11,7 @@ their log-softmax. The order is that of transformers' `_get_logits_processor`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,51 @@ Warper = Callable[[Scores], Scores]
 _NEVER = np.float32(-np.inf)
 
 
+@dataclass(frozen=True)
+class Forbid:
+    """Give tokens no chance."""
+
+    banned: Callable[[Tokens], Sequence[int]]
+    """Returns the tokens that may not follow a sequence."""
+
+    def __call__(self, tokens: Tokens, scores: Scores) -> Scores:
+        """Return the scores, with minus infinity for the banned tokens."""
+        known = [token for token in self.banned(tokens) if token < len(scores)]
+        if not known:
+            return scores
+        scores = scores.copy()
+        scores[known] = _NEVER
+        return scores
+
+
+@dataclass(frozen=True)
+class Force:
+    """Give only some tokens a chance, at one place."""
+
+    tokens: Sequence[int]
+    length: int
+    """Length of the sequences that one of the tokens has to follow, with the prompt."""
+
+    def __call__(self, tokens: Tokens, scores: Scores) -> Scores:
+        """Return 0 for the tokens, and minus infinity for the others; elsewhere the scores."""
+        if len(tokens) != self.length:
+            return scores
+        forced = np.full_like(scores, _NEVER)
+        forced[list(self.tokens)] = 0.0
+        return forced
+
+
+def banned_tokens(processors: Sequence[Processor], tokens: Tokens) -> list[int] | None:
+    """Return the tokens that may not follow a sequence; None if other scores change, too."""
+    found: list[int] = []
+    for processor in processors:
+        if isinstance(processor, Forbid):
+            found += processor.banned(tokens)
+        elif not isinstance(processor, Force) or processor.length == len(tokens):
+            return None
+    return found
+
+
 def make_processors(options: GenerationOptions, *, prompt: int, longest: int) -> list[Processor]:
     """Return the processors of the options, except for those of sampling.
 
@@ -39,24 +85,24 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
     if options.repetition_penalty != 1.0:
         found.append(partial(_penalize, penalty=options.repetition_penalty))
     if options.no_repeat_ngram_size:
-        found.append(partial(_forbid_repeated, size=options.no_repeat_ngram_size))
+        found.append(Forbid(partial(_repeating, size=options.no_repeat_ngram_size)))
     # A bad word that is only an end token would never let a sequence end.
     words = [word for word in options.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
     if words:
-        found.append(partial(_forbid_words, words=words))
+        found.append(Forbid(partial(_last_of_words, words=words)))
     if (shortest := options.shortest(prompt)) and ends:
-        found.append(partial(_forbid_while, banned=ends, applies=lambda n: n < shortest))
+        found.append(Forbid(lambda tokens: ends if len(tokens) < shortest else ()))
     if (first := options.forced_bos_token_id) is not None:
-        found.append(partial(_force_at, token=[first], length=1))
+        found.append(Force([first], length=1))
     if last := list(options.forced_eos_token_id):
-        found.append(partial(_force_at, token=last, length=longest - 1))
+        found.append(Force(last, length=longest - 1))
     if options.suppress_tokens:
         suppressed = list(options.suppress_tokens)
-        found.append(partial(_forbid_while, banned=suppressed, applies=lambda _: True))
+        found.append(Forbid(lambda _: suppressed))
     if options.begin_suppress_tokens:
         begin = prompt + (1 if prompt == 1 and options.forced_bos_token_id is not None else 0)
         at_begin = list(options.begin_suppress_tokens)
-        found.append(partial(_forbid_while, banned=at_begin, applies=lambda n: n == begin))
+        found.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else ()))
     return found
 
 
@@ -89,46 +135,25 @@ def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
     return scores
 
 
-def _forbid_repeated(tokens: Tokens, scores: Scores, *, size: int) -> Scores:
+def _repeating(tokens: Tokens, *, size: int) -> list[int]:
+    """Return the tokens that would end an n-gram of the sequence again."""
     beginning = tuple(tokens[len(tokens) - size + 1 :])
-    followers = [
+    return [
         tokens[at + size - 1]
         for at in range(len(tokens) - size + 1)
         if tuple(tokens[at : at + size - 1]) == beginning
     ]
-    return _forbid(scores, followers) if followers else scores
 
 
-def _forbid_words(tokens: Tokens, scores: Scores, *, words: Sequence[tuple[int, ...]]) -> Scores:
+def _last_of_words(tokens: Tokens, *, words: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the last tokens of words whose other tokens end the sequence."""
     # transformers ignores words that are longer than the sequence, also where their beginning fits.
-    ends = [
+    return [
         word[-1]
         for word in words
         if len(word) == 1
         or (len(word) <= len(tokens) and tuple(tokens[1 - len(word) :]) == word[:-1])
     ]
-    return _forbid(scores, ends) if ends else scores
-
-
-def _forbid_while(
-    tokens: Tokens, scores: Scores, *, banned: list[int], applies: Callable[[int], bool]
-) -> Scores:
-    return _forbid(scores, banned) if applies(len(tokens)) else scores
-
-
-def _force_at(tokens: Tokens, scores: Scores, *, token: list[int], length: int) -> Scores:
-    if len(tokens) != length:
-        return scores
-    forced = np.full_like(scores, _NEVER)
-    forced[token] = 0.0
-    return forced
-
-
-def _forbid(scores: Scores, tokens: Sequence[int]) -> Scores:
-    known = [token for token in tokens if token < len(scores)]
-    scores = scores.copy()
-    scores[known] = _NEVER
-    return scores
 
 
 def _keep_best(scores: Scores, *, count: int) -> Scores:

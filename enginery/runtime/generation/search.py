@@ -27,6 +27,7 @@ from enginery.runtime.generation.processors import (
     Processor,
     Scores,
     Warper,
+    banned_tokens,
     log_softmax,
     make_processors,
     make_warpers,
@@ -34,6 +35,9 @@ from enginery.runtime.generation.processors import (
 
 _WORST = -1e9
 """The score of beams that do not count, as in transformers."""
+
+_MAX_BANNED = 200
+"""Tokens that a beam may not continue with, up to which the best tokens are enough to know."""
 
 StopsAt = Callable[[list[int]], bool]
 """Returns True if the tokens generated so far end with a stop string."""
@@ -228,10 +232,12 @@ class BeamSearch(Search):
 
     @property
     def need(self) -> Need:
-        """All logits for a draw or with processors, else the best tokens of each beam."""
-        if self.options.do_sample or self._processors:
+        """The best tokens of each beam; all logits for a draw, or if many or all would change."""
+        banned = [banned_tokens(self._processors, beam.tokens) for beam in self._running]
+        counts = [_MAX_BANNED + 1 if found is None else len(found) for found in banned]
+        if self.options.do_sample or max(counts) > _MAX_BANNED:
             return Need(logits=True)
-        return Need(best=self._kept)
+        return Need(best=self._kept + max(counts))
 
     @property
     def _kept(self) -> int:
@@ -295,7 +301,11 @@ class BeamSearch(Search):
     def _log_probs(self, found: Candidates) -> tuple[Scores, NDArray[np.int64]]:
         """Return log-probabilities with their tokens: (beams, candidates) each."""
         if found.log_probs is not None:
-            return found.log_probs, found.tokens
+            scores = found.log_probs.copy()
+            for row, beam in enumerate(self._running):
+                banned = banned_tokens(self._processors, beam.tokens)
+                scores[row, np.isin(found.tokens[row], banned or ())] = -np.inf
+            return scores, found.tokens
         scores = log_softmax(np.asarray(found.logits))
         for row, beam in enumerate(self._running):
             for processor in self._processors:

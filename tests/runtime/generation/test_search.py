@@ -145,3 +145,25 @@ def test_closest_is_the_gap_between_the_last_beam_kept_and_the_first_dropped():
     search.advance(Candidates(np.array([[4, 5, 6, 7]] * 2), after))
     assert search.done
     assert search.closest == pytest.approx(np.log(0.195 / 0.18), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "needs_logits"),
+    [
+        ({}, False),
+        ({"bad_words_ids": [[PAD], [5, 6]], "no_repeat_ngram_size": 1}, False),
+        ({"suppress_tokens": [4], "begin_suppress_tokens": [7], "min_new_tokens": 2}, False),
+        ({"forced_eos_token_id": [END], "max_new_tokens": 5}, False),
+        ({"forced_eos_token_id": [END], "max_new_tokens": 1}, True),  # at this step
+        ({"suppress_tokens": list(range(1000))}, True),
+        ({"repetition_penalty": 1.2}, True),
+        ({"do_sample": True}, True),
+    ],
+)
+def test_beams_read_all_logits_only_if_they_must(chosen, needs_logits):
+    options = GenerationOptions(num_beams=2, eos_token_id=[END], **chosen)
+    need = make_search((4, 5), options, positions=64).need
+    assert need.logits == needs_logits
+    if not needs_logits:
+        # The best four, and as many as may be excluded.
+        assert need.best == 4 + {"bad": 4, "sup": 3}.get(next(iter(chosen), "")[:3], 0)
