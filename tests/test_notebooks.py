@@ -185,8 +185,8 @@ SAYS = {
     "06_translate": [
         r"vierundvierzig|hundert|tausend",
         r"^True$",
-        r"\| encoder_model.onnx \|",
         r"\| decoder_with_past_model.onnx \|",
+        r"\| encoder_model.onnx \|",
         r"^\(True, 8, 8, 8\)$",
         r"\| forty-two \| zweiundvierzig \|",
         r"\| neunundneunzig \| -0",

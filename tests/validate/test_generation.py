@@ -248,6 +248,7 @@ def test_options_of_the_model_are_honoured(tmp_path, home):
         "suppress_tokens": [70, 71],
         "eos_token_id": [0, *range(300, 340)],
         "forced_eos_token_id": 5,
+        "max_new_tokens": 40,
         "length_penalty": 0.7,
     }
     file.write_text(json.dumps({**json.loads(file.read_text()), **options}))

@@ -211,7 +211,7 @@ def parse_generation_config(document: Mapping[str, Any], name: str) -> Generatio
                 f"{name}: {field} is {values[field]!r}, which is not supported.",
                 do="Remove the field to generate without it.",
             )
-    if values.get("max_length") == DEFAULT_NEW_TOKENS and "max_new_tokens" not in values:
+    if values.get("max_length") == DEFAULT_NEW_TOKENS:
         del values["max_length"]  # transformers writes its default
     return validated(GenerationOptions, values, ArtifactError, f"{name}: ")
 

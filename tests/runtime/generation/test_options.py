@@ -59,6 +59,8 @@ def test_defaults_are_those_of_transformers():
 def test_file_without_values_is_that_of_the_defaults(read, tmp_path):
     assert read_generation_config(tmp_path / "nowhere") == GenerationOptions()
     assert read(max_length=20, transformers_version="4.57.6") == GenerationOptions()
+    # transformers has its default also beside max_new_tokens, which then counts.
+    assert read(max_length=20, max_new_tokens=60) == GenerationOptions(max_new_tokens=60)
 
 
 def test_callers_values_win_and_none_is_unset(read):
