@@ -124,7 +124,9 @@ class Enginery:
         (graphs,) = DecoderGraphs.find_all(artifact.manifest.graphs)
         records = [graphs.later, *([graphs.encoder] if graphs.encoder else [])]
         runners = {
-            each.file: OrtRunner(artifact, graph=each.file, threads=threads) for each in records
+            # From the second start on, as serve and predict do.
+            each.file: OrtRunner(artifact, graph=each.file, threads=threads, keep_optimized=True)
+            for each in records
         }
         self._decoder = CachedDecoder(graphs, runners)
         self._options = read_generation_config(directory)
@@ -348,6 +350,8 @@ class Worker:
 def compare(name: str, directory: Path, threads: int, arguments: argparse.Namespace) -> None:
     """Print the table of one model."""
     engines = [e for e in ENGINES if arguments.ctranslate2 or "ctranslate2" not in e]
+    for engine in engines:  # what the first start keeps is there for the next
+        Worker(engine, directory, name, threads, arguments.ctranslate2).close()
     workers = {e: Worker(e, directory, name, threads, arguments.ctranslate2) for e in engines}
     best: dict[tuple[str, tuple[int, int]], dict[str, Any]] = {}
     for turn in range(arguments.rounds + 1):

@@ -18,6 +18,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import Feeds
 from enginery.passes.qdq.layers import Layer, constant_tensor
 from enginery.quantize.calibration.data import Batch
+from enginery.runtime.decoder_graphs import is_past
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.sample_inputs import fixed_batch
 
@@ -48,13 +49,15 @@ class MultiplyAddCounts:
 
 
 def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
-    """Return one row whose sequence length is close to the mean.
+    """Return one row whose sequence length is close to the mean; of a decoder, a prompt.
 
     For a graph with a fixed batch size, return a whole batch.
     """
-    loaded = []
+    loaded: list[tuple[float, int, Batch]] = []
     for batch in batches:
         feeds = batch.load()
+        if loaded and any(is_past(name) and value.size for name, value in feeds.items()):
+            continue  # a step behind a prompt: its matrix products have one row
         mask = feeds.get("attention_mask")
         lengths = mask.sum(axis=1) if mask is not None else [1] * len(batch.rows)
         loaded.append((float(np.mean(lengths)), len(batch.rows), batch))

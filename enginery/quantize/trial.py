@@ -15,7 +15,7 @@ from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import Profile, dynamic_dims
+from enginery.core.shapes import PAST, Profile, dynamic_dims
 from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
@@ -113,5 +113,7 @@ def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
         else:
             high = limits.position_limit or limits.max_positions
             low, opt = min(limits.min_sequence, high), min(max(high // 4, 1), 128)
+            if name.startswith(PAST):  # a prompt has none
+                low = 0
         parts.append(f"{name}={low}:{max(low, opt)}:{high}")
     return [Profile.parse(",".join(parts))] if parts else []

@@ -21,6 +21,7 @@ from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import dynamic_dims
+from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -105,6 +106,8 @@ def make_batches(
 def _text_batches(
     artifact: Artifact, record: GraphRecord, items: Sequence[str], rows: Sequence[int]
 ) -> list[Batch]:
+    if takes_prompts(record):
+        return _prompt_batches(artifact, record, items, rows)
     feeder = TextFeeder.open(artifact, record)
     plans = plan_batches(
         feeder.lengths([items[row] for row in rows]),
@@ -113,6 +116,32 @@ def _text_batches(
         equal_lengths=feeder.width is None,
     )
     return [_batch(feeder, items, [rows[place] for place in plan], record) for plan in plans]
+
+
+def _prompt_batches(
+    artifact: Artifact, record: GraphRecord, items: Sequence[str], rows: Sequence[int]
+) -> list[Batch]:
+    """Make two batches of texts of the same length: as prompts, and as steps behind them."""
+    feeder = PromptFeeder.open(artifact, record)
+    lengths = dict(zip(rows, feeder.lengths([items[row] for row in rows]), strict=True))
+    long_enough = [row for row in rows if lengths[row] > 1]
+    if not long_enough:
+        raise InputError(
+            "no calibration text has two tokens: a prompt and a step behind it.",
+            do="Give longer texts.",
+        )
+    plans = plan_batches(
+        [lengths[row] for row in long_enough],
+        max_rows=fixed_batch(record) or _MAX_ROWS,
+        max_tokens=_MAX_TOKENS,
+        equal_lengths=True,
+    )
+    found = []
+    for plan in plans:
+        places = tuple(pad_batch([long_enough[place] for place in plan], record))
+        texts = [items[place] for place in places]
+        found += [Batch(places, partial(make, texts)) for make in (feeder.prompt, feeder.step)]
+    return found
 
 
 def _image_batches(

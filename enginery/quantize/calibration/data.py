@@ -32,6 +32,7 @@ from enginery.core.datasets.samples import (
 from enginery.core.errors import InputError, OptionError
 from enginery.core.model.files import ModelConfig
 from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
+from enginery.quantize.calibration.prompts import takes_prompts
 from enginery.quantize.config import QuantizeConfig, require_calibration
 from enginery.runtime.image.processor import load_image
 from enginery.runtime.sample_inputs import takes_images, takes_texts
@@ -121,7 +122,7 @@ def _from_rows(
 ) -> CalibrationData:
     record = artifact.manifest.graphs[0]
     images = takes_images(record)
-    if not images and not takes_texts(record):
+    if not images and not takes_texts(record) and not takes_prompts(record):
         names = ", ".join(spec.name for spec in record.inputs)
         raise InputError(
             f"calibration rows cannot be used: the graph takes {names}.",
@@ -217,7 +218,7 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             }
         )
         return CalibrationData("images", tuple(images), (), digest, f"{path.name}: images")
-    if not takes_texts(record):
+    if not takes_texts(record) and not takes_prompts(record):
         names = ", ".join(sorted(spec.name for spec in record.inputs))
         raise InputError(
             f"calibration '{path}' cannot be used: the graph takes {names}.",
