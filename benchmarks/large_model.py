@@ -42,7 +42,7 @@ class Step:
 
 def main(folder: Path) -> list[Step]:
     """Run every step in `folder` and return its measurements; raise an error if one fails."""
-    model = save_model(folder / "model")
+    model = save_model(folder / "large-bert")
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     (folder / "texts.csv").write_text("text\n" + "\n".join(f'"{text}"' for text in TEXTS * 6))
     big, fp16, int8 = (str(folder / name) for name in ("big", "big-fp16", "big-int8"))
@@ -94,7 +94,7 @@ def main(folder: Path) -> list[Step]:
         ),
         run("serve", "serve", big, "--port", str(PORT), until=_answered),
         run("publish", "publish", big, f"{shelf}/", "--license", "mit"),
-        run("pull", "pull", f"{shelf}/model", str(folder / "pulled")),
+        run("pull", "pull", f"{shelf}/large-bert", str(folder / "pulled")),
         run(
             "optimize pulled",
             "optimize",

@@ -16,7 +16,7 @@ def test_model_over_2_gb_goes_through_every_step_of_the_readme(tmp_path, monkeyp
     monkeypatch.setenv("ENGINERY_HOME", str(tmp_path / "home"))
     with capsys.disabled():
         steps = {step.name: step for step in large_model.main(tmp_path)}  # raises where one fails
-    weights = (tmp_path / "model/model.safetensors").stat().st_size
+    weights = (tmp_path / "large-bert/model.safetensors").stat().st_size
     assert weights > 2 * GIGABYTE
     assert len(steps) == 13
     assert steps["validate"].peak_bytes < 2.2 * weights
