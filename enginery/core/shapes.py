@@ -444,3 +444,36 @@ def _outside(profile: Profile, profiles: Sequence[Profile], sizes: Mapping[str, 
 
 def _listed(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def profiles_by_graph(
+    graphs: Mapping[str, Sequence[TensorSpec]], texts: Iterable[str], limits: Mapping[str, int]
+) -> dict[str, list[Profile]]:
+    """Return the profiles that fit each graph.
+
+    The graphs of one model (an encoder, a decoder) have different dims. A profile applies to those
+    that it fits.
+
+    Args:
+        graphs: graph -> its inputs.
+        texts: the profiles.
+        limits: dim -> its largest size.
+
+    Raises:
+        ShapeError: a profile is malformed or fits no graph. The message is about the graph that
+            shares most dims with it.
+    """
+    found: dict[str, list[Profile]] = {name: [] for name in graphs}
+    for text in texts:
+        profile = Profile.parse(text)
+        problems: list[tuple[int, ShapeError]] = []
+        for name, inputs in graphs.items():
+            try:
+                profile.check(inputs, limits)
+                found[name].append(profile)
+            except ShapeError as error:
+                mismatches = len(set(dynamic_dims(inputs)) ^ set(profile.dims))
+                problems.append((mismatches, error))
+        if len(problems) == len(graphs):
+            raise min(problems, key=lambda pair: pair[0])[1]
+    return found

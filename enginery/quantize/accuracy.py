@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import ArtifactError, EngineryError, InputError
 from enginery.core.model.feeds import Feeds
 from enginery.quantize.calibration.data import Batch
+from enginery.quantize.source_graph import SourceGraph
 from enginery.runtime.agreement import (
     AnswerAgreement,
     Outputs,
@@ -65,14 +65,14 @@ class AccuracyEvaluator:
     @classmethod
     def of(
         cls,
-        artifact: Artifact,
+        source: SourceGraph,
         batches: Sequence[Batch],
         reference: Graph,
         *,
         scratch: Path,
         labels: Sequence[int] = (),
     ) -> AccuracyEvaluator:
-        """Return the evaluator of an artifact's only graph.
+        """Return the evaluator of a graph.
 
         Raises:
             ArtifactError: the model uses a pooling that is not supported.
@@ -81,8 +81,8 @@ class AccuracyEvaluator:
         return cls(
             batches,
             reference,
-            [spec.name for spec in artifact.manifest.graphs[0].outputs],
-            read_model_pooling(artifact.path),
+            source.outputs,
+            read_model_pooling(source.artifact.path),
             scratch=scratch,
             labels=labels,
         )
@@ -133,39 +133,39 @@ def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
     return files
 
 
-def find_builtin_batches(source: Artifact) -> list[SampleBatch]:
+def find_builtin_batches(source: SourceGraph) -> list[SampleBatch]:
     """Return the built-in texts or images that `validate` uses; none if the graph takes others."""
-    record = source.manifest.graphs[0]
-    if not takes_real_inputs(source, record):
+    artifact, record = source.artifact, source.record
+    if not takes_real_inputs(artifact, record):
         return []
     try:
-        return builtin_batches(source, record)
+        return builtin_batches(artifact, record)
     except (ArtifactError, InputError):  # no tokenizer that this package reads
         return []
 
 
-def measure_builtin(source: Artifact, graph: Path, *, fused: bool = True) -> AccuracyMetrics | None:
+def measure_builtin(
+    source: SourceGraph, graph: Path, *, fused: bool = True
+) -> AccuracyMetrics | None:
     """Measure a quantized graph on built-in texts or images, on the CPU.
 
     These are the ones that `validate` uses, so that it knows what to expect.
 
     Args:
-        source: the artifact with the FP32 graph.
+        source: the FP32 graph.
         graph: the quantized graph.
         fused: enable ONNX Runtime's fusions in the quantized graph.
 
     Returns:
         None if the graph takes other inputs.
     """
-    record = source.manifest.graphs[0]
-    names = [spec.name for spec in record.outputs]
     batches = find_builtin_batches(source)
     if not batches:
         return None
-    agreement = AnswerAgreement(read_model_pooling(source.path))
+    agreement = AnswerAgreement(read_model_pooling(source.artifact.path))
     with (
-        GraphTracer(source.path / record.file, names, optimized=True) as reference,
-        GraphTracer(graph, names, optimized=fused) as quantized,
+        GraphTracer(source.path, source.outputs, optimized=True) as reference,
+        GraphTracer(graph, source.outputs, optimized=fused) as quantized,
     ):
         for batch in batches:
             feeds = batch.load()

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import InputError, OptionError, nearest
@@ -43,6 +42,7 @@ from enginery.quantize.multiply_adds import (
     mean_length_feeds,
 )
 from enginery.quantize.search import AccuracyBudget, SearchResult, search_mixed_precision
+from enginery.quantize.source_graph import SourceGraph
 
 _MAX_COUNTED_ROWS = 1024
 """Held-out rows for a budget in accuracy, which counts right answers; a cosine needs fewer rows."""
@@ -75,7 +75,7 @@ def scheme_from_config(config: QuantizeConfig) -> Scheme:
 
 
 def calibrate(
-    artifact: Artifact,
+    source: SourceGraph,
     model: ir.Model,
     layers: Sequence[Layer],
     data: CalibrationData,
@@ -87,7 +87,7 @@ def calibrate(
     """Calibrate the layers and search for those to leave in floating point.
 
     Args:
-        artifact: has the FP32 graph.
+        source: the FP32 graph.
         model: the same graph, in memory.
         layers: all layers that could be quantized.
         data: the calibration inputs.
@@ -97,20 +97,21 @@ def calibrate(
 
     Raises:
         InputError: an input cannot be used, or an activation is not finite.
-        OptionError: a pattern of `exclude` matches no layer.
         CheckFailedError: no set of quantized layers meets the accuracy budget.
     """
-    record, scheme = artifact.manifest.graphs[0], scheme_from_config(config)
+    scheme = scheme_from_config(config)
     max_held_out = _MAX_COUNTED_ROWS if config.accuracy_budget else MAX_HELD_OUT
     batches, held_out = make_batches(
-        artifact, record, data, seed=config.seed, max_held_out=max_held_out
+        source.artifact, source.record, data, seed=config.seed, max_held_out=max_held_out
     )
     for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
         progress.say(f"quantize: {note}")
     multiply_adds = count_multiply_adds(
-        artifact.model, model, layers, mean_length_feeds(batches, record)
+        source.path, model, layers, mean_length_feeds(batches, source.record)
     )
-    left_out = excluded_layers(layers, config.exclude, multiply_adds, scheme)
+    # The rows of a step are those of the batch: each input and each beam is one.
+    counted = None if source.is_step else multiply_adds
+    left_out = excluded_layers(layers, config.exclude, counted, scheme)
     candidates = [layer for layer in layers if layer.name not in left_out]
     if not candidates:
         raise InputError(
@@ -120,7 +121,7 @@ def calibrate(
         )
     with progress.task("calibrating: channels", total=len(batches)) as advance:
         seen = collect_channel_statistics(
-            artifact.model, candidates, batches, seed=config.seed, advance=advance
+            source.path, candidates, batches, seed=config.seed, advance=advance
         )
     constant_zero = {name for name, found in seen.items() if not found.largest_magnitude}
     for layer in [x for x in candidates if x.activation in constant_zero]:
@@ -133,7 +134,7 @@ def calibrate(
     ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
         ranges = _ranges_by_method(
-            artifact, candidates, batches, seen, ranges, config, scheme, progress
+            source, candidates, batches, seen, ranges, config, scheme, progress
         )
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
@@ -148,7 +149,7 @@ def calibrate(
         if config.bias_correction and x.linear and seen[x.activation].width > 1
     }
     measured = _search(
-        artifact,
+        source,
         candidates,
         ranges,
         deltas,
@@ -161,16 +162,30 @@ def calibrate(
         progress,
     )
     cache = CalibrationCache(
-        graph_sha256=sha256_of(artifact.model),
+        graph_sha256=sha256_of(source.path),
         scheme=scheme.name,
         ranges=ranges,
         bias_deltas=deltas,
         left_out={**left_out, **measured.result.left_out},
         smoothed=smoothed,
         # Needed for an FP32 residual as well: the cache may be reused for FP16.
-        fp32_nodes=_fp32_nodes(artifact, model, batches),
+        fp32_nodes=_fp32_nodes(source, model, batches),
     )
     return cache, measured
+
+
+def check_patterns(layers: Sequence[Layer], patterns: Sequence[str]) -> None:
+    """Check that every pattern of `exclude` matches a layer.
+
+    Raises:
+        OptionError: one matches none.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
+            names = [layer.name for layer in layers]
+            raise OptionError(
+                f"option 'exclude': no layer is named '{pattern}'{nearest(pattern, names)}"
+            )
 
 
 def excluded_layers(
@@ -179,17 +194,7 @@ def excluded_layers(
     multiply_adds: MultiplyAddCounts | None,
     scheme: Scheme,
 ) -> dict[str, str]:
-    """Return the layers that are never quantized, with reasons: by shape or by `exclude`.
-
-    Raises:
-        OptionError: a pattern matches no layer.
-    """
-    for pattern in patterns:
-        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
-            names = [layer.name for layer in layers]
-            raise OptionError(
-                f"option 'exclude': no layer is named '{pattern}'{nearest(pattern, names)}"
-            )
+    """Return the layers that are never quantized, with reasons: by shape or by `exclude`."""
     reasons = {}
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
@@ -235,7 +240,7 @@ def _choose_smoothing(
 
 
 def _ranges_by_method(
-    artifact: Artifact,
+    source: SourceGraph,
     layers: Sequence[Layer],
     batches: Sequence[Batch],
     seen: Mapping[str, ChannelStatistics],
@@ -245,9 +250,7 @@ def _ranges_by_method(
     progress: Progress,
 ) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
-        histograms = collect_histograms(
-            artifact.model, layers, batches, seen, ranges, advance=advance
-        )
+        histograms = collect_histograms(source.path, layers, batches, seen, ranges, advance=advance)
     tops = {
         name: choose_range(histogram, config.method, scheme, percentile=config.percentile)
         for name, histogram in histograms.items()
@@ -259,7 +262,7 @@ def _ranges_by_method(
 
 
 def _search(
-    artifact: Artifact,
+    source: SourceGraph,
     layers: Sequence[Layer],
     ranges: Mapping[str, ActivationQuantParams],
     deltas: Mapping[str, Vector],
@@ -275,11 +278,11 @@ def _search(
     weights = {layer.name: multiply_adds.by_layer[layer.name] / total for layer in layers}
     few = _batches_for_effects(held_out)
     with (
-        LayerToggleModel(artifact.model, layers, ranges, deltas, scheme) as toggled,
+        LayerToggleModel(source.path, layers, ranges, deltas, scheme) as toggled,
         progress.task("measuring mixed precision") as advance,
     ):
         evaluator = AccuracyEvaluator.of(
-            artifact,
+            source,
             held_out,
             lambda feeds: toggled(feeds, ()),
             scratch=scratch,
@@ -301,14 +304,14 @@ def _search(
     return AccuracySearch(found, multiply_adds, budget, evaluator)
 
 
-def _fp32_nodes(artifact: Artifact, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:
+def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:
     """Return the nodes whose tensors would overflow in FP16, with reasons."""
-    fixed = isinstance(artifact.manifest.graphs[0].inputs[0].dims[0], int)
+    fixed = isinstance(source.record.inputs[0].dims[0], int)
     feeds = [batch.load() for batch in batches[:: -(-len(batches) // _RANGE_BATCHES)]]
     if not fixed:
         feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
     found = measure_ranges(
-        artifact.model,
+        source.path,
         float_tensors(model.graph),
         feeds,
         mask_floor=mask_floor(model),

@@ -19,7 +19,7 @@ class QuantizeConfig:
     OLD_NAMES: ClassVar = {"calibration": "data", "capabilities": "capability"}
 
     data: str = ""
-    """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images,
+    """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images or audio files,
     or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files."""
     column: str = "text"
     """Column of `data` with the texts."""

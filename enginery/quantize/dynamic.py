@@ -19,6 +19,8 @@ from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import describe_accuracy
 from enginery.quantize.search import AccuracyBudget
+from enginery.quantize.source_graph import SourceGraph, require_calibratable
+from enginery.runtime.decoder_graphs import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 
@@ -57,13 +59,23 @@ def quantize_dynamic(
         f"{sum(n.values())} integer products in {file}" for file, n in products.items()
     )
     parts = [f"dynamic INT8 for the CPU: {counts}"]
-    accuracy = None
+    accuracy = encoder_accuracy = None
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
-        accuracy = _measure(source, directory / records[0].file, config, data, scratch)
+        require_calibratable(source)
+        found = {}
+        for record in records:
+            graph, folder = SourceGraph.of(source, record), scratch / record.file
+            folder.mkdir(parents=True)
+            measured = _measure(graph, directory / record.file, config, data, folder)
+            found[record.file] = measured
+            name = f"{record.file}: " if len(records) > 1 else ""
+            parts.append(f"{name}{describe_accuracy(measured)}")
+        accuracy = found[answer_graph(source.manifest.graphs).file]
+        if len(records) > 1:
+            encoder_accuracy = found[input_graph(source.manifest.graphs).file]
         notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
-        parts.append(describe_accuracy(accuracy))
     report = QuantizationReport(
         summary="; ".join(parts),
         scheme="dynamic",
@@ -71,21 +83,21 @@ def quantize_dynamic(
         notes=list(notes),
         fields=dict(fields),
         accuracy=accuracy,
+        encoder_accuracy=encoder_accuracy,
     )
     return tuple(records), report, notes
 
 
 def _measure(
-    source: Artifact, graph: Path, config: QuantizeConfig, data: CalibrationData, scratch: Path
+    source: SourceGraph, graph: Path, config: QuantizeConfig, data: CalibrationData, scratch: Path
 ) -> AccuracyMetrics:
-    calibrating, held_out = make_batches(source, source.manifest.graphs[0], data, seed=config.seed)
+    calibrating, held_out = make_batches(source.artifact, source.record, data, seed=config.seed)
     # Nothing was calibrated, so all rows can measure.
     seen = {row for batch in held_out for row in batch.rows}
     others = [batch for batch in calibrating if not seen & set(batch.rows)]
-    outputs = [spec.name for spec in source.manifest.graphs[0].outputs]
     with (
-        GraphTracer(source.model, outputs, optimized=True) as reference,
-        GraphTracer(graph, outputs, optimized=True) as quantized,
+        GraphTracer(source.path, source.outputs, optimized=True) as reference,
+        GraphTracer(graph, source.outputs, optimized=True) as quantized,
     ):
         evaluator = AccuracyEvaluator.of(
             source,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from enginery.core.accuracy import wilson_interval
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import (
     AccuracyMetrics,
     CalibrationRecord,
     EngineTrial,
     LayerCounts,
+    LayerError,
     MixAccuracy,
     MultiplyAdds,
     QuantizationReport,
@@ -31,39 +33,82 @@ COUNTED = (
 )
 
 
+@dataclass(frozen=True)
+class QuantizedGraph:
+    """A graph that was quantized, and what was measured; None if ranges were reused."""
+
+    record: GraphRecord
+    layers: Sequence[Layer]
+    """All layers that could be quantized."""
+    cache: CalibrationCache
+    measured: AccuracySearch | None
+    accuracy: AccuracyMetrics | None
+    """Of the saved graph."""
+    trials: Sequence[EngineTrial]
+    layer_errors: dict[str, LayerError]
+    builtin_layer_errors: dict[str, LayerError]
+
+    @property
+    def quantized(self) -> list[str]:
+        """The names of the quantized layers."""
+        return [layer.name for layer in self.cache.quantized_layers(self.layers)]
+
+    def summarize(self, config: QuantizeConfig, *, held_out: bool, named: bool) -> str:
+        """Return a summary.
+
+        Args:
+            config: the options.
+            held_out: whether rows were held out.
+            named: begin with the graph's file.
+        """
+        kind = config.scheme.upper()
+        parts = [f"{len(self.quantized)} of {len(self.layers)} layers in {kind}"]
+        if self.measured is not None:
+            share = self.measured.multiply_adds.share(self.quantized)
+            parts[0] += f", {share:.1%} of their multiply-adds"
+        if self.accuracy is not None:
+            parts.append(describe_accuracy(self.accuracy, held_out=held_out))
+            if self.measured is not None and self.measured.budget.kind == "accuracy":
+                parts[-1] += f" (FP32 {self.measured.budget.reference:.1%})"
+        parts += [
+            f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
+            f"{len(self.quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
+            for trial in self.trials
+        ]
+        return f"{f'{self.record.file}: ' if named else ''}{'; '.join(parts)}"
+
+
 def make_report(
-    layers: Sequence[Layer],
+    graphs: Sequence[QuantizedGraph],
+    answers: QuantizedGraph,
     cache: CalibrationCache,
-    measured: AccuracySearch | None,
-    accuracy: AccuracyMetrics | None,
-    trials: Sequence[EngineTrial],
     config: QuantizeConfig,
     data: CalibrationData | None,
     notes: Sequence[str],
     fields: Mapping[str, str],
 ) -> QuantizationReport:
-    """Return the report. `measured` and `accuracy` are None if ranges were reused."""
-    quantized = [layer.name for layer in cache.quantized_layers(layers)]
-    kind = config.scheme.upper()
-    parts = [f"{len(quantized)} of {len(layers)} layers in {kind}"]
-    if measured is not None:
-        parts[0] += f", {measured.multiply_adds.share(quantized):.1%} of their multiply-adds"
-    if accuracy is not None:
-        parts.append(describe_accuracy(accuracy, held_out=data is None or data.has_held_out_rows))
-        if measured is not None and measured.budget.kind == "accuracy":
-            parts[-1] += f" (FP32 {measured.budget.reference:.1%})"
-    parts += [
-        f"TensorRT {trial.tensorrt} for {trial.capability}: {trial.quantized_layers} of "
-        f"{len(quantized)} multiplied in {kind}, {trial.fused_attentions} fused attentions"
-        for trial in trials
-    ]
+    """Return the report.
+
+    Args:
+        graphs: all graphs.
+        answers: the one of them that computes the answers.
+        cache: what was calibrated for all of them.
+        config: the options.
+        data: the calibration inputs; None if ranges were reused.
+        notes: notes of the stage.
+        fields: fields of the stage's fingerprint.
+    """
+    quantized = [name for graph in graphs for name in graph.quantized]
+    held_out, named = data is None or data.has_held_out_rows, len(graphs) > 1
+    others = [graph for graph in graphs if graph is not answers]
     return QuantizationReport(
-        summary="; ".join(parts),
+        summary="; ".join(g.summarize(config, held_out=held_out, named=named) for g in graphs),
         scheme=config.scheme,
         residual=config.residual,
         per_channel=config.per_channel,
-        layers=LayerCounts(quantized=len(quantized), all=len(layers)),
+        layers=LayerCounts(quantized=len(quantized), all=sum(len(g.layers) for g in graphs)),
         quantized_layers=quantized,
+        layers_by_graph={graph.record.file: graph.quantized for graph in graphs},
         left_out=cache.left_out,
         fp32_nodes=cache.fp32_nodes,
         calibration=CalibrationRecord(
@@ -72,10 +117,15 @@ def make_report(
             method=config.method,
         ),
         activations=_activations(cache),
-        engines=list(trials),
-        multiply_adds=_multiply_adds(measured, quantized) if measured else None,
-        search=_search(measured) if measured else None,
-        accuracy=accuracy,
+        engines=[trial for graph in graphs for trial in graph.trials],
+        multiply_adds=_multiply_adds(graphs),
+        search=_search(answers.measured) if answers.measured else None,
+        accuracy=answers.accuracy,
+        encoder_accuracy=others[0].accuracy if others else None,
+        layer_errors={n: e for graph in graphs for n, e in graph.layer_errors.items()},
+        builtin_layer_errors={
+            n: e for graph in graphs for n, e in graph.builtin_layer_errors.items()
+        },
         notes=list(notes),
         fields=dict(fields),
     )
@@ -151,15 +201,20 @@ def _activations(cache: CalibrationCache) -> dict[str, Any]:
     }
 
 
-def _multiply_adds(measured: AccuracySearch, quantized: Sequence[str]) -> MultiplyAdds:
-    work = measured.multiply_adds
+def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:
+    counted = [(g.measured.multiply_adds, g.quantized) for g in graphs if g.measured]
+    if not counted:
+        return None
+    total = sum(sum(work.by_layer.values()) for work, _ in counted)
+    attention = sum(work.attention for work, _ in counted)
+    done = sum(work.by_layer[name] for work, names in counted for name in names)
     return MultiplyAdds(
         counted=COUNTED,
-        positions=work.positions,
-        all=sum(work.by_layer.values()),
-        attention=work.attention,
-        share=work.share(quantized),
-        share_with_attention=work.share(quantized, with_attention=True),
+        positions=max(work.positions for work, _ in counted),
+        all=total,
+        attention=attention,
+        share=done / total if total else 0.0,
+        share_with_attention=done / (total + attention) if total else 0.0,
     )
 
 

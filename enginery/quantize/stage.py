@@ -22,6 +22,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
+    combined_sha256,
     option_fields,
     runtime_version,
     sha256_of,
@@ -35,8 +36,7 @@ from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.passes.cast.cast import cast_graph
-from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
-from enginery.passes.ir.nodes import infer_types
+from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layer_errors import (
@@ -55,20 +55,23 @@ from enginery.quantize.accuracy import (
 from enginery.quantize.calibrate import (
     AccuracySearch,
     calibrate,
+    check_patterns,
     excluded_layers,
     scheme_from_config,
 )
 from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
 from enginery.quantize.calibration.data import CalibrationData, make_batches, read_data
-from enginery.quantize.config import QuantizeConfig, check_options
+from enginery.quantize.config import QuantizeConfig, check_options, list_capabilities
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.report import make_report, save_curve
+from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
+from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
+from enginery.runtime.decoder_graphs import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "7"
+STAGE_VERSION = "8"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -176,7 +179,8 @@ def run(
                 source, config, directory, data, key.fields, Path(scratch), progress
             )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
-        builtin = measure_builtin(source, directory / graphs[0].file, fused=fused)
+        first = SourceGraph.of(source, input_graph(source.manifest.graphs))
+        builtin = measure_builtin(first, directory / first.record.file, fused=fused)
         report = replace(report, builtin=builtin)
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord(
@@ -213,91 +217,125 @@ def _quantize_static(
     scratch: Path,
     progress: Progress,
 ) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    """Write the graph with Q/DQ nodes to `directory`; return its record, the report and notes."""
-    opset = source.manifest.graphs[0].opset
-    if opset >= _MIN_OPSET:
-        return _quantize_graph(source, config, directory, data, fields, scratch, progress, [])
-    note = (
-        f"converted from opset {opset} to {_MIN_OPSET}, because earlier Q and DQ support neither "
-        "FP16 scales nor FP8: the outputs are those of the graph before"
-    )
-    progress.say(f"quantize: {note}")
-    folder = scratch / "converted"
-    folder.mkdir()
-    converted = _convert(source, config, folder, data)
-    return _quantize_graph(converted, config, directory, data, fields, scratch, progress, [note])
-
-
-def _convert(
-    source: Artifact, config: QuantizeConfig, folder: Path, data: CalibrationData | None
-) -> Artifact:
-    """Return the artifact with its graph in the opset that Q and DQ need, in `folder`.
-
-    Raises:
-        ExportError: the graph cannot be converted, or its outputs change.
-    """
-    record = source.manifest.graphs[0]
-    generated = CalibrationData("random", (0,), (), "", "")
-    batches, _ = make_batches(source, record, data or generated, seed=config.seed)
-    data_files = convert_opset(source.model, folder / record.file, _MIN_OPSET, [batches[0].load()])
-    source.copy_side_files(folder)
-    inside = Path(record.file).parent
-    names = tuple((inside / name).as_posix() for name in data_files)
-    graph = record.model_copy(update={"opset": _MIN_OPSET, "data_files": names})
-    return Artifact(folder, source.manifest.model_copy(update={"graphs": (graph,)}))
-
-
-def _quantize_graph(
-    source: Artifact,
-    config: QuantizeConfig,
-    directory: Path,
-    data: CalibrationData | None,
-    fields: Mapping[str, str],
-    scratch: Path,
-    progress: Progress,
-    notes: list[str],
-) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    model = read_graph(source.model)
-    infer_types(model)
-    layers = find_layers(model)
-    cache, measured = _obtain_calibration(source, model, layers, data, config, scratch, progress)
-    quantized = cache.quantized_layers(layers)
-    notes.insert(0, data.description if data else f"ranges from {find_ranges_file(config.ranges)}")
+    """Write the graphs with Q/DQ nodes to `directory`; return their records, the report, notes."""
+    notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
     if data and data.kind == "random":
         notes.append("calibrated on random inputs: only for trying things out")
         progress.say(
             "quantize: calibrated on random inputs; do not use this artifact in production"
         )
-    known = float_operands(model, quantized)
-    record = _write_graph(model, quantized, cache, source, directory, config)
-    graph = directory / record.file
-    accuracy = _check_accuracy(graph, measured, config)
-    with progress.task("building a trial engine"):
-        trials = build_trials(graph, source, config, quantized)
-    if not trials:
+    graphs = []
+    for index, record in enumerate(source.manifest.graphs):
+        folder = scratch / f"graph-{index}"
+        folder.mkdir()
+        graphs.append(_convert(source, record, config, folder, data, notes, progress))
+    reused = _read_ranges(graphs, config)
+    found = []
+    for index, graph in enumerate(graphs):
+        folder = scratch / f"graph-{index}"
+        found.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
+    cache = CalibrationCache.merge([each.cache for each in found], _digest(graphs))
+    answers = found[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
+    if not list_capabilities(config):
         notes.append(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
-    if measured:
-        notes += AccuracyBudget.notes(config, measured.evaluator.rows)
-        if not save_curve(directory / CURVE, measured, config.scheme):
+    if answers.measured:
+        notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
+        if not save_curve(directory / CURVE, answers.measured, config.scheme):
             notes.append(NOT_DRAWN)
-    report = make_report(layers, cache, measured, accuracy, trials, config, data, notes, fields)
+    (directory / REPORTS / RANGES).write_bytes(cache.to_json())
+    report = make_report(found, answers, cache, config, data, notes, fields)
+    return tuple(each.record for each in found), report, notes
+
+
+def _convert(
+    source: Artifact,
+    record: GraphRecord,
+    config: QuantizeConfig,
+    folder: Path,
+    data: CalibrationData | None,
+    notes: list[str],
+    progress: Progress,
+) -> SourceGraph:
+    """Return a graph in the opset that Q and DQ need, in `folder` if it has an earlier one.
+
+    Raises:
+        ExportError: the graph cannot be converted, or its outputs change.
+    """
+    graph = SourceGraph.of(source, record)
+    if record.opset >= _MIN_OPSET:
+        return graph
+    note = (
+        f"converted from opset {record.opset} to {_MIN_OPSET}, because earlier Q and DQ support "
+        "neither FP16 scales nor FP8: the outputs are those of the graph before"
+    )
+    progress.say(f"quantize: {note}")
+    notes.append(note)
+    generated = CalibrationData("random", (0,), (), "", "")
+    batches, _ = make_batches(source, record, data or generated, seed=config.seed)
+    path = folder / record.file
+    data_files = convert_opset(graph.path, path, _MIN_OPSET, [batches[0].load()])
+    inside = Path(record.file).parent
+    names = tuple((inside / name).as_posix() for name in data_files)
+    return SourceGraph(
+        source, record.model_copy(update={"opset": _MIN_OPSET, "data_files": names}), path
+    )
+
+
+def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> CalibrationCache | None:
+    """Return the ranges to reuse, and check `exclude` for all graphs."""
+    if config.exclude or config.ranges:
+        layers = [layer for graph in graphs for layer in find_layers(graph.read())]
+        check_patterns(layers, config.exclude)
+    if not config.ranges:
+        return None
+    scheme = scheme_from_config(config)
+    return CalibrationCache.read(config.ranges, graph_sha256=_digest(graphs), scheme=scheme.name)
+
+
+def _digest(graphs: Sequence[SourceGraph]) -> str:
+    """Return the digest of the FP32 graphs that ranges are for."""
+    digests = {graph.record.file: sha256_of(graph.path) for graph in graphs}
+    return next(iter(digests.values())) if len(digests) == 1 else combined_sha256(digests)
+
+
+def _quantize_graph(
+    source: SourceGraph,
+    config: QuantizeConfig,
+    directory: Path,
+    data: CalibrationData | None,
+    reused: CalibrationCache | None,
+    scratch: Path,
+    progress: Progress,
+) -> QuantizedGraph:
+    """Write a graph with Q/DQ nodes to `directory`, and measure it."""
+    model = source.read()
+    layers = find_layers(model)
+    cache, measured = _obtain_calibration(
+        source, model, layers, data, config, reused, scratch, progress
+    )
+    quantized = cache.quantized_layers(layers)
+    known = float_operands(model, quantized)
+    record = _write_graph(model, quantized, cache, source.record, directory, config)
+    graph = directory / record.file
+    accuracy = _check_accuracy(graph, measured, config)
+    with progress.task("building a trial engine"):
+        trials = build_trials(graph, source, config, quantized)
     add_float_layers(model, float_layers(model, quantized, known))
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
-    report = replace(report, layer_errors=held_out, builtin_layer_errors=builtin)
-    (directory / REPORTS / RANGES).write_bytes(cache.to_json())
-    return (record,), report, notes
+    return QuantizedGraph(record, layers, cache, measured, accuracy, trials, held_out, builtin)
 
 
 def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     """Check that the scheme can quantize the artifact.
 
     Raises:
+        OptionError: the accuracy budget is one of a classifier, but the artifact is none.
         ArtifactError: it is already quantized, is not FP32, or was fused for another target. For
-            static schemes also: it has several graphs.
+            static schemes also: it has several graphs that are no encoder and its decoder.
     """
     manifest = source.manifest
     if manifest.is_quantized:
@@ -313,51 +351,47 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
         )
     if config.scheme == "dynamic":
         return
-    if len(manifest.graphs) != 1:
-        graphs = ", ".join(graph.file for graph in manifest.graphs)
-        raise ArtifactError(
-            f"{source.path} has the graphs {graphs}; expected one. A decoder also needs the "
-            "encoder's output and its own past as inputs, which calibration data do not contain.",
-            do="Use --scheme dynamic --target cpu, which needs no calibration.",
+    require_calibratable(source)
+    if config.accuracy_budget and len(manifest.graphs) > 1:
+        raise OptionError(
+            f"option 'accuracy_budget' is '{config.accuracy_budget}', but {source.path} has an "
+            "encoder, whose outputs are neither right nor wrong.",
+            do="Set a minimum cosine instead: --min-cosine 0.998",
         )
 
 
 def _obtain_calibration(
-    source: Artifact,
+    source: SourceGraph,
     model: ir.Model,
     layers: Sequence[Layer],
     data: CalibrationData | None,
     config: QuantizeConfig,
+    reused: CalibrationCache | None,
     scratch: Path,
     progress: Progress,
 ) -> tuple[CalibrationCache, AccuracySearch | None]:
-    if not config.ranges:
+    if reused is None:
         if data is None:
             raise OptionError(
                 "neither calibration inputs nor ranges were given.",
                 do="Name one: --data FILE or --ranges ARTIFACT",
             )
         return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
-    scheme = scheme_from_config(config)
-    cache = CalibrationCache.read(
-        config.ranges, graph_sha256=sha256_of(source.model), scheme=scheme.name
-    )
-    excluded = excluded_layers(layers, config.exclude, None, scheme)
-    left_out = {**cache.left_out, **excluded}
+    excluded = excluded_layers(layers, config.exclude, None, scheme_from_config(config))
     progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
-    return replace(cache, left_out=left_out), None
+    found = reused.of_graph(layers, {node.name or "" for node in model.graph})
+    return replace(found, left_out={**found.left_out, **excluded}), None
 
 
 def _write_graph(
     model: ir.Model,
     quantized: Sequence[Layer],
     cache: CalibrationCache,
-    source: Artifact,
+    old: GraphRecord,
     directory: Path,
     config: QuantizeConfig,
 ) -> GraphRecord:
     """Write the quantized graph and return its record."""
-    old = source.manifest.graphs[0]
     insert_qdq(
         model,
         quantized,
@@ -406,7 +440,7 @@ def _check_accuracy(
 
 def _measure_layers(
     model: ir.Model,
-    source: Artifact,
+    source: SourceGraph,
     measured: AccuracySearch | None,
     config: QuantizeConfig,
     scratch: Path,

@@ -15,10 +15,11 @@ from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import PAST, Profile, dynamic_dims
+from enginery.core.shapes import PAST, Profile, dynamic_dims, profiles_by_graph
 from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
+from enginery.quantize.source_graph import SourceGraph
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities
 
@@ -37,13 +38,11 @@ def check_trial_options(artifact: Artifact, config: QuantizeConfig) -> None:
         return
     require_tensorrt("Building a trial engine (--capability none builds none)")
     resolve_capabilities(RTX, list_capabilities(config))
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    for profile in config.profile:
-        Profile.parse(profile).check(artifact.manifest.graphs[0].inputs, limits.max_sizes)
+    _read_profiles(artifact, config)
 
 
 def build_trials(
-    graph: Path, artifact: Artifact, config: QuantizeConfig, quantized: Sequence[Layer]
+    graph: Path, source: SourceGraph, config: QuantizeConfig, quantized: Sequence[Layer]
 ) -> list[EngineTrial]:
     """Lint and parse the graph, then build an engine for each compute capability.
 
@@ -61,7 +60,6 @@ def build_trials(
         )
     if not list_capabilities(config):
         return []
-    record = artifact.manifest.graphs[0]
     report = parse_onnx(graph)
     if not report.accepted:
         more = "".join(f"; {refusal}" for refusal in report.refusals[1:3])
@@ -70,8 +68,9 @@ def build_trials(
             f"{report.refusals[0]}{more}",
             do="Exclude the layer with --exclude NODE.",
         )
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
-    profiles = [Profile.parse(text) for text in config.profile] or trial_profiles(record, limits)
+    limits = FeedLimits.from_config(ModelConfig.read(source.artifact.path))
+    profiles = _read_profiles(source.artifact, config)[source.record.file]
+    profiles = profiles or trial_profiles(source.record, limits)
     trials = []
     for capability in list_capabilities(config):
         built = build_plan(
@@ -97,9 +96,16 @@ def build_trials(
                 fused_attentions=built.fused_attentions,
                 plan_bytes=built.plan_bytes,
                 seconds=built.seconds,
+                graph=source.record.file,
             )
         )
     return trials
+
+
+def _read_profiles(artifact: Artifact, config: QuantizeConfig) -> dict[str, list[Profile]]:
+    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    inputs = {record.file: record.inputs for record in artifact.manifest.graphs}
+    return profiles_by_graph(inputs, config.profile, limits.max_sizes)
 
 
 def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:

@@ -91,6 +91,26 @@ class DecoderGraphs:
         return found
 
 
+def find_encoder_decoder(graphs: Sequence[GraphRecord]) -> DecoderGraphs | None:
+    """Return an encoder and one decoder for every step if these are all graphs, else None."""
+    found = DecoderGraphs.find_all(graphs)
+    if len(graphs) != 2 or len(found) != 1 or found[0].first is not found[0].later:
+        return None
+    return found[0] if found[0].encoder is not None else None
+
+
+def input_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
+    """Return the graph that takes a model's own inputs: the encoder, or else the first graph."""
+    found = find_encoder_decoder(graphs)
+    return graphs[0] if found is None or found.encoder is None else found.encoder
+
+
+def answer_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
+    """Return the graph that computes a model's answers: the decoder, or else the first graph."""
+    found = find_encoder_decoder(graphs)
+    return graphs[0] if found is None else found.later
+
+
 def _is_own_present(name: str) -> bool:
     return is_present(name) and not is_cross_attention(name)
 

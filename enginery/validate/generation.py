@@ -392,7 +392,7 @@ def generate_reference(
             else:
                 tokenizer = TextTokenizer.open(artifact.path)
                 source = open_inputs(artifact, graphs, tokenizer, options)
-                target = _target_language(tokenizer, options) if graphs.encoder else {}
+                target = source.fallback(options)
                 chosen = source.implied(**target)
                 rows = _fitting(
                     lambda item: _prepare(source, item, options.with_arguments(**chosen), target),
@@ -479,17 +479,6 @@ def _compare_options(
 
 def _shown(value: Any) -> str:
     return "not set" if value in (None, []) else str(value)
-
-
-def _target_language(tokenizer: TextTokenizer, options: GenerationOptions) -> dict[str, str]:
-    """Return a language to translate to, if the model needs one and its options have none."""
-    languages = tokenizer.load_languages()
-    try:
-        languages.require_target(options.decoder_start_token_id, options.forced_bos_token_id)
-    except InputError:
-        others = [code for code in languages.tokens if code != languages.source]
-        return {"target_language": others[0]} if others else {}
-    return {}
 
 
 def _prepare(

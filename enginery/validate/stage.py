@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,9 +51,9 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
-from enginery.core.shapes import Profile
+from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
-from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.decoder_graphs import DecoderGraphs, input_graph, is_past
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.known import CPU
@@ -65,7 +65,6 @@ from enginery.validate.cases.sweep import (
     LONGEST,
     ValidationCase,
     profile_cases,
-    profiles_by_graph,
     sweep_cases,
 )
 from enginery.validate.compare import ComparisonLimits, compare_graph
@@ -183,7 +182,8 @@ def run(
     feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
     check_data_usable(artifact, config)
     manifest = artifact.manifest
-    profiles = profiles_by_graph(manifest.graphs, config.profile, feed_limits)
+    inputs = {record.file: record.inputs for record in manifest.graphs}
+    profiles = profiles_by_graph(inputs, config.profile, feed_limits.max_sizes)
     notes = []
     tokens = feed_limits.min_sequence == 1  # and not samples of audio
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
@@ -358,14 +358,22 @@ class _Comparison:
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]
             limits = limits.where(runner.providers)
+            made_up = quantized and exists and any(is_past(spec.name) for spec in record.inputs)
+            if made_up:
+                self.notes.append(
+                    f"{record.file}: caches that are made up are outside the calibrated ranges, so "
+                    "with them only the graph without quantization has a limit; decoding and "
+                    "generation run with the decoder's own"
+                )
+            own_limits = replace(limits, made_up_cache=made_up)
             found = compare_graph(
                 runner,
                 record,
                 cases,
                 reference,
-                limits,
+                own_limits,
                 embeddings=self.embeddings,
-                answers=self.answers if record is artifact.manifest.graphs[0] else None,
+                answers=self.answers if record is input_graph(artifact.manifest.graphs) else None,
                 labels=self.labels,
                 progress=progress,
             )
@@ -385,7 +393,9 @@ class _Comparison:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
             scanned = None if quantized and exists else profiles
-            found += self._compare_derived(record, other, path, cases, scanned, reference, limits)
+            found += self._compare_derived(
+                record, other, path, cases, scanned, reference, own_limits
+            )
             path.unlink()
         if exists:
             what = "without quantization" if quantized else "in FP32"
@@ -424,11 +434,14 @@ class _Comparison:
         """Compare each layer of a statically quantized graph with FP32's, on real inputs."""
         from enginery.passes.qdq.layer_errors import MAX_ROWS, measure_layer_errors  # onnx, slowly
 
+        limits = limits.of_graph(record.file)
+        several = len(self.reference.artifact.manifest.graphs) > 1
+        none = f"no single layer{f' of {record.file}' if several else ''} was compared with FP32"
         path = self.scratch / "layers" / record.file
         real = [case.make for case in cases if case.kind == "real"]
         if not limits.measured or not real:
             why = "quantize has not measured them" if real else "there are no real inputs"
-            self.notes.append(f"no single layer was compared with FP32: {why}")
+            self.notes.append(f"{none}: {why}")
             return
         found: dict[str, LayerError] = {}
         if path.exists():
@@ -439,7 +452,7 @@ class _Comparison:
                 with self.progress.task(f"layers, {record.file}"):
                     found = measure_layer_errors(path, real[::every], fused=fused)
             except (InputError, ProviderError) as error:
-                self.notes.append(f"no single layer was compared with FP32: {error.message}")
+                self.notes.append(f"{none}: {error.message}")
         self.layers = limits.compare(found)
 
     def _write_simulated(self, record: GraphRecord) -> Path:

@@ -775,6 +775,8 @@ class EngineTrial:
     fused_attentions: Count
     plan_bytes: Count
     seconds: float
+    graph: str = ""
+    """The graph's file; empty in earlier reports."""
 
 
 @dataclass(frozen=True)
@@ -813,6 +815,10 @@ class QuantizationReport(Report):
     quantization, and in earlier reports."""
     builtin_layer_errors: dict[str, LayerError] = field(default_factory=dict)
     """The same on built-in texts or images; empty if the model takes neither."""
+    encoder_accuracy: AccuracyMetrics | None = None
+    """Of a model with two graphs, the encoder's; `accuracy` and `search` are the decoder's."""
+    layers_by_graph: dict[str, list[str]] = field(default_factory=dict)
+    """Graph -> its quantized layers; empty for dynamic quantization and in earlier reports."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 

@@ -22,6 +22,8 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import dynamic_dims
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
+from enginery.quantize.calibration.steps import StepFeeder
+from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -37,12 +39,15 @@ _MAX_TOKENS = 512
 of more than a few hundred tokens. Without this limit, memory would grow with the number of rows,
 because more of them would have the same length."""
 _MAX_IMAGES = 4
+_STEPS = (1, 4, 8, 16)
+"""Lengths of the cache in a decoder's steps. Each is computed anew for every pass, so they are few
+and short."""
 _HELD_OUT_STRIDE = 4
 """Every fourth row is held out; fewer where that would exceed the limit."""
 MAX_HELD_OUT = 128
 _MIN_ROWS_TO_HOLD_OUT = 8
 
-Kind = Literal["texts", "images", "feeds", "random"]
+Kind = Literal["texts", "images", "sounds", "feeds", "random"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class CalibrationData:
 
     kind: Kind
     items: Sequence[Any]
-    """Texts, images or image paths, or dicts of arrays."""
+    """Texts, images, sounds or their paths, or dicts of arrays."""
     labels: tuple[Any, ...]
     """One label for each item, or empty."""
     sha256: str
@@ -94,12 +99,21 @@ def make_batches(
     every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
     held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
     calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
-    make = {"texts": _text_batches, "images": _image_batches, "feeds": _feed_batches}
-    if data.kind == "random":
+    generates = find_encoder_decoder(artifact.manifest.graphs) is not None
+    if generates and data.kind == "feeds":
+        raise InputError(
+            "arrays cannot calibrate an encoder with a decoder: its steps follow from what it "
+            "generates.",
+            do="Give texts, images or audio files.",
+        )
+    if generates and data.kind != "random":
+        build = partial(_generation_batches, artifact, record, data.items)
+    elif data.kind == "random":
         limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
         build = partial(_random_batches, record, limits, seed)
     else:
-        build = partial(make[data.kind], artifact, record, data.items)
+        make = {"texts": _text_batches, "images": _image_batches}.get(data.kind, _feed_batches)
+        build = partial(make, artifact, record, data.items)
     return build(calibrating), build(held_out)
 
 
@@ -141,6 +155,33 @@ def _prompt_batches(
         places = tuple(pad_batch([long_enough[place] for place in plan], record))
         texts = [items[place] for place in places]
         found += [Batch(places, partial(make, texts)) for make in (feeder.prompt, feeder.step)]
+    return found
+
+
+def _generation_batches(
+    artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
+) -> list[Batch]:
+    """Make batches of items of the same shape for an encoder, or of two steps for its decoder.
+
+    One is the first step. The others differ in the length of the cache.
+    """
+    feeder = StepFeeder.open(artifact)
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for row, shape in zip(rows, feeder.shapes([items[row] for row in rows]), strict=True):
+        by_shape.setdefault(shape, []).append(row)
+    last = (feeder.max_steps or max(_STEPS) + 1) - 1
+    found = []
+    for shape, alike in by_shape.items():
+        largest = _MAX_IMAGES if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
+        for part in in_batches(alike, min(largest, _MAX_ROWS), record):
+            places, chosen = tuple(part), [items[row] for row in part]
+            if record == input_graph(artifact.manifest.graphs):
+                found.append(Batch(places, partial(feeder.encoder, chosen)))
+                continue
+            later = _STEPS[len(found) // 2 % len(_STEPS)]
+            found += [
+                Batch(places, partial(feeder.step, chosen, step)) for step in (0, min(later, last))
+            ]
     return found
 
 

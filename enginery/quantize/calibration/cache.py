@@ -6,14 +6,14 @@ It is `reports/ranges.json` of a quantized artifact.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from enginery.core.errors import InputError
+from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import parse_json, read_document
 from enginery.passes.qdq.layers import Layer
 from enginery.passes.qdq.scales import ActivationQuantParams
@@ -21,6 +21,8 @@ from enginery.passes.qdq.scheme import Vector
 
 RANGES = "ranges.json"
 VERSION = 1
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,60 @@ class CalibrationCache:
     """Activation name -> smoothing."""
     fp32_nodes: dict[str, str]
     """Nodes that would overflow in FP16 -> reason."""
+
+    @classmethod
+    def merge(cls, caches: Sequence[CalibrationCache], graph_sha256: str) -> CalibrationCache:
+        """Return what was calibrated for several graphs as one.
+
+        Args:
+            caches: one or more, for the same scheme.
+            graph_sha256: digest of all graphs.
+
+        Raises:
+            ArtifactError: two graphs have a layer or an activation of the same name.
+        """
+
+        def join(parts: Iterable[Mapping[str, Item]]) -> dict[str, Item]:
+            found: dict[str, Item] = {}
+            for part in parts:
+                if common := sorted(found.keys() & part.keys()):
+                    raise ArtifactError(
+                        f"two graphs have a node or a tensor named '{common[0]}', which their "
+                        "calibrations cannot share.",
+                        do="Rename it in one of them.",
+                    )
+                found.update(part)
+            return found
+
+        if len(caches) == 1:
+            return caches[0]
+        return cls(
+            graph_sha256=graph_sha256,
+            scheme=caches[0].scheme,
+            ranges=join(cache.ranges for cache in caches),
+            bias_deltas=join(cache.bias_deltas for cache in caches),
+            left_out=join(cache.left_out for cache in caches),
+            smoothed=join(cache.smoothed for cache in caches),
+            fp32_nodes=join(cache.fp32_nodes for cache in caches),
+        )
+
+    def of_graph(self, layers: Sequence[Layer], nodes: Collection[str]) -> CalibrationCache:
+        """Return what is about one of several graphs.
+
+        Args:
+            layers: its layers.
+            nodes: names of all its nodes.
+        """
+        names = {layer.name for layer in layers}
+        activations = {layer.activation for layer in layers}
+        return replace(
+            self,
+            ranges={n: r for n, r in self.ranges.items() if n in activations},
+            bias_deltas={n: d for n, d in self.bias_deltas.items() if n in names},
+            left_out={n: r for n, r in self.left_out.items() if n in names},
+            smoothed={n: s for n, s in self.smoothed.items() if n in activations},
+            fp32_nodes={n: r for n, r in self.fp32_nodes.items() if n in nodes},
+        )
 
     def quantized_layers(self, layers: Sequence[Layer]) -> list[Layer]:
         """Return the layers that are quantized."""

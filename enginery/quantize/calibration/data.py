@@ -19,7 +19,7 @@ import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, data_sha256, sha256_of
-from enginery.core.datasets.folders import list_images
+from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.labels import index_labels
 from enginery.core.datasets.samples import (
     holds_arrays,
@@ -34,8 +34,9 @@ from enginery.core.model.files import ModelConfig
 from enginery.quantize.calibration.batches import Batch, CalibrationData, Kind, make_batches
 from enginery.quantize.calibration.prompts import takes_prompts
 from enginery.quantize.config import QuantizeConfig, require_calibration
+from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
 from enginery.runtime.image.processor import load_image
-from enginery.runtime.sample_inputs import takes_images, takes_texts
+from enginery.runtime.sample_inputs import takes_images, takes_sounds, takes_texts
 from enginery.runtime.text.tokenizer import check_texts
 
 __all__ = ["Batch", "CalibrationData", "make_batches", "read_data"]
@@ -77,7 +78,7 @@ def read_data(
 
 def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> CalibrationData:
     _require_iterable(given)
-    record = artifact.manifest.graphs[0]
+    record = input_graph(artifact.manifest.graphs)
     columns = [name for name in (config.column, config.label_column) if name]
     given = select_columns(given, columns)
     stream = iterate(given, config.rows)
@@ -88,6 +89,11 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
     inputs = {spec.name for spec in record.inputs}
     if isinstance(first[0], Mapping) and set(first[0]) != inputs:
         return _from_rows(artifact, config, given, stream)
+    if takes_sounds(record) and not isinstance(first[0], Mapping):
+        raise InputError(
+            "calibration inputs cannot be sounds in Python.",
+            do="Write them to a folder of .wav or .flac files: quantize_model(…, 'FOLDER', …).",
+        )
     items = list(islice(stream, config.rows))
     kinds = {_kind(item, images=takes_images(record)) for item in items}
     if len(kinds) != 1:
@@ -120,7 +126,7 @@ def _require_iterable(given: Any) -> None:
 def _from_rows(
     artifact: Artifact, config: QuantizeConfig, given: Any, stream: Iterable[Any]
 ) -> CalibrationData:
-    record = artifact.manifest.graphs[0]
+    record = input_graph(artifact.manifest.graphs)
     images = takes_images(record)
     if not images and not takes_texts(record) and not takes_prompts(record):
         names = ", ".join(spec.name for spec in record.inputs)
@@ -190,7 +196,7 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     path = Path(config.data).expanduser()
-    record = artifact.manifest.graphs[0]
+    record = input_graph(artifact.manifest.graphs)
     if holds_arrays(path):
         if config.label_column:
             raise OptionError(
@@ -201,23 +207,23 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
         described = f"{path.name}: {len(feeds)} rows of arrays"
         digest = data_sha256(path) if path.is_dir() else sha256_of(path)
         return CalibrationData("feeds", tuple(feeds), (), digest, described)
-    if takes_images(record):
+    generates = find_encoder_decoder(artifact.manifest.graphs) is not None
+    if takes_images(record) or (takes_sounds(record) and generates):
         if config.label_column:
             raise OptionError(
-                f"option 'label_column' is '{config.label_column}', but a folder of images has no "
+                f"option 'label_column' is '{config.label_column}', but a folder of files has no "
                 "columns.",
                 do="Hand over rows in Python: quantize_model(…, dataset, column='image', …).",
             )
-        images = list_images(path, rows=config.rows)
+        kind: Kind = "images" if takes_images(record) else "sounds"
+        files = list_media(path, "images" if kind == "images" else "audio", rows=config.rows)
         digest = combined_sha256(
             {
-                image.relative_to(path).as_posix() if path.is_dir() else image.name: sha256_of(
-                    image
-                )
-                for image in images
+                file.relative_to(path).as_posix() if path.is_dir() else file.name: sha256_of(file)
+                for file in files
             }
         )
-        return CalibrationData("images", tuple(images), (), digest, f"{path.name}: images")
+        return CalibrationData(kind, tuple(files), (), digest, f"{path.name}: {kind}")
     if not takes_texts(record) and not takes_prompts(record):
         names = ", ".join(sorted(spec.name for spec in record.inputs))
         raise InputError(

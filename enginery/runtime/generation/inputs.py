@@ -65,12 +65,21 @@ class GenerationInputs(ABC):
     """Names of the arguments of `generate` that are about the inputs."""
     hidden: range = range(0)
     """Tokens that are no part of the text."""
+    truncates: bool = False
+    """Cut texts that are too long for an encoder, before their last token, in place of an error."""
 
     def implied(self, **_own: Any) -> dict[str, Any]:
         """Return the options of generation that follow from the inputs' own arguments.
 
         Raises:
             InputError: an argument is invalid.
+        """
+        return {}
+
+    def fallback(self, _options: GenerationOptions) -> dict[str, Any]:
+        """Return values of the arguments that a model needs and that have no default.
+
+        They make its graphs run as in use; which of several languages does not matter then.
         """
         return {}
 
@@ -148,6 +157,17 @@ class SourceTexts(GenerationInputs):
         return dict(self._tokenizer.load_languages().first_tokens(target))
 
     @override
+    def fallback(self, options: GenerationOptions) -> dict[str, Any]:
+        """Return a language to translate to, if the model needs one and its options have none."""
+        languages = self._tokenizer.load_languages()
+        try:
+            languages.require_target(options.decoder_start_token_id, options.forced_bos_token_id)
+        except InputError:
+            others = [code for code in languages.tokens if code != languages.source]
+            return {"target_language": others[0]} if others else {}
+        return {}
+
+    @override
     def rows(
         self, inputs: Sequence[Any], options: GenerationOptions, **own: Any
     ) -> Iterator[GenerationRow]:
@@ -162,7 +182,8 @@ class SourceTexts(GenerationInputs):
         self._tokenizer.load_languages().require_target(start, options.forced_bos_token_id)
         encodings = self._tokenizer.encode_source(inputs, **own)
         for index, encoding in enumerate(encodings):  # all, before the first is generated
-            if self._positions is not None and len(encoding.ids) > self._positions:
+            too_long = self._positions is not None and len(encoding.ids) > self._positions
+            if too_long and not self.truncates:
                 raise InputError(
                     f"text {index} has {len(encoding.ids)} tokens, and the model's limit is "
                     f"{self._positions}.",
@@ -171,7 +192,10 @@ class SourceTexts(GenerationInputs):
             if not encoding.ids:
                 raise InputError(f"text {index} has no tokens.", do="Give it some text.")
         for encoding in encodings:
-            yield GenerationRow((start,), {"input_ids": np.asarray(encoding.ids, np.int64)})
+            ids = np.asarray(encoding.ids, np.int64)
+            if self._positions is not None and len(ids) > self._positions:
+                ids = np.concatenate([ids[: self._positions - 1], ids[-1:]])
+            yield GenerationRow((start,), {"input_ids": ids})
 
     @override
     def probe(self) -> GenerationRow:

@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 
@@ -101,7 +100,7 @@ def profile_cases(
     pads = any(is_padding_mask(spec) for spec in record.inputs)
     cases: dict[str, ValidationCase] = {}
     for profile in profiles:
-        profile.check(record.inputs, _largest_sizes(names, limits))
+        profile.check(record.inputs, limits.max_sizes)
         for corner in profile.corners():
             sizes = {name: corner[name] for name in names}
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
@@ -112,41 +111,6 @@ def profile_cases(
                 case = ValidationCase(label, "profile", partial(make, ragged=True))
                 cases.setdefault(label, case)
     return list(cases.values())
-
-
-def profiles_by_graph(
-    graphs: Sequence[GraphRecord], texts: Sequence[str], limits: FeedLimits
-) -> dict[str, list[Profile]]:
-    """Return the profiles that each graph runs, by the graph's file.
-
-    The graphs of one model (an encoder, decoders) have different dims. A profile applies to those
-    that it fits.
-
-    Raises:
-        ShapeError: a profile is malformed or fits no graph. The message is about the graph that
-            shares most dims with it.
-    """
-    found: dict[str, list[Profile]] = {graph.file: [] for graph in graphs}
-    for text in texts:
-        profile = Profile.parse(text)
-        problems: list[tuple[int, ShapeError]] = []
-        for graph in graphs:
-            names = dynamic_dims(graph.inputs)
-            try:
-                profile.check(graph.inputs, _largest_sizes(names, limits))
-                found[graph.file].append(profile)
-            except ShapeError as error:
-                mismatches = len(set(names) ^ set(profile.dims))
-                problems.append((mismatches, error))
-        if len(problems) == len(graphs):
-            raise min(problems, key=lambda pair: pair[0])[1]
-    return found
-
-
-def _largest_sizes(names: Sequence[str], limits: FeedLimits) -> dict[str, int]:
-    if limits.position_limit is None:
-        return {}
-    return {name: limits.position_limit for name in names if name == "sequence"}
 
 
 def sweep_sizes(

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -160,6 +160,8 @@ class LayerExpectation:
     """Layer -> its error on built-in inputs, or on held-out rows for the user's data."""
     rounding: float
     """Error that another rounding of the artifact's floats may add."""
+    by_graph: dict[str, list[str]]
+    """Graph -> its layers; empty if the artifact has only one graph, or none is recorded."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, own_data: bool) -> LayerExpectation:
@@ -169,7 +171,13 @@ class LayerExpectation:
         if report is not None:
             found = report.layer_errors if own_data else report.builtin_layer_errors
         known = {name: seen for name, seen in found.items() if math.isfinite(seen.error)}
-        return cls(own_data, known, roundoff(artifact.manifest.float_precision))
+        by_graph = report.layers_by_graph if report else {}
+        return cls(own_data, known, roundoff(artifact.manifest.float_precision), by_graph)
+
+    def of_graph(self, file: str) -> LayerExpectation:
+        """Return what is known of the layers of one graph."""
+        names = self.by_graph.get(file, self.measured)
+        return replace(self, measured={n: e for n, e in self.measured.items() if n in names})
 
     def compare(self, found: Mapping[str, LayerError]) -> LayerMetrics:
         """Compare the errors of layers with those that were measured."""
@@ -200,7 +208,7 @@ def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpec
     if stage is None:
         raise ArtifactError(f"{artifact.path} is not quantized, so it has no budget.")
     promised, report = _promised_cosine(stage), _read_report(artifact)
-    held_out = _usable(report.accuracy if report else None)
+    held_out = _usable((report.encoder_accuracy or report.accuracy) if report else None)
     builtin = _usable(report.builtin if report else None)
     known = [promised, *(seen.cosine for seen in (held_out,) if seen)]
     cosines = [cosine for cosine in known if cosine is not None]

@@ -162,7 +162,7 @@ def test_a_lone_surrogate_is_named(bert):
 def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
     with pytest.raises(OptionError, match="'label', but the inputs are texts"):
         read(bert, TEXT, label_column="label")
-    with pytest.raises(OptionError, match="a folder of images has no columns"):
+    with pytest.raises(OptionError, match="a folder of files has no columns"):
         read(vit, data=str(tmp_path), label_column="label")
 
 

@@ -1,0 +1,113 @@
+"""Calibrate an encoder and its decoder on what they are run with when they generate.
+
+feeder = StepFeeder.open(artifact)
+feeder.encoder(["Where is the station?"])    # the encoder's inputs
+feeder.step(["Where is the station?"], 4)    # the decoder's inputs in the fifth step
+
+The tokens are those of greedy search, and with them the cache is what the decoder itself computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import ArtifactError
+from enginery.core.model.feeds import Feeds
+from enginery.runtime.decoder_graphs import find_encoder_decoder
+from enginery.runtime.generation.generator import TextGenerator
+from enginery.runtime.generation.inputs import GenerationRow
+from enginery.runtime.onnxruntime.runner import OrtRunner
+
+
+class _StepRecorder(OrtRunner):
+    """A decoder's graph that keeps what it is given in one of its runs."""
+
+    wanted = -1
+    """The run to keep, counted from 0; it counts down."""
+    feeds: Mapping[str, NDArray[Any]] = {}
+
+    @override
+    def run_values(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+        if self.wanted == 0:
+            self.feeds = {
+                name: np.array(value if isinstance(value, np.ndarray) else value.numpy())
+                for name, value in feeds.items()
+            }
+        self.wanted -= 1
+        return super().run_values(feeds, outputs)
+
+
+class StepFeeder:
+    """Turn texts, images or sounds into the inputs of an encoder and of its decoder's steps."""
+
+    def __init__(
+        self, generator: TextGenerator, encoder: GraphRecord, decoder: _StepRecorder
+    ) -> None:
+        """Take the model, the record of its encoder, and its decoder's graph."""
+        self._generator = generator
+        self._encoder = encoder
+        self._decoder = decoder
+        self._arguments = generator.inputs.fallback(generator.options)
+        generator.inputs.truncates = True
+
+    @property
+    def max_steps(self) -> int | None:
+        """The largest number of steps that the decoder's positions allow; None for no limit."""
+        return self._generator.positions
+
+    @classmethod
+    def open(cls, artifact: Artifact) -> StepFeeder:
+        """Load the graphs, and the tokenizer or processor.
+
+        Raises:
+            ArtifactError: a file cannot be loaded, or the graphs do not generate.
+        """
+        graphs = find_encoder_decoder(artifact.manifest.graphs)
+        if graphs is None or graphs.encoder is None:
+            raise ArtifactError(f"{artifact.path} has no encoder with a decoder for every step.")
+        opened: dict[str, _StepRecorder] = {}
+
+        def open_graph(file: str) -> OrtRunner:
+            return opened.setdefault(file, _StepRecorder(artifact, graph=file))
+
+        generator = TextGenerator(artifact, open_graph)
+        return cls(generator, graphs.encoder, opened[graphs.later.file])
+
+    def shapes(self, items: Sequence[Any]) -> list[tuple[int, ...]]:
+        """Return the shape of the encoder's input for each item, without the batch.
+
+        Raises:
+            InputError: an item cannot be read or is too long; the message has its index.
+        """
+        return [next(iter(row.arrays.values())).shape for row in self._rows(items)]
+
+    def encoder(self, items: Sequence[Any]) -> Feeds:
+        """Return the encoder's inputs, of its dtypes; the items have the same shape."""
+        arrays = self._generator.inputs.join(list(self._rows(items))) or {}
+        return {spec.name: arrays[spec.name].astype(spec.dtype) for spec in self._encoder.inputs}
+
+    def step(self, items: Sequence[Any], step: int) -> Feeds:
+        """Return the decoder's inputs in one step, 0 for the first, which has an empty cache."""
+        self._decoder.wanted, self._decoder.feeds = step, {}
+        self._generator.generate(
+            items,
+            batch_size=len(items),
+            **self._arguments,
+            num_beams=1,
+            num_return_sequences=1,
+            do_sample=False,
+            min_new_tokens=step + 1,
+            max_new_tokens=step + 1,
+        )
+        return dict(self._decoder.feeds)
+
+    def _rows(self, items: Sequence[Any]) -> Iterator[GenerationRow]:
+        own, options = self._generator.read_options(dict(self._arguments))
+        return self._generator.inputs.rows(items, options, **own)
