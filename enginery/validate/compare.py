@@ -86,12 +86,10 @@ class ComparisonLimits:
 
     def of_case(self, case: ValidationCase) -> ComparisonLimits:
         """Return the limits for one case."""
-        generated = case.kind in ("sweep", "profile")
-        if not (
-            generated and self.made_up_cache and isinstance(self.tolerance, QuantizedTolerance)
-        ):
-            return self
-        return replace(self, tolerance=replace(self.tolerance, min_cosine=-1.0))
+        generated = self.made_up_cache and case.kind in ("sweep", "profile")
+        if generated and isinstance(self.tolerance, QuantizedTolerance):
+            return replace(self, tolerance=replace(self.tolerance, min_cosine=-1.0))
+        return self
 
     def ratio(self, actual: NDArray[Any], expected: NDArray[Any], noise: NoiseFloor) -> float:
         """Return the difference of two outputs divided by the largest one that the limits allow.

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
@@ -160,7 +160,7 @@ class LayerExpectation:
     """Layer -> its error on built-in inputs, or on held-out rows for the user's data."""
     rounding: float
     """Error that another rounding of the artifact's floats may add."""
-    by_graph: dict[str, list[str]]
+    by_graph: dict[str, list[str]] = field(default_factory=dict)
     """Graph -> its layers; empty if the artifact has only one graph, or none is recorded."""
 
     @classmethod

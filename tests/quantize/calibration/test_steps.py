@@ -85,8 +85,14 @@ def test_static_int8_of_a_translator_generates(translator, tmp_path, home):
     verdict = validate_model(artifact, effort="quick")
     assert verdict.passed, verdict.summary
     assert verdict.generation.agreement > 0.4  # of a vocabulary of hundreds, with random weights
+    assert verdict.accuracy.found.rows == 16  # the encoder's, of built-in sentences
     assert verdict.layers.layers, verdict.notes
-    assert not verdict.layers.missing
+    data = tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXTS))
+    own = validate_model(artifact, effort="quick", data=str(data))
+    assert own.passed, own.summary
+    assert not own.layers.missing  # the decoder's have no real inputs
+    assert {layer.layer for layer in own.layers.layers} == set(report["layers_by_graph"][ENCODER])
     with load_model(artifact) as model:
         (found,) = model.generate([TEXT[0]], max_new_tokens=4, min_new_tokens=4)
     assert len(found.tokens) == 4
