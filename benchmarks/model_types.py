@@ -1,0 +1,256 @@
+"""Run every model type that Optimum exports through the stages, one tiny model each.
+
+    python -m benchmarks.model_types --work DIR                 # the main task of each type
+    python -m benchmarks.model_types --work DIR --tasks all     # every task
+    python -m benchmarks.model_types --work DIR --types bert,vit --stages export,int8,engine
+
+The models are made from the configurations in `tests/model_types.json`, with random weights. Each
+runs in a process of its own, and its result is a line of `DIR/results.jsonl`, so that a run that
+was interrupted goes on; `--again` forgets the results of these types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parent.parent / "tests" / "model_types.json"
+STAGES = ("export", "validate", "fp16", "int8", "engine")
+SECONDS = 900
+_LETTERS = "etaoinshrdlucmfwypvbgkjqxz0123456789.,'-"
+_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def main() -> None:
+    """Run the models, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--types", default="")
+    parser.add_argument("--tasks", choices=("main", "all"), default="main")
+    parser.add_argument("--stages", default="export,validate")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--one", nargs=2, metavar=("TYPE", "TASK"))
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    stages = given.stages.split(",")
+    if given.one:
+        print(json.dumps(run_one(*given.one, stages, given.work)))
+        return
+    known = json.loads(CONFIGS.read_text())
+    types = given.types.split(",") if given.types else list(known)
+    pairs = [(kind, task) for kind in types for task in tasks_of(kind, known[kind], given.tasks)]
+    results = given.work / "results.jsonl"
+    done = {} if given.again else read_results(results)
+
+    def run(pair: tuple[str, str]) -> None:
+        found = done.get(pair)
+        if found is None or set(stages) - set(found["stages"]) - {"stopped"}:
+            found = run_apart(pair, given.stages, given.work)
+            with results.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        words = ", ".join(f"{stage} {each['state']}" for stage, each in found["stages"].items())
+        print(f"{pair[0]} {pair[1]}: {words}", flush=True)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(run, pairs))
+    print(summarize(read_results(results).values()))
+
+
+def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
+    """Return the main task of a type, or all that Optimum exports."""
+    if which == "main":
+        return [known["task"]]
+    from optimum.exporters.tasks import TasksManager
+
+    found = TasksManager.get_supported_tasks_for_model_type(
+        kind, "onnx", library_name="transformers"
+    )
+    return sorted(found)
+
+
+def read_results(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the last result of each type and task."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {(each["type"], each["task"]): each for each in found}
+
+
+def summarize(results: Iterable[dict[str, Any]]) -> str:
+    """Return how many models passed each stage."""
+    counts: dict[str, dict[str, int]] = {}
+    for result in results:
+        for stage, each in result["stages"].items():
+            states = counts.setdefault(stage, {})
+            states[each["state"]] = states.get(each["state"], 0) + 1
+    return "; ".join(
+        f"{stage}: {', '.join(f'{n} {state}' for state, n in states.items())}"
+        for stage, states in counts.items()
+    )
+
+
+def run_apart(pair: tuple[str, str], stages: str, work: Path) -> dict[str, Any]:
+    """Run one model in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.model_types", "--work", str(work)]
+    command += ["--stages", stages, "--one", *pair]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return _broken(pair, f"no result after {SECONDS} s")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return _broken(pair, done.stderr.strip().splitlines()[-1:] or ["no output"])
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def _broken(pair: tuple[str, str], why: Any) -> dict[str, Any]:
+    state = {"state": "crashed", "why": why if isinstance(why, str) else why[0]}
+    return {"type": pair[0], "task": pair[1], "stages": {"export": state}}
+
+
+def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, Any]:
+    """Run the stages of one model; a stage that fails ends those that need it."""
+    from enginery import build_engine, export_model, optimize_model, quantize_model, validate_model
+
+    folder = work / f"{kind}-{task}"
+    shutil.rmtree(folder, ignore_errors=True)
+    found: dict[str, Any] = {}
+
+    def attempt(stage: str, make: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        try:
+            made = make()
+        except Exception as error:
+            found[stage] = _failure(error)
+            made = None
+        else:
+            report = made if stage == "validate" else None
+            found[stage] = {"state": "passed"}
+            if report is not None and not report.passed:
+                found[stage] = {"state": "failed", "why": report.summary}
+            elif report is not None:
+                found[stage]["why"] = report.summary
+        found[stage]["seconds"] = round(time.monotonic() - started, 1)
+        return made
+
+    result = {"type": kind, "task": task, "stages": found}
+    source = attempt("build", lambda: save_model(kind, task, folder / "model"))
+    if source is None:
+        return result
+    del found["build"]
+    exported = attempt(
+        "export", lambda: export_model(str(source), task=task, out=str(folder / "fp32"))
+    )
+    if exported is None:
+        return result
+    if "validate" in stages:
+        attempt("validate", lambda: validate_model(exported, effort="quick"))
+    variants = {"fp32": exported}
+    if "fp16" in stages:
+        made = attempt(
+            "fp16",
+            lambda: optimize_model(
+                exported,
+                target="tensorrt",
+                precision="fp16",
+                allow_failed=True,
+                out=str(folder / "fp16"),
+            ),
+        )
+        if made is not None:
+            variants["fp16"] = made
+            attempt("fp16 validate", lambda: validate_model(made, effort="quick"))
+    if "int8" in stages:
+        quantized = attempt(
+            "int8",
+            lambda: quantize_model(
+                exported,
+                allow_random=True,
+                allow_failed=True,
+                capability=(),
+                min_cosine=0.9,
+                out=str(folder / "int8"),
+            ),
+        )
+        if quantized is not None:
+            variants["int8"] = quantized
+    if "engine" in stages:
+        for name, artifact in variants.items():
+            attempt(
+                f"engine {name}",
+                lambda artifact=artifact, name=name: build_engine(
+                    artifact, capability=("8.9",), out=str(folder / f"engine-{name}")
+                ),
+            )
+    shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Return a refusal of enginery, or a crash."""
+    import traceback
+
+    from enginery import EngineryError
+
+    if isinstance(error, EngineryError):
+        return {"state": "refused", "why": str(error), "kind": type(error).__name__}
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    return {"state": "crashed", "why": f"{type(error).__name__}: {error} ({where})"}
+
+
+def save_model(kind: str, task: str, directory: Path) -> Path:
+    """Write a tiny model, its tokenizer and preprocessor."""
+    import torch
+    import transformers
+
+    known = json.loads(CONFIGS.read_text())[kind]
+    config = transformers.AutoConfig.for_model(**known["config"])
+    if task == known["task"]:
+        made = getattr(transformers, known["class"])
+    else:
+        from optimum.exporters.tasks import TasksManager
+
+        made = TasksManager.get_model_class_for_task(
+            task.removesuffix("-with-past"), "pt", model_type=kind, library="transformers"
+        )
+    torch.manual_seed(0)
+    model = (made.from_config if "Auto" in made.__name__ else made)(config).eval()
+    directory.mkdir(parents=True)
+    model.save_pretrained(directory)
+    if "preprocessor" in known:
+        text = json.dumps(known["preprocessor"])
+        (directory / "preprocessor_config.json").write_text(text)
+    vocabulary = _vocabulary_size(config)
+    if vocabulary:
+        _save_tokenizer(directory, vocabulary)
+    return directory
+
+
+def _vocabulary_size(config: Any) -> int:
+    parts = [config, *(getattr(config, name, None) for name in ("text_config", "decoder", "text"))]
+    sizes = [getattr(part, "vocab_size", None) for part in parts if part is not None]
+    return next((size for size in sizes if isinstance(size, int)), 0)
+
+
+def _save_tokenizer(directory: Path, size: int) -> None:
+    """Write a WordPiece tokenizer of letters with at most `size` tokens."""
+    import transformers
+
+    words = [*_SPECIALS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)][:size]
+    file = directory / "vocab.txt"
+    file.write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(file)).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main()
