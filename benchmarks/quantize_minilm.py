@@ -30,6 +30,7 @@ from enginery.quantize import stage
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.source_graph import SourceGraph
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CALIBRATION, UNSEEN, DRAWS = 512, 256, 6
@@ -79,7 +80,10 @@ def measure(source: Artifact, quantized: Artifact, texts: list[str]) -> dict[str
             calibrating, held_out = make_batches(source, record, data, seed=0)
             with tempfile.TemporaryDirectory() as scratch:
                 evaluator = AccuracyEvaluator.of(
-                    source, [*calibrating, *held_out], reference, scratch=Path(scratch)
+                    SourceGraph.of(source, record),
+                    [*calibrating, *held_out],
+                    reference,
+                    scratch=Path(scratch),
                 )
                 draws.append(evaluator.measure(runner))
     neighbours = [draw.neighbour_agreement for draw in draws]
