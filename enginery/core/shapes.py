@@ -425,27 +425,6 @@ def _nearest_size(sizes: DimRange, size: int) -> int:
     return min(max(size, sizes.min), sizes.max)
 
 
-def _outside(profile: Profile, profiles: Sequence[Profile], sizes: Mapping[str, int]) -> ShapeError:
-    found = []
-    wider = dict(profile.dims)
-    for name, r in profile.dims.items():
-        size = sizes[name]
-        if size > r.max:
-            found.append(f"{name} {size} is above its maximum {r.max} by {size - r.max}")
-        elif size < r.min:
-            found.append(f"{name} {size} is below its minimum {r.min} by {r.min - size}")
-        wider[name] = DimRange(min(r.min, max(size, 1)), r.opt, max(r.max, size))
-    which = "the nearest profile" if len(profiles) > 1 else "the profile"
-    return ShapeError(
-        f"{_listed(sizes)} is outside {which} '{profile}': {'; '.join(found)}.",
-        do=f"Split or pad the input to fit, or rebuild with --profile {Profile(wider)}",
-    )
-
-
-def _listed(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in sizes.items())
-
-
 def profiles_by_graph(
     graphs: Mapping[str, Sequence[TensorSpec]], texts: Iterable[str], limits: Mapping[str, int]
 ) -> dict[str, list[Profile]]:
@@ -477,3 +456,24 @@ def profiles_by_graph(
         if len(problems) == len(graphs):
             raise min(problems, key=lambda pair: pair[0])[1]
     return found
+
+
+def _outside(profile: Profile, profiles: Sequence[Profile], sizes: Mapping[str, int]) -> ShapeError:
+    found = []
+    wider = dict(profile.dims)
+    for name, r in profile.dims.items():
+        size = sizes[name]
+        if size > r.max:
+            found.append(f"{name} {size} is above its maximum {r.max} by {size - r.max}")
+        elif size < r.min:
+            found.append(f"{name} {size} is below its minimum {r.min} by {r.min - size}")
+        wider[name] = DimRange(min(r.min, max(size, 1)), r.opt, max(r.max, size))
+    which = "the nearest profile" if len(profiles) > 1 else "the profile"
+    return ShapeError(
+        f"{_listed(sizes)} is outside {which} '{profile}': {'; '.join(found)}.",
+        do=f"Split or pad the input to fit, or rebuild with --profile {Profile(wider)}",
+    )
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())

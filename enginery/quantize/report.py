@@ -29,21 +29,23 @@ from enginery.quantize.config import QuantizeConfig
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
-    "mean length; with attention: the total includes products of two activations"
+    "mean length, and for one step of a decoder with an encoder; with attention: the total "
+    "includes products of two activations"
 )
 
 
 @dataclass(frozen=True)
 class QuantizedGraph:
-    """A graph that was quantized, and what was measured; None if ranges were reused."""
+    """A graph that was quantized, and what was measured."""
 
     record: GraphRecord
     layers: Sequence[Layer]
     """All layers that could be quantized."""
     cache: CalibrationCache
     measured: AccuracySearch | None
+    """None if ranges were reused."""
     accuracy: AccuracyMetrics | None
-    """Of the saved graph."""
+    """Of the saved graph; None if ranges were reused."""
     trials: Sequence[EngineTrial]
     layer_errors: dict[str, LayerError]
     builtin_layer_errors: dict[str, LayerError]

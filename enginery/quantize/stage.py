@@ -67,7 +67,7 @@ from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
-from enginery.runtime.decoder_graphs import answer_graph, input_graph
+from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
@@ -286,7 +286,7 @@ def _convert(
 
 def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> CalibrationCache | None:
     """Return the ranges to reuse, and check `exclude` for all graphs."""
-    if config.exclude or config.ranges:
+    if config.exclude:
         layers = [layer for graph in graphs for layer in find_layers(graph.read())]
         check_patterns(layers, config.exclude)
     if not config.ranges:
@@ -334,8 +334,8 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
 
     Raises:
         OptionError: the accuracy budget is one of a classifier, but the artifact is none.
-        ArtifactError: it is already quantized, is not FP32, or was fused for another target. For
-            static schemes also: it has several graphs that are no encoder and its decoder.
+        ArtifactError: it is already quantized, is not FP32, or was fused for another target; or
+            there are calibration inputs, and its graphs are no encoder and its decoder.
     """
     manifest = source.manifest
     if manifest.is_quantized:
@@ -349,15 +349,15 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             f"{config.target} expects FP32 for {' or '.join(targets)}.",
             do="Start from the exported artifact: enginery export MODEL --dtype fp32",
         )
-    if config.scheme == "dynamic":
-        return
-    require_calibratable(source)
-    if config.accuracy_budget and len(manifest.graphs) > 1:
-        raise OptionError(
-            f"option 'accuracy_budget' is '{config.accuracy_budget}', but {source.path} has an "
-            "encoder, whose outputs are neither right nor wrong.",
-            do="Set a minimum cosine instead: --min-cosine 0.998",
-        )
+    if config.scheme != "dynamic" or config.data:
+        require_calibratable(source)
+    for option in ("accuracy_budget", "label_column"):
+        if getattr(config, option) and find_encoder_decoder(manifest.graphs):
+            raise OptionError(
+                f"option '{option}' is '{getattr(config, option)}', but {source.path} has an "
+                "encoder and a decoder, whose outputs are neither right nor wrong.",
+                do="Set a minimum cosine instead: --min-cosine 0.998",
+            )
 
 
 def _obtain_calibration(

@@ -436,12 +436,12 @@ class _Comparison:
 
         limits = limits.of_graph(record.file)
         several = len(self.reference.artifact.manifest.graphs) > 1
-        none = f"no single layer{f' of {record.file}' if several else ''} was compared with FP32"
+        skipped = f"no single layer{f' of {record.file}' if several else ''} was compared with FP32"
         path = self.scratch / "layers" / record.file
         real = [case.make for case in cases if case.kind == "real"]
         if not limits.measured or not real:
             why = "quantize has not measured them" if real else "there are no real inputs"
-            self.notes.append(f"{none}: {why}")
+            self.notes.append(f"{skipped}: {why}")
             return
         found: dict[str, LayerError] = {}
         if path.exists():
@@ -452,7 +452,7 @@ class _Comparison:
                 with self.progress.task(f"layers, {record.file}"):
                     found = measure_layer_errors(path, real[::every], fused=fused)
             except (InputError, ProviderError) as error:
-                self.notes.append(f"{none}: {error.message}")
+                self.notes.append(f"{skipped}: {error.message}")
         self.layers = limits.compare(found)
 
     def _write_simulated(self, record: GraphRecord) -> Path:

@@ -23,7 +23,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import dynamic_dims
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
-from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
+from enginery.runtime.decoder_graphs import find_encoder_decoder
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     TextFeeder,
@@ -107,7 +107,7 @@ def make_batches(
             do="Give texts, images or audio files.",
         )
     if generates and data.kind != "random":
-        build = partial(_generation_batches, artifact, record, data.items)
+        build = partial(_generation_batches, StepFeeder.open(artifact), record, data.items)
     elif data.kind == "random":
         limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
         build = partial(_random_batches, record, limits, seed)
@@ -159,13 +159,12 @@ def _prompt_batches(
 
 
 def _generation_batches(
-    artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
+    feeder: StepFeeder, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
 ) -> list[Batch]:
     """Make batches of items of the same shape for an encoder, or of two steps for its decoder.
 
-    One is the first step. The others differ in the length of the cache.
+    One is the first step. The other has a longer cache, of another length in the next batch.
     """
-    feeder = StepFeeder.open(artifact)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for row, shape in zip(rows, feeder.shapes([items[row] for row in rows]), strict=True):
         by_shape.setdefault(shape, []).append(row)
@@ -175,7 +174,7 @@ def _generation_batches(
         largest = _MAX_IMAGES if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
         for part in in_batches(alike, min(largest, _MAX_ROWS), record):
             places, chosen = tuple(part), [items[row] for row in part]
-            if record == input_graph(artifact.manifest.graphs):
+            if record == feeder.encoder_record:
                 found.append(Batch(places, partial(feeder.encoder, chosen)))
                 continue
             later = _STEPS[len(found) // 2 % len(_STEPS)]

@@ -89,7 +89,8 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
     inputs = {spec.name for spec in record.inputs}
     if isinstance(first[0], Mapping) and set(first[0]) != inputs:
         return _from_rows(artifact, config, given, stream)
-    if takes_sounds(record) and not isinstance(first[0], Mapping):
+    generates = find_encoder_decoder(artifact.manifest.graphs) is not None
+    if generates and takes_sounds(record) and not isinstance(first[0], Mapping):
         raise InputError(
             "calibration inputs cannot be sounds in Python.",
             do="Write them to a folder of .wav or .flac files: quantize_model(…, 'FOLDER', …).",

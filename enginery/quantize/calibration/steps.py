@@ -52,7 +52,7 @@ class StepFeeder:
     ) -> None:
         """Take the model, the record of its encoder, and its decoder's graph."""
         self._generator = generator
-        self._encoder = encoder
+        self.encoder_record = encoder
         self._decoder = decoder
         self._arguments = generator.inputs.fallback(generator.options)
         generator.inputs.truncates = True
@@ -84,14 +84,16 @@ class StepFeeder:
         """Return the shape of the encoder's input for each item, without the batch.
 
         Raises:
-            InputError: an item cannot be read or is too long; the message has its index.
+            InputError: an item cannot be read, or a sound is too long; the message has its index.
         """
         return [next(iter(row.arrays.values())).shape for row in self._rows(items)]
 
     def encoder(self, items: Sequence[Any]) -> Feeds:
         """Return the encoder's inputs, of its dtypes; the items have the same shape."""
         arrays = self._generator.inputs.join(list(self._rows(items))) or {}
-        return {spec.name: arrays[spec.name].astype(spec.dtype) for spec in self._encoder.inputs}
+        return {
+            spec.name: arrays[spec.name].astype(spec.dtype) for spec in self.encoder_record.inputs
+        }
 
     def step(self, items: Sequence[Any], step: int) -> Feeds:
         """Return the decoder's inputs in one step, 0 for the first, which has an empty cache."""
@@ -105,6 +107,7 @@ class StepFeeder:
             do_sample=False,
             min_new_tokens=step + 1,
             max_new_tokens=step + 1,
+            stop_strings=(),
         )
         return dict(self._decoder.feeds)
 

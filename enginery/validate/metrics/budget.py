@@ -161,7 +161,7 @@ class LayerExpectation:
     rounding: float
     """Error that another rounding of the artifact's floats may add."""
     by_graph: dict[str, list[str]] = field(default_factory=dict)
-    """Graph -> its layers; empty if the artifact has only one graph, or none is recorded."""
+    """Graph -> its layers; empty for artifacts of earlier versions, which have one graph."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, own_data: bool) -> LayerExpectation:

@@ -118,6 +118,14 @@ def test_wrong_scale_in_the_step_of_int8_fails(translator, tmp_path, home, quant
     assert scale.name.removesuffix("/scale") in json.dumps(verdict.weights.differences, default=str)
 
 
+def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
+    artifact = quantized(translator, TEXTS[:8], scheme="dynamic", target="cpu", min_cosine=0.9)
+    report = report_of(artifact)
+    assert report["accuracy"]["rows"] == 2 * report["encoder_accuracy"]["rows"] == 16
+    assert 0.9 <= report["accuracy"]["cosine"] < 1
+    assert 0.9 <= report["encoder_accuracy"]["cosine"] < 1
+
+
 def test_speech_and_images_calibrate_from_folders(tmp_path, home):
     """The decoder of each gets the tokens that its own prompt starts with."""
     sounds = tmp_path / "sounds"
@@ -152,7 +160,7 @@ def test_what_cannot_calibrate_is_an_error(translator, quantized, tiny, tmp_path
         quantized(translator, arrays)
     with pytest.raises(ShapeError, match="sequence"):
         quantized(translator, TEXTS[:8], capability=("8.9",), profile=("batch=1,sequence=8",))
-    with pytest.raises(OptionError, match="has an encoder, whose outputs are neither"):
+    with pytest.raises(OptionError, match="whose outputs are neither right nor wrong"):
         quantized(translator, TEXTS[:8], accuracy_budget="1%")
     with pytest.raises(ArtifactError, match="expected one, or an encoder and a decoder that"):
         quantized(tiny("t5", "text2text-generation"), TEXTS[:8])
