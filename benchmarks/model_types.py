@@ -224,6 +224,7 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
         )
     torch.manual_seed(0)
     model = (made.from_config if "Auto" in made.__name__ else made)(config).eval()
+    _spread(model)
     directory.mkdir(parents=True)
     model.save_pretrained(directory)
     if "preprocessor" in known:
@@ -233,6 +234,23 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
     if vocabulary:
         _save_tokenizer(directory, vocabulary)
     return directory
+
+
+def _spread(model: Any) -> None:
+    """Draw weights that keep the magnitude of their inputs.
+
+    With those of most configurations (a deviation of 0.02) the outputs of small models hardly
+    depend on the inputs.
+    """
+    import torch
+
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        is_matrix = isinstance(weight, torch.nn.Parameter) and weight.ndim > 1
+        if isinstance(module, torch.nn.BatchNorm2d):  # some models draw small ones
+            torch.nn.init.ones_(weight)
+        elif is_matrix and not isinstance(module, torch.nn.Embedding):
+            torch.nn.init.normal_(weight, std=(2 / weight[0].numel()) ** 0.5)
 
 
 def _vocabulary_size(config: Any) -> int:

@@ -26,7 +26,6 @@ from enginery.bench.measurement.machine import describe_machine
 from enginery.bench.measurement.statistics import compare
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 TURN = {1: 10, 8: 4}
@@ -84,7 +83,7 @@ def model_source(model: str, scratch: Path) -> str:
 def measure(
     model: str, source: str, artifact: Artifact, batch: int, sequence: int, pairs: int
 ) -> dict[str, Any]:
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     pairs = pairs or PAIRS.get(batch, 40)
     with OrtRunner(artifact) as runner:
         sizes = {"batch": batch, "sequence": sequence}

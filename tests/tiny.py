@@ -337,7 +337,7 @@ def tiny_artifact(
     """
     from optimum.exporters.onnx import main_export
 
-    from enginery.export.graphs import float_precision, name_dims, record_graph
+    from enginery.export.graphs import fix_dims, float_precision, name_dims, record_graph
     from enginery.export.side_files import copy_side_files
 
     source = source or save_tiny(
@@ -358,7 +358,9 @@ def tiny_artifact(
         channels = settings.get("num_channels")
         graphs = sorted(staged.rglob("*.onnx"))
         for graph in graphs:
-            name_dims(graph, {"channels": channels} if channels else {})
+            name_dims(graph)
+            record = record_graph(graph, staged)
+            fix_dims(graph, record, {"channels": channels} if channels else {})
         manifest = Manifest(
             source=resolve_source(str(source)).record,
             task=task,

@@ -20,7 +20,6 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
@@ -186,7 +185,7 @@ def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> l
 def feeds_at(artifact: Artifact, point: tuple[int, int], *, seed: int) -> Feeds:
     """Return random inputs with different padding in each row."""
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = dict(zip(("batch", "sequence"), point, strict=True))
     found = make_feeds(record.inputs, sizes, limits, seed=seed, ragged=True)
     if not found:

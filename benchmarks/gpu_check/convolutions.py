@@ -17,7 +17,6 @@ from benchmarks.gpu_check.settings import CONVOLUTIONS, SEARCHES
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
@@ -106,6 +105,6 @@ def _timed(runner: OrtRunner, feeds: Feeds) -> float:
 
 def _image(artifact: Artifact, size: tuple[int, int]) -> Feeds:
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = {"batch": 1, "height": size[0], "width": size[1]}
     return make_feeds(record.inputs, sizes, limits, seed=5)

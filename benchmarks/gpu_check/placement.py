@@ -7,7 +7,6 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.multiply_adds import profile_multiply_adds
 from enginery.runtime.onnxruntime.placement import Placement, add_multiply_adds, read_placement
 from enginery.runtime.providers.known import CPU
@@ -58,7 +57,7 @@ def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placeme
             kernels of fused ops; casting keeps the names of nodes.
     """
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     feeds = make_feeds(record.inputs, _SIZES, limits, seed=0)
     placed = read_placement(artifact.model, choose_providers([provider]), feeds)
     if not placed.counted:

@@ -33,7 +33,6 @@ from enginery.bench.measurement.rounds import RoundLimits, Rounds, run_rounds, r
 from enginery.bench.measurement.statistics import compare, latency
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 CONFIDENCE, SMALLEST = 0.95, 0.02
@@ -237,6 +236,6 @@ def _record_skipped(
 def _full_rows(artifact: Artifact, point: Point) -> Feeds:
     """Return inputs without padding, which PyTorch and the graph treat differently."""
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = dict(zip(("batch", "sequence"), point, strict=True))
     return make_feeds(record.inputs, sizes, limits, seed=3)

@@ -65,7 +65,7 @@ class Target:
         record = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
         is_onnx_file = artifact.manifest.library == "" and not artifact.manifest.stages
         config = ModelConfig() if is_onnx_file else ModelConfig.read(artifact.path)
-        limits = FeedLimits.from_config(config)
+        limits = FeedLimits.from_config(config, record.sample_sizes)
         if is_onnx_file:  # without a config.json, default sizes of dims would be guesses
             limits = replace(limits, sizes={})
         name = (

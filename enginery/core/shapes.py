@@ -84,6 +84,15 @@ def canonical_dim(name: str) -> str:
     return " + ".join(terms)
 
 
+def is_batch(dim: str) -> bool:
+    """Return True for `batch`, and for the batches of a model that takes several.
+
+    >>> is_batch("text_batch"), is_batch("point_batch"), is_batch("sequence")
+    (True, False, False)
+    """
+    return dim in ("batch", "image_batch", "text_batch")
+
+
 def dim_terms(dim: Dim) -> list[str]:
     """Return the names in a dim: none for a fixed size, two for `a + b`."""
     if isinstance(dim, int):

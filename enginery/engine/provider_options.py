@@ -24,7 +24,6 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.home import enginery_home
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, enclosing_profile, profile_shapes
 from enginery.engine.profiles.parse import check_profiles, read_profiles
 from enginery.runtime.engines.selection import flavor_for_provider
@@ -151,7 +150,7 @@ def _profiles(
 ) -> list[Profile]:
     texts = list(given) or _built_profiles(artifact, record, flavor)
     profiles = read_profiles(texts, record.inputs)
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     check_profiles(profiles, record.inputs, limits.max_sizes)
     if flavor is CLASSIC and len(profiles) > 1:
         raise ShapeError(

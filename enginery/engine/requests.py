@@ -12,7 +12,6 @@ from enginery.core.artifact.fingerprint import Fingerprint, data_sha256
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
@@ -104,7 +103,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
     """Return the maximum size per dim, from the position embeddings; empty for no limit."""
-    return FeedLimits.from_config(ModelConfig.read(artifact.path)).max_sizes
+    return FeedLimits.from_artifact(artifact).max_sizes
 
 
 def _profiles(

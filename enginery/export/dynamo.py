@@ -21,7 +21,7 @@ from enginery.core.shapes import Dim, TensorSpec
 from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
-from enginery.export.optimum import choose_task, fixed_dims, with_image_size
+from enginery.export.optimum import choose_task, with_image_size
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import load_pytorch
@@ -80,7 +80,6 @@ def export_with_dynamo(
         task=task,
         model_type=settings.model_type or "unknown",
         library="transformers",
-        fixed_dims=fixed_dims(settings),
         config=described,
         notes=[
             f"task {task}",
@@ -110,7 +109,7 @@ def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
             f"the dynamo exporter supports the inputs {', '.join(spec.name for spec in known)}, "
             f"but this model's main input is {model.main_input_name}."
         )
-    channels = fixed_dims(settings).get("channels", 3)
+    channels = settings.merged().num_channels or 3
     return [
         TensorSpec(s.name, s.dtype, tuple(channels if d == "channels" else d for d in s.dims))
         for s in wanted

@@ -1,8 +1,9 @@
 """Arrange the graphs that Optimum exports for generation.
 
-A decoder computes the logits of the last position alone. Of an encoder-decoder there are two graphs
-in place of three: the encoder also computes the cross-attention's keys and values, and one decoder
-runs every step, the first with an empty cache. No weight is in two graphs.
+A decoder computes the logits of the last position alone, and its linear layers without reshaping
+to rows. Of an encoder-decoder there are two graphs in place of three: the encoder also computes the
+cross-attention's keys and values, and one decoder runs every step, the first with an empty cache.
+No weight is in two graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from enginery.core.artifact.external_data import external_data_files
 from enginery.passes.generation.cross_attention import UnknownPathError, add_cross_attention
 from enginery.passes.generation.last_position import keep_last_position
+from enginery.passes.generation.linear import remove_row_reshapes
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.runtime.decoder_graphs import ENCODER_STATES, is_cross_attention, is_present
@@ -35,6 +37,7 @@ def arrange_for_generation(directory: Path) -> list[str]:
         model = read_graph(directory / files[0])
         infer_types(model)
         keep_last_position(model)
+        remove_row_reshapes(model)
         _replace(directory, {files[0]: model}, files)
         return []
     if sorted(files) != sorted((_ENCODER, _FIRST, _STEP)):

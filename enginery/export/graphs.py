@@ -14,7 +14,7 @@ disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from enginery.core.shapes import (
     canonical_dim,
     dim_terms,
     dynamic_dims,
+    is_batch,
     resolve_dim,
 )
 
@@ -74,9 +75,20 @@ _TASK_OUTPUTS = {
 Shapes = dict[str, tuple[int, ...]]
 """The shape of each output."""
 
-_BASE = {"batch": 2}
+_ROWS, _SMALL = 2, 8
+_CHANNELS = "channels"
 
 _SPECS = TypeAdapter(tuple[TensorSpec, ...])
+
+
+@dataclass(frozen=True)
+class TracedInputs:
+    """What an exporter has traced a graph with."""
+
+    shapes: Shapes = field(default_factory=dict)
+    """Shape of each input."""
+    fixed: frozenset[str] = frozenset()
+    """Dims of which the model rejects other sizes, although its graph may take them."""
 
 
 @dataclass
@@ -88,11 +100,13 @@ class ExportedModel:
     task: str
     model_type: str
     library: str
-    fixed_dims: dict[str, int] = field(default_factory=dict)
-    """Dims that the tracer left dynamic but the weights fix, such as the channels of an image."""
+    traced: dict[str, TracedInputs] = field(default_factory=dict)
+    """The inputs that each file was traced with; empty if nothing is known of them."""
     config: ModelConfig = field(default_factory=ModelConfig)
     """The model's config.json, with the image size of its processor if it has none."""
     notes: list[str] = field(default_factory=list)
+    from_registry: bool = False
+    """True if Optimum's registry has chosen the outputs for the model type and the task."""
     imported: str = ""
     """The name of the .onnx file that was imported, for messages; empty for other models."""
 
@@ -113,23 +127,30 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
     records, precisions = [], []
     for path in (out / file for file in exported.files):
         name = exported.imported or path.name
-        model = name_dims(path, exported.fixed_dims)
+        model = name_dims(path)
         check_exported_graph(path, model, name=name)
         record = record_graph(path, out, model, name=name)
         precisions.append(float_precision(path, model))
         del model  # else its weights would be in memory beside those of the probing session
+        traced = exported.traced.get(path.name, TracedInputs())
+        samples = sample_sizes(record, traced.shapes)
+        fixed = {dim: size for dim, size in samples.items() if dim in traced.fixed | {_CHANNELS}}
+        record = fix_dims(path, record, fixed)
         if precisions[-1] == "bf16":
             notes = [f"{name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
-            record, notes = probe_dims(path, record, limits, name=name)
+            record, notes = probe_dims(path, record, limits, samples, name=name)
+        notes += [_fixed_note(dim, fixed[dim]) for dim in sorted(traced.fixed & set(fixed))]
         records.append(record)
         exported.notes.extend(notes)
-    check_task_outputs(exported.task, records, name=exported.imported)
+    exported.notes.extend(_check_task(exported, records))
     return records, precisions[0]
 
 
-def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
-    """Give every dim its canonical name, and set the dims in `fixed` to their sizes; save the file.
+def name_dims(path: Path) -> Any:
+    """Give every dim its canonical name, and save the file.
+
+    The only batch of a graph is `batch`, even if the exporter calls it `image_batch`.
 
     Returns:
         The `onnx.ModelProto` as it is now on disk, without external data.
@@ -139,14 +160,35 @@ def name_dims(path: Path, fixed: Mapping[str, int]) -> Any:
     for value in values:
         for dim in value.type.tensor_type.shape.dim:
             name = canonical_dim(dim.dim_param) if dim.dim_param else ""
-            if name in fixed:
-                dim.dim_value = fixed[name]
-            elif name and not dim_terms(name):
+            if name and not dim_terms(name):
                 dim.dim_value = resolve_dim(name, {})
             elif name:
                 dim.dim_param = name
+    batches = {
+        term
+        for value in model.graph.input
+        for dim in value.type.tensor_type.shape.dim
+        for term in dim_terms(dim.dim_param)
+        if is_batch(term)
+    }
+    if len(batches) == 1:
+        for value in values:
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.dim_param in batches:
+                    dim.dim_param = "batch"
     onnx.save(model, str(path))
     return model
+
+
+def sample_sizes(record: GraphRecord, shapes: Shapes) -> dict[str, int]:
+    """Return the sizes of a graph's dynamic dims in the inputs that it was traced with."""
+    return {
+        dim: size
+        for spec in record.inputs
+        if len(shapes.get(spec.name, ())) == len(spec.dims)
+        for dim, size in zip(spec.dims, shapes[spec.name], strict=True)
+        if isinstance(dim, str) and dim_terms(dim) == [dim]
+    }
 
 
 def check_exported_graph(path: Path, model: Any = None, *, name: str = "") -> None:
@@ -220,39 +262,62 @@ def float_precision(path: Path, model: Any = None) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
-def check_task_outputs(task: str, records: Sequence[GraphRecord], *, name: str = "") -> None:
-    """Raise ExportError if no graph has an output of the task, or a graph has no batch dim.
-
-    `name` is what the message calls the only graph; empty for the names of the graphs.
-    """
-    wanted = _TASK_OUTPUTS.get(task)
+def _check_task(exported: ExportedModel, records: Sequence[GraphRecord]) -> list[str]:
+    """Raise ExportError if the graphs do not fit the task or have no batch dim; return notes."""
+    notes = []
+    wanted = _TASK_OUTPUTS.get(exported.task)
     found = [spec.name for record in records for spec in record.outputs]
     if wanted and not any(name in wanted for name in found):
-        raise ExportError(
-            f"the task {task} needs the output {' or '.join(wanted)}, "
-            f"but the graph has {', '.join(found)}."
+        if not exported.from_registry:
+            raise ExportError(
+                f"the task {exported.task} needs the output {' or '.join(wanted)}, "
+                f"but the graph has {', '.join(found)}."
+            )
+        notes.append(
+            f"the outputs {', '.join(found)} are not those of {exported.task}; they are tensors"
         )
     for record in records:
-        if "batch" not in dynamic_dims(record.inputs) and task != "unknown":
+        batched = any(is_batch(dim) for dim in dynamic_dims(record.inputs))
+        if exported.task != "unknown" and not batched:
             raise ExportError(
-                f"{name or record.file}: no input has a dynamic dim 'batch'; "
+                f"{exported.imported or record.file}: no input has a dynamic dim 'batch'; "
                 f"found {'; '.join(str(spec) for spec in record.inputs)}."
             )
+    return notes
 
 
-def base_sizes(record: GraphRecord, limits: FeedLimits) -> dict[str, int]:
-    """Return small sizes of a graph's dynamic dims, at which most models run."""
-    known = {**limits.sizes, **_BASE}
-    names = dynamic_dims(record.inputs)
-    return {name: known.get(name, max(8, limits.min_sequence)) for name in names}
+def base_sizes(
+    record: GraphRecord, limits: FeedLimits, samples: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return small sizes of a graph's dynamic dims, at which most models run.
+
+    Those that the graph was traced with are preferred; there are always two rows.
+    """
+    known = {**limits.sizes, **(samples or {})}
+    return {
+        name: _ROWS if is_batch(name) else known.get(name, max(_SMALL, limits.min_sequence))
+        for name in dynamic_dims(record.inputs)
+    }
 
 
 def probe_dims(
-    path: Path, record: GraphRecord, limits: FeedLimits, *, name: str = ""
+    path: Path,
+    record: GraphRecord,
+    limits: FeedLimits,
+    samples: Mapping[str, int] | None = None,
+    *,
+    name: str = "",
 ) -> tuple[GraphRecord, list[str]]:
     """Run the graph at several sizes, and correct its dims on disk.
 
-    `name` is what messages and notes call the file.
+    A dim of which the graph takes only one size is fixed, except those of tokens.
+
+    Args:
+        path: the ONNX file.
+        record: its record.
+        limits: limits on its inputs.
+        samples: sizes that the graph was traced with.
+        name: what messages and notes call the file.
 
     Returns:
         The corrected record, and notes on what was changed and why.
@@ -264,51 +329,101 @@ def probe_dims(
     session = _open(path, name)
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
         return record, []
-    base = base_sizes(record, limits)
-    names = list(base)
+    base = base_sizes(record, limits, samples)
     before = _run(session, record, base, limits)
     if isinstance(before, str):
         return record, [f"dims not probed: {name} does not run at {base} ({before})"]
-    changes: dict[str, list[Dim]] = {
-        spec.name: list(spec.dims) for spec in (*record.inputs, *record.outputs)
-    }
-    notes = []
+
+    def run(**sizes: int) -> Shapes | str:
+        return _run(session, record, base | sizes, limits)
+
     fixed: dict[str, int] = {}
-    if {"height", "width"} <= set(names):
-        other = {**base, "height": base["height"] + 32, "width": base["width"] + 64}
-        if isinstance(_run(session, record, other, limits), str):
+    notes = []
+    if {"height", "width"} <= set(base):
+        other = run(height=base["height"] + 32, width=base["width"] + 64)
+        if isinstance(other, str):
             fixed = {"height": base["height"], "width": base["width"]}
             size = f"{base['height']} × {base['width']}"
             notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
-    for spec in record.inputs:
-        changes[spec.name] = [fixed.get(str(dim), dim) for dim in spec.dims]
-    steps = {"height": 32, "width": 32}  # smaller steps can stay within one patch
-    varied = {
-        dim: _run(session, record, {**base, dim: base[dim] + steps.get(dim, 1)}, limits)
-        for dim in names
-        if dim not in fixed
-    }
-    for spec in record.outputs:
-        changes[spec.name] = _output_dims(spec.name, spec.dims, before, varied, names)
+    tokens = _token_dims(record.inputs)
+    varied: dict[str, Shapes | str] = {}
+    for dim in base:
+        if dim in fixed:
+            continue
+        step = 32 if dim in ("height", "width") else 1  # smaller steps can stay within one patch
+        sizes = [base[dim] + step, base[dim] - step]
+        if is_batch(dim):  # a detector takes a number of texts for each image
+            sizes.append(2 * base[dim])
+        runs = (run(**{dim: size}) for size in sizes if size > 0)
+        varied[dim] = next((after for after in runs if not isinstance(after, str)), "rejected")
+        if isinstance(varied[dim], str) and not (dim in tokens or is_batch(dim)):
+            fixed[dim] = base[dim]
+            notes.append(_fixed_note(dim, base[dim]))
+    varied = {dim: after for dim, after in varied.items() if dim not in fixed}
+    outputs = {s.name: _output_dims(s.name, s.dims, before, varied) for s in record.outputs}
+    record = fix_dims(path, record, fixed, outputs)
+    natural = {dim: base[dim] for dim in varied if _is_natural(dim, tokens, limits)}
+    small = max(_SMALL, limits.min_sequence)
+    for dim in tokens & set(varied) - set(limits.sizes):
+        if base[dim] > small and isinstance(run(**{dim: small}), str):
+            natural[dim] = base[dim]
+    return record.model_copy(update={"sample_sizes": natural}), notes
+
+
+def _fixed_note(dim: str, size: int) -> str:
+    return f"{dim} is fixed at {size}: the model rejects other sizes"
+
+
+def _is_natural(dim: str, tokens: Collection[str], limits: FeedLimits) -> bool:
+    """Return True for dims with a size of their own: not of rows, texts, images or waveforms."""
+    is_waveform = dim == "sequence" and limits.min_sequence > 1
+    return not (is_batch(dim) or dim in tokens or dim in limits.sizes or is_waveform)
+
+
+def _token_dims(inputs: Sequence[TensorSpec]) -> set[str]:
+    """Return the dims of texts: positions of integer inputs, of a cache and of an encoder."""
+    found = [spec for spec in inputs if spec.dtype.startswith(("int", "bool"))]
+    dims = [dim for spec in found for dim in spec.dims[1:2]]
+    dims += [
+        dim
+        for spec in inputs
+        if spec.name.startswith(("past_key_values", "encoder_", "inputs_embeds"))
+        for dim in spec.dims
+    ]
+    return {term for dim in dims for term in dim_terms(dim)}
+
+
+def fix_dims(
+    path: Path,
+    record: GraphRecord,
+    fixed: Mapping[str, int],
+    outputs: Mapping[str, Sequence[Dim]] | None = None,
+) -> GraphRecord:
+    """Set dims to sizes, and those of outputs as given, on disk and in the record."""
+    changes = {
+        spec.name: [fixed.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.dims]
+        for spec in (*record.inputs, *record.outputs)
+    } | dict(outputs or {})
     if changes != {s.name: list(s.dims) for s in (*record.inputs, *record.outputs)}:
-        _set_interface_dims(path, changes)
+        _set_dims(path, changes, fixed)
     corrected = {
-        "inputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.inputs),
-        "outputs": tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in record.outputs),
+        kind: tuple(replace(spec, dims=tuple(changes[spec.name])) for spec in specs)
+        for kind, specs in (("inputs", record.inputs), ("outputs", record.outputs))
     }
-    return record.model_copy(update=corrected), notes
+    return record.model_copy(update=corrected)
 
 
-def _set_interface_dims(path: Path, changes: Mapping[str, Sequence[Dim]]) -> None:
-    """Set the dims of the inputs and outputs named in `changes`, and save the file."""
+def _set_dims(path: Path, changes: Mapping[str, Sequence[Dim]], fixed: Mapping[str, int]) -> None:
+    """Set the dims of the inputs and outputs in `changes`, and fixed ones of values inside."""
     model = load_graph(path)
-    for value in [*model.graph.input, *model.graph.output]:
-        if value.name in changes:
-            for dim, new in zip(value.type.tensor_type.shape.dim, changes[value.name], strict=True):
-                if isinstance(new, int):
-                    dim.dim_value = new
-                else:
-                    dim.dim_param = new
+    for value in [*model.graph.input, *model.graph.output, *model.graph.value_info]:
+        dims = value.type.tensor_type.shape.dim
+        new = changes.get(value.name, [fixed.get(dim.dim_param) for dim in dims])
+        for dim, size in zip(dims, new, strict=True):
+            if isinstance(size, int):
+                dim.dim_value = size
+            elif size is not None:
+                dim.dim_param = size
     onnx.save(model, str(path))
 
 
@@ -317,22 +432,24 @@ def _output_dims(
     dims: tuple[Dim, ...],
     before: Shapes,
     varied: Mapping[str, Shapes | str],
-    names: list[str],
 ) -> list[Dim]:
     """Return the dims of an output: declared names of input dims, else what the runs show."""
     true: list[Dim] = []
+    unknown = any(isinstance(after, str) for after in varied.values())
     for axis, dim in enumerate(dims):
         follows = [
             name
             for name, after in varied.items()
             if not isinstance(after, str) and after[output][axis] != before[output][axis]
         ]
-        declared = isinstance(dim, str) and dim != "" and set(dim_terms(dim)) <= set(names)
+        declared = isinstance(dim, str) and dim != "" and set(dim_terms(dim)) <= set(varied)
+        if declared and is_batch(str(dim)) and not unknown:
+            declared = dim in follows
         if declared:
             true.append(dim)
-        elif not follows:
+        elif not follows and not unknown:
             true.append(before[output][axis])
-        elif follows == ["batch"] and before[output][axis] == _BASE["batch"]:
+        elif "batch" in follows and all(map(is_batch, follows)) and before[output][axis] == _ROWS:
             true.append("batch")
         else:
             true.append(f"{output}_{_axis_name(axis, len(dims))}")

@@ -7,6 +7,9 @@ transformers and optimum, and runs in the child process of the stage.
 from __future__ import annotations
 
 import gc
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +20,13 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
-from enginery.export.graphs import ExportedModel
+from enginery.export.graphs import ExportedModel, TracedInputs
 from enginery.export.side_files import copy_side_files
 
 try:
@@ -30,6 +35,7 @@ try:
     from onnx import numpy_helper
     from optimum.exporters.onnx import onnx_export_from_model
     from optimum.exporters.tasks import TasksManager
+    from optimum.utils import DEFAULT_DUMMY_SHAPES
     from optimum.utils.save_utils import maybe_load_preprocessors
     from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
@@ -67,8 +73,11 @@ def export_with_optimum(
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
     report_phase(f"tracing {model_type} for {task}")
-    untrained = _export(source, config, out, task=task, library=library, pickled=pickled)
+    with _traced_inputs() as traced:
+        untrained = _export(source, config, out, task=task, library=library, pickled=pickled)
     gc.collect()
+    if not (source / PreprocessorConfig.FILE).is_file():
+        (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
     copy_side_files(source, out, code=config.trust_remote_code)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     if task.endswith("-with-past") and config.layout == "enginery":
@@ -81,7 +90,8 @@ def export_with_optimum(
         task=task,
         model_type=model_type,
         library=library,
-        fixed_dims=fixed_dims(settings),
+        traced=traced,
+        from_registry=True,
         config=with_image_size(settings, source),
         notes=[f"task {task}", *notes],
     )
@@ -110,10 +120,16 @@ def _export(
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
     model.config.use_cache = task.endswith("with-past")
-    # Optimum would load and save the tokenizer of this path; the stage copies its files instead.
-    model.config._name_or_path = ""  # noqa: SLF001
-    takes_pixels = (source / "preprocessor_config.json").is_file()
-    with _masks_for_any_length():
+    settings = with_image_size(ModelConfig.read(source, error=SourceError), source)
+    limits = FeedLimits.from_config(settings)
+    longest = limits.position_limit or sys.maxsize
+    if task.endswith("-with-past"):  # the past is as long as the tokens after it
+        longest //= 2
+    shapes = {"sequence_length": min(DEFAULT_DUMMY_SHAPES["sequence_length"], longest)}
+    takes_pixels = (source / PreprocessorConfig.FILE).is_file()
+    with _masks_for_any_length(), _processor_alone(source, settings, limits) as processor:
+        # Optimum loads and saves the tokenizer of this path, too; the stage copies its files.
+        model.config._name_or_path = str(processor or "")  # noqa: SLF001
         onnx_export_from_model(
             model=model,
             output=out,
@@ -124,6 +140,7 @@ def _export(
             # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
             preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
             do_validation=False,  # the validate stage is stricter and raises
+            **shapes,
         )
     names = getattr(model, "untrained_weights", ())
     return {
@@ -131,6 +148,89 @@ def _export(
         for n, weight in model.named_parameters()
         if n in names
     }
+
+
+@contextmanager
+def _processor_alone(
+    source: Path, settings: ModelConfig, limits: FeedLimits
+) -> Iterator[Path | None]:
+    """Yield a directory with the model's image or audio processor and no tokenizer; None if none.
+
+    Optimum reads the sizes of some models' images from the processor of a path, and fails without
+    one. For these sizes there is one of ViT if the model comes without.
+    """
+    file = source / PreprocessorConfig.FILE
+    if not file.is_file() and settings.merged().image_size is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        if file.is_file():
+            shutil.copy(file, folder)
+        else:
+            size = {name: limits.sizes[name] for name in ("height", "width")}
+            processor = transformers.ViTImageProcessor(size=size)
+            processor.save_pretrained(folder)
+        yield Path(folder)
+
+
+@contextmanager
+def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
+    """Yield the inputs that graphs are traced with, by file.
+
+    Optimum generates inputs that the model accepts: images of its size, series of its length.
+    """
+    original = torch.onnx.export
+    traced: dict[str, TracedInputs] = {}
+
+    def export(
+        model: Any, args: Any, f: str, *, dynamic_axes: dict[str, dict[int, str]], **options: Any
+    ) -> Any:
+        tensors = {n: value for n, value in args[0].items() if isinstance(value, torch.Tensor)}
+        traced[Path(f).name] = TracedInputs(
+            {name: tuple(value.shape) for name, value in tensors.items()},
+            frozenset(
+                canonical_dim(dim)
+                for dim in _series_dims(tensors, dynamic_axes)
+                if not _takes_one_less(model, dim, args[0], dynamic_axes)
+            ),
+        )
+        return original(model, args, f=f, dynamic_axes=dynamic_axes, **options)
+
+    torch.onnx.export = export
+    try:
+        yield traced
+    finally:
+        torch.onnx.export = original
+
+
+def _series_dims(
+    tensors: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
+) -> set[str]:
+    """Return the lengths of series of numbers: dims that only inputs (batch, length, …) have."""
+    series: set[str] = set()
+    other: set[str] = set()
+    for name, tensor in tensors.items():
+        for axis, dim in axes.get(name, {}).items():
+            is_series = axis == 1 and tensor.is_floating_point() and tensor.ndim < 4
+            (series if is_series else other).add(dim)
+    return series - other
+
+
+def _takes_one_less(
+    model: Any, dim: str, inputs: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]
+) -> bool:
+    """Return True if a model runs with a dim that is shorter by one."""
+    shorter = dict(inputs)
+    for name in inputs:
+        for axis, each in axes.get(name, {}).items():
+            if each == dim:
+                shorter[name] = shorter[name].narrow(axis, 0, shorter[name].shape[axis] - 1)
+    try:
+        with torch.no_grad():
+            model(**shorter)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
 
 
 @contextmanager
@@ -272,12 +372,6 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
             do="Choose another --task, or try --exporter dynamo.",
         )
     return task
-
-
-def fixed_dims(settings: ModelConfig) -> dict[str, int]:
-    """Return the dims that the weights fix although the tracer leaves them dynamic."""
-    channels = settings.merged().num_channels
-    return {"channels": channels} if channels else {}
 
 
 def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:

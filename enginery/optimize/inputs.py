@@ -18,7 +18,6 @@ from enginery.core.datasets.folders import list_images
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.sample_inputs import (
@@ -111,7 +110,7 @@ def _extreme_images() -> list[NDArray[np.uint8]]:
 
 def _generated_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
     """Return two batches of generated numbers: one with padding, one of a single row."""
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     names = dynamic_dims(record.inputs)
     batches = []
     for batch, tokens, ragged in ((3, 24, True), (1, 8, False)):

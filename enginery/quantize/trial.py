@@ -14,7 +14,6 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import PAST, Profile, dynamic_dims, profiles_by_graph
 from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
@@ -68,7 +67,7 @@ def build_trials(
             f"{report.refusals[0]}{more}",
             do="Exclude the layer with --exclude NODE.",
         )
-    limits = FeedLimits.from_config(ModelConfig.read(source.artifact.path))
+    limits = FeedLimits.from_artifact(source.artifact)
     profiles = _read_profiles(source.artifact, config)[source.record.file]
     profiles = profiles or trial_profiles(source.record, limits)
     trials = []
@@ -103,7 +102,7 @@ def build_trials(
 
 
 def _read_profiles(artifact: Artifact, config: QuantizeConfig) -> dict[str, list[Profile]]:
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     inputs = {record.file: record.inputs for record in artifact.manifest.graphs}
     return profiles_by_graph(inputs, config.profile, limits.max_sizes)
 

@@ -71,6 +71,17 @@ class DecoderGraphs:
     encoder: GraphRecord | None
     """Computes what the decoder attends to: its states, or their keys and values; None if the
     decoder has no encoder."""
+    counts_padding: bool = False
+    """Whether padding before a prompt shifts its positions, which changes what is generated."""
+
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the places of the prompts that may run together, given their lengths."""
+        if not self.counts_padding:
+            return [list(range(len(lengths)))]
+        groups: dict[int, list[int]] = {}
+        for place, length in enumerate(lengths):
+            groups.setdefault(length, []).append(place)
+        return list(groups.values())
 
     @classmethod
     def find_all(cls, graphs: Sequence[GraphRecord]) -> list[DecoderGraphs]:

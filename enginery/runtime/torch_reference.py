@@ -241,6 +241,7 @@ class TorchReference(Closeable):
             raise _write_error(directory, error) from error
         found = self._request(does, feeds=str(file), directory=str(directory), **values)
         file.unlink()
+        self.notes = found["notes"]
         return {name: directory / file for name, file in found["files"].items()}
 
     def _request(self, does: str, **values: Any) -> WorkerResult:
@@ -384,7 +385,7 @@ class _Child:
                 np.save(Path(request["directory"], files[name]), array, allow_pickle=False)
         except OSError as error:
             raise _write_error(Path(request["directory"]), error) from error
-        return {"files": files}
+        return {"files": files, "notes": self._runner.notes}
 
     def tokenize(self, request: WorkerResult) -> WorkerResult:
         found = self._runner.tokenize(request["texts"])

@@ -268,6 +268,9 @@ def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -
     return model
 
 
+_FROZEN_EPSILON = 1e-5
+
+
 class TorchRunner(Closeable):
     """A PyTorch model as the reference for one graph. A context manager; closing frees it."""
 
@@ -315,10 +318,11 @@ class TorchRunner(Closeable):
             device=device,
         )
         self._decoder: TorchDecoder | None = None
-        self._submodels: dict[str, tuple[Any, Any]] = {}
+        self._manifest, self._precision_name = manifest, precision
+        self._submodels: dict[str, tuple[Any, Any]] | None = None
         self._run: _RunModel = self._run_whole
         if len(graphs) > 1 or is_decoder(self.record):
-            self._run = self._choose_part(manifest, precision)
+            self._run = self._choose_part()
 
     def __call__(self, feeds: Feeds) -> Outputs:
         """Run the model on the feeds of the graph.
@@ -445,15 +449,20 @@ class TorchRunner(Closeable):
     def batch_norms(self) -> dict[str, float]:
         """Return the epsilon of each batch normalization by the module's name."""
         modules = self._model.named_modules(remove_duplicate=False)
-        return {name: m.eps for name, m in modules if hasattr(m, "running_var")}
+        # Those of detectors, whose statistics are frozen, have no attribute for it.
+        return {
+            name: getattr(m, "eps", _FROZEN_EPSILON)
+            for name, m in modules
+            if hasattr(m, "running_var")
+        }
 
     def close(self) -> None:
         """Free the model."""
         self._model = self._decoder = None
         self._run = self._run_whole
-        self._submodels = {}
+        self._submodels = None
 
-    def _choose_part(self, manifest: Manifest, precision: str) -> _RunModel:
+    def _choose_part(self) -> _RunModel:
         """Return the function that runs the part of the model that the graph was made from."""
         if is_decoder(self.record):
             decoder = TorchDecoder(self._model, self.record)
@@ -465,7 +474,6 @@ class TorchRunner(Closeable):
             return self._run_encoder
         else:
             reason = "it is neither a decoder nor the encoder of an encoder-decoder"
-        self._submodels = _optimum_submodels(self._model, manifest, precision)
         self.notes.append(
             f"{self.record.file}: the reference is PyTorch through Optimum's submodels, because "
             f"{reason}"
@@ -517,7 +525,27 @@ class TorchRunner(Closeable):
     def _run_whole(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if type(self._model).__module__.startswith("timm"):
             return {"logits": self._model(tensors["pixel_values"])}
-        return dict(self._model(**tensors, return_dict=True).items())
+        found = dict(self._model(**tensors, return_dict=True).items())
+        lacking = [o.name for o in self.record.outputs if not torch.is_tensor(found.get(o.name))]
+        if lacking and Path(self.record.file).stem in self._find_submodels():
+            note = (
+                f"{self.record.file}: the reference of {', '.join(lacking)} is PyTorch through "
+                "Optimum's submodel, because the model has no outputs of these names"
+            )
+            self.notes = [*dict.fromkeys([*self.notes, note])]
+            found |= self._run_submodel(tensors)
+        return found
+
+    def _find_submodels(self) -> Mapping[str, tuple[Any, Any]]:
+        """Return Optimum's submodels, by the graphs' file stems; none for other exporters."""
+        if self._submodels is None:
+            try:
+                self._submodels = _optimum_submodels(
+                    self._model, self._manifest, self._precision_name
+                )
+            except (LookupError, ValueError, TypeError):  # not in its registry
+                self._submodels = {}
+        return self._submodels
 
     def _run_encoder(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if any(is_cross_attention(spec.name) for spec in self.record.outputs):
@@ -526,7 +554,7 @@ class TorchRunner(Closeable):
 
     def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem
-        model, config = self._submodels[stem]
+        model, config = self._find_submodels()[stem]
         inputs = _submodel_inputs(tensors, config)
         if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():
             # With a past, the encoder's keys and values come from the cache. PyTorch still needs

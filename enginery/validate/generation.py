@@ -18,7 +18,7 @@ that sum. Quantized graphs have no limit on the error: their partings are counte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -165,20 +165,22 @@ class GeneratedTexts:
         rows, file = self.inputs.rows, self.graphs.later.file
         with (
             ExitStack() as stack,
-            progress.task("generating", total=len(rows) + 2) as advance,
+            progress.task("generating", total=len(rows) + len(self._batches()) + 1) as advance,
         ):
             runners = {each.file: stack.enter_context(open_runner(each.file)) for each in records}
             decoder = CachedDecoder(self.graphs, runners, pad_id=self.inputs.pad_id)
             greedy = [_Compared(file, f"{name}, greedy search") for name in self.inputs.names]
             beams = [_Compared(file, f"{name}, beam {BEAMS}") for name in self.inputs.names]
-            for where, places in self._batches():
+            runs = [("in a batch", places) for places in self._batches()]
+            runs += [("alone", [place]) for place in range(len(rows))]
+            for where, places in runs:
                 found = self._run(decoder, places, 1)
                 for place, search in zip(places, found, strict=True):
                     self._compare_greedy(greedy[place], search, place, where, errors)
                 advance()
-            together = self._run(decoder, range(len(rows)), BEAMS)
-            for place, search in enumerate(together):
-                self._compare_beams(beams[place], search, place, max(errors))
+            for places in self._batches():
+                for place, search in zip(places, self._run(decoder, places, BEAMS), strict=True):
+                    self._compare_beams(beams[place], search, place, max(errors))
             advance()
         results = [
             *self.problems,
@@ -204,12 +206,9 @@ class GeneratedTexts:
         """Number of the prompt's tokens behind the first step; the same for all inputs."""
         return len(self.inputs.rows[0].rest)
 
-    def _batches(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """Yield all inputs in one batch, and each alone."""
-        places = range(len(self.inputs.rows))
-        yield "in a batch", places
-        for place in places:
-            yield "alone", [place]
+    def _batches(self) -> list[list[int]]:
+        """Return the places of inputs that `generate` runs in one batch."""
+        return self.graphs.batches([len(row.prompt) for row in self.inputs.rows])
 
     def _run(
         self, decoder: CachedDecoder, places: Sequence[int], beams: int

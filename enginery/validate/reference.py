@@ -35,6 +35,7 @@ from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
+from enginery.validate.metrics.differences import compute_differences
 from enginery.validate.metrics.outputs import NoiseFloor, noise_floor
 
 if TYPE_CHECKING:
@@ -231,7 +232,6 @@ def run_reference(
         reference.open(record.file) as model,
         progress.task(reference.description, total=len(cases)) as advance,
     ):
-        notes = list(model.notes)
         for index, case in enumerate(cases):
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
@@ -242,6 +242,7 @@ def run_reference(
             else:
                 expected.append(ReferenceOutputs(files))
             advance()
+        notes = list(model.notes)
     if not noise:
         names = {name for wide in expected for name in wide.files}
         floors = dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0))
@@ -311,6 +312,8 @@ def _noise_floors(
                         narrow, exact = other.load(output), wide.load(output)
                         if narrow.shape != exact.shape:  # its size depends on values
                             continue
+                        if not np.any(np.isfinite(narrow) & np.isfinite(exact)):
+                            continue  # a mask of FP32's numbers overflows at another precision
                         floor = noise_floor(narrow, exact, padding)
                         noise_floors[output] = floor.wider(noise_floors.get(output, floor))
                         if case.kind != "real":
@@ -324,7 +327,7 @@ def _noise_floors(
     unit = roundoff(reference.artifact.manifest.float_precision)
     for output in missing:
         loaded = (wide.load(output) for wide in expected if output in wide.files)
-        largest = max(float(np.abs(array[np.isfinite(array)]).max(initial=0.0)) for array in loaded)
+        largest = max(compute_differences(array, array, None).largest for array in loaded)
         noise_floors[output] = NoiseFloor(_ROUNDINGS * unit * largest, cosine=1.0)
     notes = []
     if missing:

@@ -48,7 +48,6 @@ from enginery.core.errors import ArtifactError, InputError, ProviderError, Sourc
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
@@ -82,7 +81,7 @@ from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
 
 STAGE = "validate"
-STAGE_VERSION = "14"
+STAGE_VERSION = "15"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -179,7 +178,7 @@ def run(
     if config.label_column:
         require_classifier(artifact, config.data, config.label_column)
     reference = Reference.of(artifact, config)
-    feed_limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    feed_limits = FeedLimits.from_artifact(artifact)
     check_data_usable(artifact, config)
     manifest = artifact.manifest
     inputs = {record.file: record.inputs for record in manifest.graphs}

@@ -434,7 +434,7 @@ def with_dims(path, dims):
         else:
             dim.dim_param = new
     onnx.save(model, path)
-    graphs.name_dims(path, {})
+    graphs.name_dims(path)
     return path
 
 

@@ -11,7 +11,6 @@ from enginery import export_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ExportError, InputError, OptionError, RejectedArtifactError
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -34,7 +33,7 @@ def report_of(artifact):
 
 def feeds_for(artifact):
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = {"batch": 3, "sequence": 12}
     return make_feeds(record.inputs, sizes, limits, seed=0, ragged=True)
 

@@ -5,7 +5,6 @@ import onnx_ir as ir
 import pytest
 
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.passes.qdq.layers import find_layers
 from enginery.quantize.multiply_adds import MultiplyAddCounts, count_multiply_adds
@@ -14,7 +13,7 @@ from enginery.runtime.onnxruntime.multiply_adds import profile_multiply_adds
 
 def fed(artifact):
     record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = {
         name: 1 if canonical_dim(name) == "batch" else limits.sizes.get(name, 17)
         for name in dynamic_dims(record.inputs)

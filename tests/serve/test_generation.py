@@ -62,6 +62,9 @@ def artifacts(tiny_model, slow_tokenizer, session_home, tmp_path_factory):
         found["listener"] = root / "listener"
         task = "automatic-speech-recognition-with-past"
         export_model(str(source), task=task, out=found["listener"])
+        found["counter"] = root / "counter"  # counts padding as positions
+        source = tiny_model("bart", "text-generation")
+        export_model(str(source), task="text-generation-with-past", out=found["counter"])
     return found
 
 
@@ -573,6 +576,15 @@ def test_clients_that_join_and_leave_get_what_they_get_alone(server, writer):
             assert found == wanted[place]
     assert most > 4  # they have run together
     wait_until(lambda: scheduler.rows == 0)
+
+
+def test_prompts_of_other_lengths_change_no_text_where_padding_counts(server, client, artifacts):
+    texts = [*TEXTS, "An engine", "B"]
+    with load_model(artifacts["counter"]) as model:
+        wanted = [model.generate([text], max_new_tokens=6)[0].text for text in texts]
+    found = client.completions.create(model="counter", prompt=texts, max_tokens=6)
+    assert [choice.text for choice in found.choices] == wanted
+    assert scheduler_of(server, "counter").rows == 0
 
 
 def test_inputs_of_an_encoder_decoder_run_in_groups(server, artifacts, monkeypatch):

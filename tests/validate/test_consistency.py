@@ -8,7 +8,6 @@ from onnx import helper
 from enginery import quantize_model, validate_model
 from enginery.core.artifact.reports import GraphCoverage
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig
 from enginery.core.progress import SILENT
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import Tolerance
@@ -30,7 +29,7 @@ def scan(exported):
 
     def make(model, **options):
         artifact = exported(*model)
-        limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+        limits = FeedLimits.from_artifact(artifact)
         runner = OrtRunner(artifact)
         opened.append(runner)
         return ConsistencyScan(runner, runner.record, limits, seed=0, **options)
@@ -210,7 +209,7 @@ def test_graph_with_a_fixed_batch_is_scanned_over_its_lengths(exported):
         side: tuple(type(s)(s.name, s.dtype, (1, *s.dims[1:])) for s in getattr(graph, side))
         for side in ("inputs", "outputs")
     }
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     fixed = ConsistencyScan(lambda feeds: {}, graph.model_copy(update=specs), limits, seed=0)
     shapes = fixed.shapes("quick", [])
     assert {shape.batch for shape in shapes} == {1}

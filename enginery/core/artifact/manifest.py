@@ -81,6 +81,8 @@ class GraphRecord(_Record):
     outputs: tuple[TensorSpec, ...]
     data_files: tuple[RelativePath, ...]
     """External data files, relative to the artifact."""
+    sample_sizes: dict[str, Count] = {}
+    """Sizes of dims that need more than a few elements, as the graph was traced: audio samples."""
 
 
 class StageRecord(_Record):

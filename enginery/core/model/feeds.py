@@ -1,6 +1,6 @@
 """Generate synthetic inputs for a graph, within the limits that the model's config.json sets.
 
->>> limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+>>> limits = FeedLimits.from_artifact(artifact)
 >>> inputs = artifact.manifest.graphs[0].inputs
 >>> feeds = make_feeds(inputs, {"batch": 4, "sequence": 17}, limits, seed=0, ragged=True)
 >>> feeds["input_ids"].shape
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from enginery.core.errors import ShapeError
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec, dim_terms
+
+if TYPE_CHECKING:
+    from enginery.core.artifact.artifact import Artifact
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -60,8 +63,22 @@ class FeedLimits:
         return {} if self.position_limit is None else {"sequence": self.position_limit}
 
     @classmethod
-    def from_config(cls, config: ModelConfig) -> FeedLimits:
-        """Derive the limits from a model's config.json and its text and vision parts."""
+    def from_artifact(cls, artifact: Artifact) -> FeedLimits:
+        """Derive the limits from an artifact's config.json and the records of its graphs."""
+        graphs = artifact.manifest.graphs
+        sizes = {name: size for graph in graphs for name, size in graph.sample_sizes.items()}
+        return cls.from_config(ModelConfig.read(artifact.path), sizes)
+
+    @classmethod
+    def from_config(
+        cls, config: ModelConfig, sample_sizes: Mapping[str, int] | None = None
+    ) -> FeedLimits:
+        """Derive the limits from a model's config.json and its text and vision parts.
+
+        Args:
+            config: the config.json.
+            sample_sizes: sizes of other dims, of which the config says nothing.
+        """
         merged = config.merged()
         pad, eos = merged.pad_token_id, merged.eos_token_id
         ends = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
@@ -76,7 +93,7 @@ class FeedLimits:
             min_sequence=frames,
             max_positions=16 * frames if frames > 1 else limit,
             position_limit=limit if _has_position_limit(merged) else None,
-            sizes=_natural_sizes(merged),
+            sizes={**(sample_sizes or {}), **_natural_sizes(merged)},
         )
 
 

@@ -308,6 +308,7 @@ class ModelConfig(ModelPart, _File):
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
     text_config: ModelPart | None = None
     vision_config: ModelPart | None = None
+    backbone_config: ModelPart | None = None
     encoder: _NestedPart = None
     decoder: _NestedPart = None
 
@@ -317,7 +318,12 @@ class ModelConfig(ModelPart, _File):
         Of an encoder and a decoder that are configured apart, the decoder's positions count, and
         the smaller vocabulary.
         """
-        values: dict[str, Any] = {}
+        backbone = self.backbone_config
+        values: dict[str, Any] = {
+            name: getattr(backbone, name)
+            for name in ("image_size", "num_channels")
+            if backbone is not None and name in backbone.model_fields_set
+        }
         parts = (self.encoder, self.decoder, self.vision_config, self.text_config, self)
         for part in parts:
             if part is not None:

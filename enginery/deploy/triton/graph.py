@@ -70,7 +70,7 @@ def read_graph_info(
             size of a dim is unknown.
     """
     settings = ModelConfig.read(artifact.path)
-    limits = FeedLimits.from_config(settings)
+    limits = FeedLimits.from_artifact(artifact)
     builds = config.backend == "onnxruntime" and config.provider == "tensorrt" and not engines
     notes = [f"{engine.name} is {engine.record.hardware_target}" for engine in engines]
     if engines and (config.profile or config.engine_cache):
@@ -200,7 +200,7 @@ def build_graph_model(
         ArtifactError: weights are not in the folder of their graph.
         ShapeError: no warm-up request can be generated for a profile.
     """
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     samples, contents = warmup_samples(
         info.record, info.profiles, limits, max_batch_size=info.max_batch_size
     )

@@ -19,7 +19,6 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import dynamic_dims
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
@@ -109,7 +108,7 @@ def make_batches(
     if generates and data.kind != "random":
         build = partial(_generation_batches, StepFeeder.open(artifact), record, data.items)
     elif data.kind == "random":
-        limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+        limits = FeedLimits.from_artifact(artifact)
         build = partial(_random_batches, record, limits, seed)
     else:
         make = {"texts": _text_batches, "images": _image_batches}.get(data.kind, _feed_batches)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits, Feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_past, present_name
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -55,7 +54,7 @@ class PromptFeeder:
         Raises:
             ArtifactError: the tokenizer or the graph cannot be loaded.
         """
-        limit = FeedLimits.from_config(ModelConfig.read(artifact.path)).position_limit
+        limit = FeedLimits.from_artifact(artifact).position_limit
         longest = min(limit or _MAX_TOKENS, _MAX_TOKENS)
         runner = OrtRunner(artifact, graph=record.file)
         return cls(record, TextTokenizer.open(artifact.path), runner, longest)

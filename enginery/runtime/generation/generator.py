@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -79,7 +79,7 @@ class TextGenerator(Closeable):
         """
         self.artifact = artifact
         self.task = artifact.manifest.task
-        graphs = find_generating(artifact)
+        self.graphs = graphs = find_generating(artifact)
         if graphs.encoder is not None:
             require_prepared(graphs.encoder)
         self.tokenizer = TextTokenizer.open(artifact.path)
@@ -129,8 +129,10 @@ class TextGenerator(Closeable):
         found: list[Generation] = []
         while batch := list(islice(rows, batch_size)):
             searches = [self.search(row, chosen) for row in batch]
-            for _ in self._run(searches, self.inputs.join(batch)):
-                pass
+            for places in self.graphs.batches([len(row.prompt) for row in batch]):
+                joined = self.inputs.join([batch[place] for place in places])
+                for _ in self._run([searches[place] for place in places], joined):
+                    pass
             found += [self._finished(one, chosen) for each in searches for one in each.results()]
         return found
 
@@ -246,6 +248,18 @@ class TextGenerator(Closeable):
         return Generation(text, found.tokens, found.finish, found.score)
 
 
+# Decoders without position ids whose embeddings of positions count from the first column.
+_COUNT_PADDING = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "pegasus",
+)
+
+
 def find_generating(artifact: Artifact) -> DecoderGraphs:
     """Return the graphs of an artifact that generate.
 
@@ -259,4 +273,5 @@ def find_generating(artifact: Artifact) -> DecoderGraphs:
             f"{artifact.path} does not generate: expected one decoder with a cache, found {names}.",
             do="Export the model for a task that ends in -with-past.",
         )
-    return found[0]
+    counts_padding = found[0].encoder is None and artifact.manifest.model_type in _COUNT_PADDING
+    return replace(found[0], counts_padding=counts_padding)

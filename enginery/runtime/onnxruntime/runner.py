@@ -24,7 +24,6 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
@@ -122,7 +121,7 @@ class OrtRunner(Closeable):
         )
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """Profile of each session; empty without engines."""
-        self._config = ModelConfig.read(artifact.path)
+        self._limits = FeedLimits.from_artifact(artifact)
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         if cuda_graph:
@@ -295,7 +294,7 @@ class OrtRunner(Closeable):
 
     def _synthetic_feeds(self, index: int) -> Feeds:
         """Return inputs for a session, of its profile's optimum, or one small row."""
-        limits = FeedLimits.from_config(self._config)
+        limits = self._limits
         length = max(limits.min_sequence, min(_TOKENS, limits.max_positions))
         sizes = {name: limits.sizes.get(name, length) for name in dynamic_dims(self.record.inputs)}
         sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
@@ -348,13 +347,12 @@ class OrtRunner(Closeable):
         Raises:
             ProviderError: an engine fails at its optimum.
         """
-        limits = FeedLimits.from_config(self._config)
         engines = zip(self.engines, self.profiles, strict=True)
         for index, (engine, profile) in enumerate(engines):
             sizes = {name: sizes.opt for name, sizes in profile.dims.items()}
             try:
                 # Do not use _index: it may prefer another engine for the same shape.
-                self._run(index, make_feeds(self.record.inputs, sizes, limits, seed=0))
+                self._run(index, make_feeds(self.record.inputs, sizes, self._limits, seed=0))
             except InputError as error:
                 raise ProviderError(
                     f"{engine.name} does not run at its own optimum, {profile}: {error.message}",

@@ -80,13 +80,16 @@ class GenerationJob:
     """Whether pieces are wanted while the text is generated."""
     prompt_tokens: int
     """Number of tokens of the input; 1 for an image."""
+    same_length: int = 0
+    """Length of the prompts that it may share a batch with; 0 for all."""
     started: bool = field(default=False, init=False)
     """Whether its first token was reported."""
 
     @property
     def key(self) -> Hashable:
         """What inputs that begin together have in common: images their size."""
-        return tuple(array.shape for name, array in self.row.arrays.items() if name != "input_ids")
+        arrays = self.row.arrays.items()
+        return self.same_length, *(array.shape for name, array in arrays if name != "input_ids")
 
     @property
     def rows(self) -> int:
@@ -326,5 +329,6 @@ class GenerationPlan:
                 len(row.prompt) if not self.has_encoder else 1 if source is None else len(source)
             )
             search = generator.search(row, chosen)
-            jobs.append(GenerationJob(row, chosen, search, texts, streams, tokens))
+            same = len(row.prompt) if generator.graphs.counts_padding else 0
+            jobs.append(GenerationJob(row, chosen, search, texts, streams, tokens, same))
         return jobs

@@ -346,7 +346,7 @@ class ModelBackend:
 
     def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
         """Return made-up inputs of the graph: one row, of a number of tokens."""
-        limits = FeedLimits.from_config(self.config)
+        limits = FeedLimits.from_config(self.config, self.runner.record.sample_sizes)
         sizes = {
             name: limits.sizes.get(name, max(limits.min_sequence, tokens))
             for name in dynamic_dims(self.runner.record.inputs)

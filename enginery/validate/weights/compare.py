@@ -320,6 +320,10 @@ class _GraphComparison:
             folded = self._check_folded(found, use, name, expected, turned)
             if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
                 return folded
+        pointwise = use is not None and use.node.op_type in ("Mul", "Add")
+        frozen = self._check_frozen(found, name, turned, shape) if pointwise else None
+        if frozen is not None:
+            return frozen
         if use is not None and (kind := explain(found, expected)):
             return _Match(name, kind)
         if np.all(np.isfinite(found.values)) and any(is_key_bias(use) for use in found.uses):
@@ -382,9 +386,7 @@ class _GraphComparison:
         """Compare the weight or the bias of a convolution with a normalization folded into it."""
         norm = self._norm(use)
         assert norm is not None  # noqa: S101  the callers have checked it
-        self.seen |= {
-            f"{norm.module}.{role}" for role in ("weight", "bias", "running_mean", "running_var")
-        }
+        self._see(norm)
         fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
         folded, error = fold(expected)
         wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
@@ -397,6 +399,29 @@ class _GraphComparison:
             told = name or f"{norm.module}.bias"
             return _Match(told, "different", self._difference(found, told, folded, wrong), exact)
         return _Match(name, "folded", exact=exact)
+
+    def _check_frozen(
+        self, found: StoredWeight, name: str, turned: str, shape: tuple[int, ...]
+    ) -> _Match | None:
+        """Compare with the factor or the summand that a frozen normalization amounts to.
+
+        Returns:
+            None if the parameter is not of a batch normalization, or the values differ.
+        """
+        module, _, role = name.rpartition(".")
+        norm = self.parameters.norm(module)
+        if norm is None or role not in ("weight", "bias"):
+            return None
+        scale = (norm.scale, np.abs(norm.scale))
+        folded, error = scale if role == "weight" else norm.fold_bias(np.zeros_like(norm.mean))
+        if np.any(mismatches(found, folded, error * np.float32(_ROUNDINGS))):
+            return None
+        self._see(norm)
+        return _Match(name, "folded", exact=lambda: turn_array(folded, turned, shape))
+
+    def _see(self, norm: BatchNorm) -> None:
+        roles = ("weight", "bias", "running_mean", "running_var")
+        self.seen |= {f"{norm.module}.{role}" for role in roles}
 
     def _norm(self, use: Use) -> BatchNorm | None:
         """Return the batch normalization that was folded into a convolution, by its scales."""

@@ -192,6 +192,10 @@ class Parameters:
         same = [norm for norm in self._batch_norms if norm.scale.shape == scale.shape]
         return min(same, key=lambda n: float(np.nanmedian(np.abs(n.scale - scale))), default=None)
 
+    def norm(self, module: str) -> BatchNorm | None:
+        """Return the batch normalization of a module's path; None if it is none."""
+        return self._read_batch_norm(module) if module in self._epsilons else None
+
     def without(self, seen: set[str]) -> list[str]:
         """Return the float parameters and buffers that are none of `seen`, nor equal to one."""
         known = {(w.shape, w.sample.tobytes()) for n, w in self.weights.items() if n in seen}

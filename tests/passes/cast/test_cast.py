@@ -239,7 +239,6 @@ def test_agrees_with_onnx_runtimes_own_converter_on_bert(exported, tmp_path):
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     from enginery.core.model.feeds import FeedLimits, make_feeds
-    from enginery.core.model.files import ModelConfig
     from enginery.passes.ir.graph_file import read_graph
 
     artifact = exported("bert", "text-classification")
@@ -248,7 +247,7 @@ def test_agrees_with_onnx_runtimes_own_converter_on_bert(exported, tmp_path):
     mine = saved(model, tmp_path / "mine.onnx")
     theirs = convert_float_to_float16(onnx.load(artifact.model), keep_io_types=True)
     onnx.save(theirs, tmp_path / "theirs.onnx")
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     inputs = artifact.manifest.graphs[0].inputs
     feeds = make_feeds(inputs, {"batch": 3, "sequence": 12}, limits, seed=0, ragged=True)
     reference = run(artifact.model, **feeds)[0]

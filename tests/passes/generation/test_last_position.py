@@ -7,7 +7,6 @@ import pytest
 
 from enginery import export_model
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
 from enginery.passes.generation.last_position import keep_last_position
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
@@ -29,7 +28,7 @@ def test_a_decoder_keeps_its_cache_and_the_last_logits(tiny_model, home, tmp_pat
     infer_types(model)
     assert keep_last_position(model)
     write_graph(model, tmp_path / "model.onnx")
-    limits = FeedLimits.from_config(ModelConfig.read(artifact.path))
+    limits = FeedLimits.from_artifact(artifact)
     sizes = {"batch": 3, "sequence": 5, "past_sequence": 4}
     feeds = make_feeds(artifact.manifest.graphs[0].inputs, sizes, limits, seed=0)
     wanted = run(artifact.model, feeds)

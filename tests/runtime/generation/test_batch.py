@@ -1,9 +1,12 @@
 """Searches join and leave a running batch; each gets what it gets alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from enginery import export_model
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
@@ -129,3 +132,10 @@ def test_options_that_exclude_every_token_are_an_error(decoder):
         batch.add([none])
         assert isinstance(none.error, InputError)
         assert "no token can be drawn" in str(none.error)
+
+
+def test_prompts_of_one_length_run_together_where_padding_counts():
+    record = GraphRecord(file="model.onnx", opset=20, inputs=(), outputs=(), data_files=())
+    graphs = DecoderGraphs(record, record, None)
+    assert graphs.batches([2, 3, 2]) == [[0, 1, 2]]
+    assert replace(graphs, counts_padding=True).batches([2, 3, 2]) == [[0, 2], [1]]

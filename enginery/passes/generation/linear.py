@@ -1,0 +1,112 @@
+"""Compute linear layers on (batch, sequence, features) without reshaping to rows and back.
+
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[b, s, 2] x) => (float[b, s, 3] y) <float[2, 3] w, float[3] bias,
+...     int64[2] rows = {-1, 2}, int64[1] first = {0}, int64[1] second = {1}, int64[1] last = {3}> {
+...   r = Reshape (x, rows)  p = Gemm (r, w, bias)
+...   sizes = Shape (x)  batch = Gather (sizes, first)  length = Gather (sizes, second)
+...   shape = Concat <axis = 0> (batch, length, last)  y = Reshape (p, shape)
+... }''')
+>>> remove_row_reshapes(model)
+1
+>>> [node.op_type for node in model.graph]
+['MatMul', 'Add']
+
+PyTorch's `Conv1D`, the linear layer of GPT-2, is exported as `Reshape, Gemm, Reshape` and a dozen
+nodes that compute the two shapes. One `MatMul` and one `Add` give the same numbers.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.tape import Tape
+
+from enginery.passes.ir.nodes import NameAllocator
+
+
+def remove_row_reshapes(model: ir.Model) -> int:
+    """Replace `Reshape, Gemm, Reshape` by `MatMul, Add` if the leading dims come back as they were.
+
+    Returns:
+        The number of layers that were replaced.
+    """
+    names = NameAllocator(model)
+    found = [
+        (gemm, states, back)
+        for gemm in model.graph
+        if gemm.op_type == "Gemm" and (states := _states_before_rows(gemm)) is not None
+        if (back := _reshape_back(gemm, states)) is not None
+    ]
+    for gemm, states, back in found:
+        _, weight, bias = gemm.inputs
+        tape = Tape()
+        product = tape.op("MatMul", [states, weight], name=gemm.name)
+        product.name = names(f"{gemm.name}_product")
+        result = tape.op("Add", [product, bias], name=names(f"{gemm.name}_bias"))
+        ir.convenience.replace_nodes_and_values(
+            model.graph, back, [back, gemm], tape.nodes, [back.outputs[0]], [result]
+        )
+        product.type, product.shape = result.type, result.shape
+    RemoveUnusedNodesPass()(model)
+    return len(found)
+
+
+def _states_before_rows(gemm: ir.Node) -> ir.Value | None:
+    """Return the value of shape (batch, sequence, features) that a plain Gemm reads as rows."""
+    scaled = any(gemm.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta"))
+    transposed = any(gemm.attributes.get_int(name, 0) for name in ("transA", "transB"))
+    if scaled or transposed or len(gemm.inputs) != 3:
+        return None
+    rows, weight, bias = gemm.inputs
+    flatten = rows.producer() if rows is not None else None
+    if flatten is None or flatten.op_type != "Reshape":
+        return None
+    states = flatten.inputs[0]
+    ranks = [_rank(value) for value in (states, weight, bias)]
+    return states if ranks == [3, 2, 1] else None
+
+
+def _reshape_back(gemm: ir.Node, states: ir.Value) -> ir.Node | None:
+    """Return the Reshape of a Gemm's result to the first two sizes of `states` and its columns.
+
+    There are as many rows as these sizes give, so each row is one position of `states`.
+    """
+    users = gemm.outputs[0].consumers()
+    if len(users) != 1 or users[0].op_type != "Reshape" or gemm.outputs[0].is_graph_output():
+        return None
+    shape = users[0].inputs[1]
+    joined = shape.producer() if shape is not None else None
+    if joined is None or joined.op_type != "Concat" or len(joined.inputs) != 3:
+        return None
+    *leading, last = joined.inputs
+    same = all(_is_size(value, states, axis) for axis, value in enumerate(leading))
+    columns = gemm.inputs[1].shape[1]
+    return users[0] if same and _numbers(last) == [columns] else None
+
+
+def _is_size(value: ir.Value | None, states: ir.Value, axis: int) -> bool:
+    """Return True if a value is the size of one dim, as a vector of one number."""
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type == "Unsqueeze":
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "Gather":
+        return False
+    sizes, index = node.inputs
+    shape = sizes.producer() if sizes is not None else None
+    return (
+        shape is not None
+        and shape.op_type == "Shape"
+        and shape.inputs[0] is states
+        and not shape.attributes
+        and _numbers(index) == [axis]
+    )
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return tensor.numpy().reshape(-1).tolist() if tensor is not None else None
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return len(value.shape) if value is not None and value.shape is not None else None
