@@ -148,23 +148,26 @@ _Edge = Annotated[int, Field(ge=1, le=2**24)]  # some processors write a number 
 
 
 class ImageSize(_Values):
-    """Size of an image: one edge, height and width, or the shortest edge."""
+    """Size of an image: one edge, height and width, or limits of its edges."""
 
     edge: _Edge | None = None
     """A single number; its meaning depends on the processor."""
     height: _Edge | None = None
     width: _Edge | None = None
     shortest_edge: _Edge | None = None
+    longest_edge: _Edge | None = None
+    max_height: _Edge | None = None
+    max_width: _Edge | None = None
 
     @property
     def longest(self) -> int:
         """The largest of the numbers; 0 if there is none."""
-        return max(self.edge or 0, self.height or 0, self.width or 0, self.shortest_edge or 0)
+        return max(self.model_dump(exclude_none=True).values(), default=0)
 
     def sides(self, default: int) -> tuple[int, int]:
         """Return (height, width); a single number gives a square."""
-        edge = self.edge or self.shortest_edge or default
-        return self.height or edge, self.width or edge
+        edge = self.edge or self.shortest_edge or self.longest_edge or default
+        return self.height or self.max_height or edge, self.width or self.max_width or edge
 
 
 ImageSizeValue = Annotated[
@@ -564,6 +567,9 @@ def _present_modules(directory: Path) -> list[SentenceModule]:
     return read_modules(directory) if (directory / "modules.json").is_file() else []
 
 
+_Divisor = Annotated[int, Field(ge=1, le=2**12), _expected("an integer from 1 to 4096")]
+
+
 class PreprocessorConfig(_File):
     """preprocessor_config.json. None means the default of the image processor."""
 
@@ -589,6 +595,17 @@ class PreprocessorConfig(_File):
     do_align_long_axis: Flag | None = None
     do_thumbnail: Flag | None = None
     do_pad: Flag | None = None
+    pad_size: ImageSizeValue | None = None
+    max_size: _Edge | None = None
+    """The longest edge, in files with a number as `size`."""
+    size_divisor: (
+        Annotated[int, Field(ge=0, le=2**12), _expected("an integer from 0 to 4096")] | None
+    ) = None
+    keep_aspect_ratio: Flag | None = None
+    ensure_multiple_of: (
+        Annotated[int, Field(ge=1, le=2**12), _expected("an integer from 1 to 4096")] | None
+    ) = None
+    do_flip_channel_order: Flag | None = None
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None
 

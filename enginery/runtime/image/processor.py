@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.model.files import MAX_IMAGE_EDGE, ImageSize, PreprocessorConfig
 from enginery.runtime.image.files import load_image
+from enginery.runtime.image.sizes import size_keys, target_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["ImageProcessor", "load_image"]
 
 _HALF = [0.5, 0.5, 0.5]
-_IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
-_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _BILINEAR, _BICUBIC = 2, 3
 
 _BASE: dict[str, Any] = {
@@ -43,7 +41,27 @@ _BASE: dict[str, Any] = {
     "image_mean": _HALF,
     "image_std": _HALF,
 }
+_IMAGENET: dict[str, Any] = {
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+_DETECTOR: dict[str, Any] = {
+    "size": {"shortest_edge": 800, "longest_edge": 1333},
+    # Without a size, padding is up to the largest image of a batch: one image has none.
+    "do_pad": True,
+    "pad_size": None,
+    **_IMAGENET,
+}
+_LONGEST_EDGE = 1333
 _CROPPED = {"do_center_crop": True, "crop_size": 224}
+
+_CLIP: dict[str, Any] = {
+    "size": {"shortest_edge": 224},
+    "resample": _BICUBIC,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    **_CROPPED,
+}
 
 # Defaults of each processor. A plain number as `size` means the shortest edge if the default has
 # one, else a square.
@@ -52,25 +70,65 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "DeiT": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
     "Beit": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
     "Siglip": {"size": {"height": 224, "width": 224}, "resample": _BICUBIC},
-    "Pvt": {
-        "size": {"height": 224, "width": 224},
-        "image_mean": _IMAGENET_MEAN,
-        "image_std": _IMAGENET_STD,
-    },
+    "Pvt": {"size": {"height": 224, "width": 224}, **_IMAGENET},
     "ConvNext": {"size": {"shortest_edge": 384}, "crop_pct": 224 / 256},
-    "CLIP": {
+    "CLIP": _CLIP,
+    "Bit": _CLIP,
+    "ChineseCLIP": _CLIP,
+    "OwlViT": {
+        **_CLIP,
+        "size": {"height": 768, "width": 768},
+        "do_center_crop": False,
+        "crop_size": 768,
+    },
+    "Levit": {"size": {"shortest_edge": 224}, "resample": _BICUBIC, **_IMAGENET, **_CROPPED},
+    "PoolFormer": {
         "size": {"shortest_edge": 224},
         "resample": _BICUBIC,
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
+        "crop_pct": 0.9,
+        **_IMAGENET,
         **_CROPPED,
     },
-    "Bit": {
+    "MobileViT": {
         "size": {"shortest_edge": 224},
+        "do_normalize": False,
+        "do_center_crop": True,
+        "crop_size": 256,
+        "do_flip_channel_order": True,
+    },
+    "Segformer": {"size": {"height": 512, "width": 512}, **_IMAGENET},
+    "DPT": {
+        "size": {"height": 384, "width": 384},
         "resample": _BICUBIC,
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
-        **_CROPPED,
+        "keep_aspect_ratio": False,
+        "ensure_multiple_of": 1,
+        "do_pad": False,
+        "size_divisor": None,
+    },
+    "GLPN": {"size": {}, "size_divisor": 32, "do_normalize": False},
+    "Swin2SR": {
+        "size": {},
+        "size_divisor": 8,
+        "do_resize": False,
+        "do_normalize": False,
+        "do_pad": True,
+    },
+    "Sam": {
+        "size": {"longest_edge": 1024},
+        "do_pad": True,
+        "pad_size": {"height": 1024, "width": 1024},
+        **_IMAGENET,
+    },
+    "MaskFormer": {**_DETECTOR, "size_divisor": 32},
+    "Detr": _DETECTOR,
+    "ConditionalDetr": _DETECTOR,
+    "DeformableDetr": _DETECTOR,
+    "Yolos": _DETECTOR,
+    "RTDetr": {
+        **_DETECTOR,
+        "size": {"height": 640, "width": 640},
+        "do_normalize": False,
+        "do_pad": False,
     },
     "MobileNetV1": {"size": {"shortest_edge": 256}, **_CROPPED},
     "MobileNetV2": {"size": {"shortest_edge": 256}, **_CROPPED},
@@ -89,9 +147,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "do_pad": True,
     },
 }
+# Steps that a processor does not have, whatever its file says.
+_LACKS = {
+    "GLPN": {"do_normalize", "size"},
+    "MobileViT": {"do_normalize"},
+    "Swin2SR": {"do_resize", "do_normalize", "size"},
+}
 _CHANNELS = 3
-# ConvNeXt crops only below this size; from this size on it resizes the whole image to a square.
-_CROP_BELOW = 384
 _MAX_INTERMEDIATE_PIXELS = MAX_IMAGE_EDGE**2
 """Maximum number of pixels of an intermediate image, unless the image itself has more."""
 
@@ -132,24 +194,27 @@ class ImageProcessor:
             )
         settings = {**_BASE, **_DEFAULTS[kind]}
         # Ignore keys that the processor does not have: ViT, for example, never crops.
-        given = {name: getattr(found, name) for name in settings}
+        known = settings.keys() - _LACKS.get(kind, ())
+        given = {name: getattr(found, name) for name in known}
         settings |= {name: value for name, value in given.items() if value is not None}
-        by_edge = "shortest_edge" in _DEFAULTS[kind]["size"]
-        if found.size is not None:
-            settings["size"] = _parse_size(file, "size", found.size, by_edge=by_edge)
+        default = _DEFAULTS[kind]["size"]
+        if found.size is not None and "size" in known:
+            longest = found.max_size or _LONGEST_EDGE
+            settings["size"] = _parse_size(file, "size", found.size, default, longest)
+            if settings["size"].keys() not in size_keys(kind):
+                accepted = ", or ".join(" and ".join(sorted(keys)) for keys in size_keys(kind))
+                raise ArtifactError(f"{file}: size is {settings['size']}, expected {accepted}.")
+        if found.pad_size is not None and "pad_size" in settings:
+            settings["pad_size"] = _parse_size(file, "pad_size", found.pad_size, _SQUARE)
         if settings.get("do_center_crop"):
             crop = found.crop_size or ImageSize(edge=settings["crop_size"])
-            settings["crop_size"] = _parse_size(file, "crop_size", crop, by_edge=False)
+            settings["crop_size"] = _parse_size(file, "crop_size", crop, _SQUARE)
         for name in ("image_mean", "image_std"):
             if np.ndim(settings[name]) and len(settings[name]) not in (1, _CHANNELS):
                 raise ArtifactError(
                     f"{file}: {name} has {len(settings[name])} numbers, expected {_CHANNELS}, one "
                     "per channel of an RGB image."
                 )
-        if kind == "Donut" and "height" not in settings["size"]:
-            raise ArtifactError(f"{file}: size is {settings['size']}, expected height and width.")
-        if kind == "ConvNext" and "shortest_edge" not in settings["size"]:
-            raise ArtifactError(f"{file}: size is {settings['size']}, expected a shortest_edge.")
         return cls(kind, settings)
 
     def __call__(self, image: Image, *, name: str = "image") -> NDArray[np.float32]:
@@ -173,7 +238,7 @@ class ImageProcessor:
         if settings.get("do_thumbnail"):
             image = _thumbnail(image, settings["size"])
         pixels = np.asarray(image)
-        if settings.get("do_pad"):
+        if self.kind == "Donut" and settings["do_pad"]:
             return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
@@ -181,25 +246,33 @@ class ImageProcessor:
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
             pixels = center_crop(pixels, crop["height"], crop["width"], name)
-        return self._normalize(pixels).transpose(2, 0, 1)
+        if settings.get("do_flip_channel_order"):
+            pixels = pixels[..., ::-1]
+        normalized = self._normalize(pixels)
+        if settings.get("do_pad"):
+            normalized = self._pad(normalized, name)
+        return np.ascontiguousarray(normalized.transpose(2, 0, 1))
 
     def _resize(self, image: Image, name: str) -> Image:
-        size = self.settings["size"]
-        if self.kind == "Donut":
-            size = {"shortest_edge": min(size.values())}
-        if "height" in size:
-            width, height = size["width"], size["height"]
-        else:
-            edge = int(size["shortest_edge"])
-            if self.kind == "ConvNext" and edge >= _CROP_BELOW:
-                width, height = edge, edge
-            else:
-                if self.kind == "ConvNext":
-                    edge = int(edge / self.settings["crop_pct"])
-                short, long = sorted(image.size)
-                other = int(edge * long / short)
-                width, height = (edge, other) if image.width <= image.height else (other, edge)
-        return resize(image, (width, height), self.settings["resample"], name)
+        size = target_size(self.kind, self.settings, image.size)
+        return resize(image, size, self.settings["resample"], name)
+
+    def _pad(self, pixels: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        """Pad normalized pixels (rows, columns, channels) as the processor does."""
+        rows, columns = pixels.shape[:2]
+        if self.kind == "Swin2SR":  # there is always some
+            divisor = self.settings["size_divisor"]
+            missing = [divisor - rows % divisor, divisor - columns % divisor]
+            return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="symmetric")
+        if self.kind == "DPT":
+            divisor = self.settings["size_divisor"] or 1
+            halves = [divmod(-length % divisor, 2) for length in (rows, columns)]
+            (top, odd_row), (left, odd_column) = halves
+            return np.pad(pixels, ((top, top + odd_row), (left, left + odd_column), (0, 0)))
+        if (size := self.settings["pad_size"]) is None:
+            return pixels
+        missing = _missing(pixels, size, name)
+        return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)))
 
     def _normalize(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
         settings = self.settings
@@ -231,6 +304,12 @@ def resize(image: Image, size: tuple[int, int], resample: int | None, name: str)
         InputError: the result, or the image between Pillow's two passes, is too large.
     """
     width, height = size
+    if min(size) < 1:
+        raise InputError(
+            f"{name} has {image.width} × {image.height} pixels, of which the model's processor "
+            f"makes {width} × {height}.",
+            do="Give a larger image.",
+        )
     # Pillow resizes the rows first: between its two passes an image still has its old height.
     _check_pixels(name, image.size, width, max(height, image.height))
     return image.resize(size, resample=resample)
@@ -264,6 +343,13 @@ def _pad(pixels: NDArray[Any], size: Mapping[str, int], name: str) -> NDArray[An
     Raises:
         InputError: the image is larger than `size`.
     """
+    missing = _missing(pixels, size, name)
+    rows, columns = ((total // 2, total - total // 2) for total in missing)
+    return np.pad(pixels, (rows, columns, (0, 0)))
+
+
+def _missing(pixels: NDArray[Any], size: Mapping[str, int], name: str) -> list[int]:
+    """Return the rows and columns that pixels lack; InputError if there are too many."""
     missing = [size["height"] - pixels.shape[0], size["width"] - pixels.shape[1]]
     if min(missing) < 0:
         raise InputError(
@@ -271,8 +357,7 @@ def _pad(pixels: NDArray[Any], size: Mapping[str, int], name: str) -> NDArray[An
             f"{size['width']} × {size['height']}.",
             do="Shrink it: the model's image processor does not.",
         )
-    rows, columns = ((total // 2, total - total // 2) for total in missing)
-    return np.pad(pixels, (rows, columns, (0, 0)))
+    return missing
 
 
 def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "image") -> NDArray[Any]:
@@ -305,20 +390,34 @@ def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> 
         )
 
 
-def _parse_size(file: Path, name: str, size: ImageSize, *, by_edge: bool) -> dict[str, int]:
-    """Return a size as {height, width} or {shortest_edge}."""
+_SQUARE = {"height": 0, "width": 0}
+
+
+def _parse_size(
+    file: Path,
+    name: str,
+    size: ImageSize,
+    default: Mapping[str, int],
+    longest: int = _LONGEST_EDGE,
+) -> dict[str, int]:
+    """Return the numbers of a size by their keys.
+
+    Args:
+        file: preprocessor_config.json.
+        name: the key of the size.
+        size: what it says.
+        default: the processor's own size, whose keys say what a plain number means.
+        longest: longest edge, if the number is the shortest one.
+    """
     if size.longest > MAX_IMAGE_EDGE:
         raise ArtifactError(
             f"{file}: {name} is {size.longest}, expected at most {MAX_IMAGE_EDGE} pixels."
         )
     if size.edge is not None:
-        by_name = {"shortest_edge": size.edge}
-        return by_name if by_edge else {"height": size.edge, "width": size.edge}
-    if size.height is not None and size.width is not None:
-        return {"height": size.height, "width": size.width}
-    if size.shortest_edge is not None and name == "size":
-        return {"shortest_edge": size.shortest_edge}
-    raise ArtifactError(
-        f"{file}: {name} is {size.model_dump(exclude_none=True)}, expected a number, height and "
-        "width, or a shortest_edge."
-    )
+        if "shortest_edge" in default and "longest_edge" in default:
+            return {"shortest_edge": size.edge, "longest_edge": longest}
+        return dict.fromkeys(default, size.edge)
+    found: dict[str, int] = size.model_dump(exclude_none=True)
+    if default is _SQUARE and found.keys() != _SQUARE.keys():
+        raise ArtifactError(f"{file}: {name} is {found}, expected a number, or height and width.")
+    return found

@@ -53,6 +53,58 @@ PROCESSORS = [
     ("donut", "Donut", {"size": [61, 80], "do_align_long_axis": True}),
     ("donut", "Donut", {"size": {"height": 60, "width": 90}, "do_align_long_axis": True}),
     ("donut", "Donut", {"size": {"height": 700, "width": 700}, "do_resize": False}),
+    ("chinese_clip", "ChineseCLIP", {"size": {"height": 40, "width": 30}, "crop_size": 28}),
+    ("owlvit", "OwlViT", {"size": {"height": 64, "width": 48}}),
+    ("owlvit", "OwlViT", {"size": {"height": 64, "width": 48}, "do_center_crop": True}),
+    ("levit", "Levit", {}),
+    ("levit", "Levit", {"size": {"height": 64, "width": 48}, "crop_size": 40}),
+    ("poolformer", "PoolFormer", {}),
+    ("poolformer", "PoolFormer", {"size": {"height": 64, "width": 64}, "crop_pct": 0.8}),
+    ("poolformer", "PoolFormer", {"size": {"height": 64, "width": 48}, "crop_size": 40}),
+    ("mobilevit", "MobileViT", {}),
+    ("mobilevit", "MobileViT", {"do_flip_channel_order": False, "do_center_crop": False}),
+    ("segformer", "Segformer", {}),
+    ("dpt", "DPT", {"size": {"height": 96, "width": 64}}),
+    ("dpt", "DPT", {"size": {"height": 96, "width": 64}, "keep_aspect_ratio": True}),
+    (
+        "dpt",
+        "DPT",
+        {
+            "size": {"height": 518, "width": 518},
+            "keep_aspect_ratio": True,
+            "ensure_multiple_of": 14,
+            "do_pad": True,
+            "size_divisor": 16,
+        },
+    ),
+    ("glpn", "GLPN", {"size_divisor": 16}),
+    ("glpn", "GLPN", {"size_divisor": 20, "resample": 3}),
+    ("swin2sr", "Swin2SR", {}),
+    ("swin2sr", "Swin2SR", {"do_resize": True, "do_normalize": True, "size": {"height": 9}}),
+    ("glpn", "GLPN", {"size_divisor": 8, "do_normalize": True, "size": 9}),
+    ("mobilevit", "MobileViT", {"do_normalize": True}),
+    ("swin2sr", "Swin2SR", {"size_divisor": 16, "do_rescale": False}),
+    ("sam", "Sam", {"size": {"longest_edge": 100}, "pad_size": {"height": 100, "width": 128}}),
+    ("maskformer", "MaskFormer", {}),
+    ("maskformer", "MaskFormer", {"size": {"shortest_edge": 60, "longest_edge": 90}}),
+    ("maskformer", "MaskFormer", {"size": {"height": 60, "width": 90}, "size_divisor": 16}),
+    ("detr", "Detr", {}),
+    ("detr", "Detr", {"size": {"shortest_edge": 60, "longest_edge": 90}}),
+    ("detr", "Detr", {"size": {"max_height": 60, "max_width": 90}}),
+    ("detr", "Detr", {"size": {"height": 60, "width": 90}, "do_normalize": False}),
+    (
+        "detr",
+        "Detr",
+        {
+            "size": {"shortest_edge": 60, "longest_edge": 90},
+            "pad_size": {"height": 90, "width": 96},
+        },
+    ),
+    ("conditional_detr", "ConditionalDetr", {"size": {"shortest_edge": 50, "longest_edge": 333}}),
+    ("deformable_detr", "DeformableDetr", {"size": {"shortest_edge": 50, "longest_edge": 333}}),
+    ("rt_detr", "RTDetr", {}),
+    ("yolos", "Yolos", {"size": {"shortest_edge": 70, "longest_edge": 333}}),
+    ("yolos", "Yolos", {"size": {"shortest_edge": 50, "longest_edge": 150}}),
     ("mobilenet_v1", "MobileNetV1", {}),
     ("mobilenet_v2", "MobileNetV2", {}),
     ("efficientnet", "EfficientNet", {}),
@@ -96,6 +148,11 @@ def test_pixels_equal_transformers(tmp_path, module, name, settings):
         ("deit", "DeiT", {"size": 256, "crop_size": 200, "resample": 3}),
         ("convnext", "ConvNext", {"size": 224, "crop_pct": None, "resample": 3}),
         ("clip", "CLIP", {"size": 60, "crop_size": 50}),
+        ("detr", "Detr", {"size": 60, "max_size": 75}),
+        ("yolos", "Yolos", {"size": 60, "max_size": 75}),
+        ("segformer", "Segformer", {"size": 60}),
+        ("dpt", "DPT", {"size": 60}),
+        ("levit", "Levit", {"size": 60}),
     ],
 )
 def test_old_configs_with_bare_sizes_and_missing_keys(tmp_path, module, name, old):
@@ -111,13 +168,21 @@ def test_old_configs_with_bare_sizes_and_missing_keys(tmp_path, module, name, ol
     ("config", "message"),
     [
         ({}, "image processor '' is not supported"),
-        ({"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is not supported"),
+        ({"image_processor_type": "Owlv2ImageProcessor"}, "'Owlv2ImageProcessor' is not suppo"),
         ({"image_processor_type": "VitImageProcessor"}, "did you mean 'ViT'?"),
         ({"size": {"height": 3, "width": 3}}, "image processor '' is not supported"),
         ({"image_processor_type": "ViTImageProcessor", "size": "big"}, "size is 'big'"),
         (
             {"image_processor_type": "ConvNextImageProcessor", "size": {"height": 8, "width": 8}},
-            "expected a shortest_edge",
+            "expected shortest_edge",
+        ),
+        (
+            {"image_processor_type": "DetrImageProcessor", "size": {"shortest_edge": 8}},
+            "expected height and width, or longest_edge and shortest_edge, or max_height and max_",
+        ),
+        (
+            {"image_processor_type": "SamImageProcessor", "pad_size": {"shortest_edge": 8}},
+            "pad_size is {'shortest_edge': 8}, expected a number, or height and width",
         ),
     ],
 )
@@ -298,6 +363,13 @@ def test_named_pipe_is_rejected(tmp_path):
     os.mkfifo(path := tmp_path / "cat.png")
     with pytest.raises(InputError, match=r"cat\.png is not a regular file"):
         load_image(path)
+
+
+def test_an_image_of_which_nothing_would_be_left_is_rejected(tmp_path):
+    config = {"image_processor_type": "GLPNImageProcessor", "size_divisor": 32}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"image 2 has 200 × 31 pixels, .* makes 192 × 0"):
+        ImageProcessor.open(tmp_path)(Image.new("RGB", (200, 31)), name="image 2")
 
 
 NARROW = [
