@@ -14,7 +14,7 @@ disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ _TASK_OUTPUTS = {
 Shapes = dict[str, tuple[int, ...]]
 """The shape of each output."""
 
-_ROWS, _SMALL = 2, 8
+_ROWS, _SMALL, _WAVEFORM = 2, 8, 256
 _CHANNELS = "channels"
 
 _SPECS = TypeAdapter(tuple[TensorSpec, ...])
@@ -185,7 +185,7 @@ def sample_sizes(record: GraphRecord, shapes: Shapes) -> dict[str, int]:
     return {
         dim: size
         for spec in record.inputs
-        if len(shapes.get(spec.name, ())) == len(spec.dims)
+        if spec.name in shapes and len(shapes[spec.name]) == len(spec.dims)
         for dim, size in zip(spec.dims, shapes[spec.name], strict=True)
         if isinstance(dim, str) and dim_terms(dim) == [dim]
     }
@@ -276,13 +276,15 @@ def _check_task(exported: ExportedModel, records: Sequence[GraphRecord]) -> list
         notes.append(
             f"the outputs {', '.join(found)} are not those of {exported.task}; they are tensors"
         )
-    for record in records:
-        batched = any(is_batch(dim) for dim in dynamic_dims(record.inputs))
-        if exported.task != "unknown" and not batched:
-            raise ExportError(
-                f"{exported.imported or record.file}: no input has a dynamic dim 'batch'; "
-                f"found {'; '.join(str(spec) for spec in record.inputs)}."
-            )
+    batched = [any(map(is_batch, dynamic_dims(record.inputs))) for record in records]
+    # A part of a generator can have rows of another kind, such as MusicGen's codebooks.
+    enough = any(batched) if exported.from_registry else all(batched)
+    if exported.task != "unknown" and not enough:
+        record = records[batched.index(False)]
+        raise ExportError(
+            f"{exported.imported or record.file}: no input has a dynamic dim 'batch'; "
+            f"found {'; '.join(str(spec) for spec in record.inputs)}."
+        )
     return notes
 
 
@@ -310,7 +312,7 @@ def probe_dims(
 ) -> tuple[GraphRecord, list[str]]:
     """Run the graph at several sizes, and correct its dims on disk.
 
-    A dim of which the graph takes only one size is fixed, except those of tokens.
+    A dim of which the graph takes only one size is fixed, except those of rows and texts.
 
     Args:
         path: the ONNX file.
@@ -345,45 +347,55 @@ def probe_dims(
             fixed = {"height": base["height"], "width": base["width"]}
             size = f"{base['height']} × {base['width']}"
             notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
-    tokens = _token_dims(record.inputs)
+    free = _free_dims(record.inputs)
     varied: dict[str, Shapes | str] = {}
     for dim in base:
         if dim in fixed:
             continue
-        step = 32 if dim in ("height", "width") else 1  # smaller steps can stay within one patch
-        sizes = [base[dim] + step, base[dim] - step]
-        if is_batch(dim):  # a detector takes a number of texts for each image
-            sizes.append(2 * base[dim])
-        runs = (run(**{dim: size}) for size in sizes if size > 0)
-        varied[dim] = next((after for after in runs if not isinstance(after, str)), "rejected")
-        if isinstance(varied[dim], str) and not (dim in tokens or is_batch(dim)):
+        varied[dim] = _vary(run, dim, base[dim])
+        if isinstance(varied[dim], str) and dim not in free:
             fixed[dim] = base[dim]
             notes.append(_fixed_note(dim, base[dim]))
     varied = {dim: after for dim, after in varied.items() if dim not in fixed}
     outputs = {s.name: _output_dims(s.name, s.dims, before, varied) for s in record.outputs}
     record = fix_dims(path, record, fixed, outputs)
-    natural = {dim: base[dim] for dim in varied if _is_natural(dim, tokens, limits)}
     small = max(_SMALL, limits.min_sequence)
-    for dim in tokens & set(varied) - set(limits.sizes):
-        if base[dim] > small and isinstance(run(**{dim: small}), str):
-            natural[dim] = base[dim]
+    natural = {
+        dim: base[dim]
+        for dim in varied
+        if dim not in limits.sizes and not is_batch(dim)
+        if (base[dim] > small and isinstance(run(**{dim: small}), str))
+        or not (dim in free or (dim == "sequence" and limits.min_sequence > 1))
+    }
     return record.model_copy(update={"sample_sizes": natural}), notes
+
+
+def _vary(run: Callable[..., Shapes | str], dim: str, size: int) -> Shapes | str:
+    """Run a graph at another size of one dim; return the last message if it rejects all."""
+    if dim in ("height", "width"):
+        sizes = [size + 32, size - 32]  # smaller steps can stay within one patch
+    elif is_batch(dim):
+        sizes = [size + 1, size - 1, 2 * size]  # a detector takes some texts for each image
+    elif size >= _WAVEFORM:
+        sizes = [2 * size, size // 2, size + 1, size - 1]  # many samples make one position
+    else:
+        sizes = [size + 1, size - 1]
+    found: Shapes | str = ""
+    for other in sizes:
+        if other > 0 and not isinstance(found := run(**{dim: other}), str):
+            break
+    return found
 
 
 def _fixed_note(dim: str, size: int) -> str:
     return f"{dim} is fixed at {size}: the model rejects other sizes"
 
 
-def _is_natural(dim: str, tokens: Collection[str], limits: FeedLimits) -> bool:
-    """Return True for dims with a size of their own: not of rows, texts, images or waveforms."""
-    is_waveform = dim == "sequence" and limits.min_sequence > 1
-    return not (is_batch(dim) or dim in tokens or dim in limits.sizes or is_waveform)
-
-
-def _token_dims(inputs: Sequence[TensorSpec]) -> set[str]:
-    """Return the dims of texts: positions of integer inputs, of a cache and of an encoder."""
-    found = [spec for spec in inputs if spec.dtype.startswith(("int", "bool"))]
-    dims = [dim for spec in found for dim in spec.dims[1:2]]
+def _free_dims(inputs: Sequence[TensorSpec]) -> set[str]:
+    """Return the dims of rows and of texts: positions of integers, of a cache, of an encoder."""
+    dims = [dim for spec in inputs for dim in spec.dims[:1]]
+    integers = [spec for spec in inputs if spec.dtype.startswith(("int", "bool"))]
+    dims += [dim for spec in integers for dim in spec.dims[1:2]]
     dims += [
         dim
         for spec in inputs

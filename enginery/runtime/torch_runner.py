@@ -560,7 +560,7 @@ class TorchRunner(Closeable):
             # With a past, the encoder's keys and values come from the cache. PyTorch still needs
             # encoder outputs, of any value, to know that the encoder has run.
             rows, length = tensors["encoder_attention_mask"].shape
-            width = self._model.config.hidden_size
+            width = getattr(self._model.get_encoder().config, "hidden_size", 1)
             inputs["encoder_outputs"] = (torch.zeros(rows, length, width), None, None)
         with config.patch_model_for_export(model, model_kwargs={}):
             found = model(**config.rename_ambiguous_inputs(inputs))

@@ -73,6 +73,7 @@ def test_sounds_that_need_a_length_are_as_long_as_in_the_trace(exported_type):
     encoder = next(g for g in artifact.manifest.graphs if "encoder" in g.file)
     length = encoder.inputs[0].dims[1]
     assert encoder.sample_sizes[length] == 16000
+    assert encoder.outputs[0].dims[1] == "last_hidden_state_sequence"
 
 
 def test_a_model_with_fewer_positions_than_optimum_traces(exported_type):
