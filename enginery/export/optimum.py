@@ -228,7 +228,7 @@ def _takes_one_less(
     try:
         with torch.no_grad():
             model(**shorter)
-    except (RuntimeError, ValueError, IndexError):
+    except Exception:  # a model of any class may fail in any way
         return False
     return True
 
