@@ -532,7 +532,7 @@ class _Comparison:
         """Compare decoders with a cache over several tokens, and generated texts with PyTorch's."""
         artifact, config = self.reference.artifact, self.config
         decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
-        obstacle = "no engine takes the empty past of a prompt" if engines else ""
+        obstacle = "only graphs decode here, not engines" if engines else ""
         if self.reference.is_onnx:
             obstacle = f"{self.reference.name} keeps no cache"
         if decoders and obstacle:
