@@ -3,6 +3,7 @@
     python -m benchmarks.model_types --work DIR                 # the main task of each type
     python -m benchmarks.model_types --work DIR --tasks all     # every task
     python -m benchmarks.model_types --work DIR --types bert,vit --stages export,int8,engine
+    python -m benchmarks.model_types --work DIR --table docs/support-models.md
 
 The models are made from the configurations in `tests/model_types.json`, with random weights. Each
 runs in a process of its own, and its result is a line of `DIR/results.jsonl`, so that a run that
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,10 +40,14 @@ def main() -> None:
     parser.add_argument("--stages", default="export,validate")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--table", type=Path, help="write the results so far to this page, and end")
     parser.add_argument("--one", nargs=2, metavar=("TYPE", "TASK"))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     stages = given.stages.split(",")
+    if given.table:
+        given.table.write_text(page(read_results(given.work / "results.jsonl").values()))
+        return
     if given.one:
         print(json.dumps(run_one(*given.one, stages, given.work)))
         return
@@ -94,6 +101,53 @@ def summarize(results: Iterable[dict[str, Any]]) -> str:
         f"{stage}: {', '.join(f'{n} {state}' for state, n in states.items())}"
         for stage, states in counts.items()
     )
+
+
+COLUMNS = {
+    "export": "export",
+    "validate": "validate",
+    "fp16 validate": "FP16",
+    "int8": "INT8",
+    "engine fp16": "engine",
+}
+_PAGE = """# Model types
+
+Every model type of Optimum's registry with one tiny model of random weights each, made from its
+configuration in `tests/model_types.json`; written by `python -m benchmarks.model_types --table`.
+*validate* compares with PyTorch (`--effort quick`), *FP16* is `optimize --target tensorrt
+--precision fp16` and its validation, *INT8* is static quantization calibrated on random inputs to
+a cosine of 0.9, and *engine* is built of the FP16 graph for compute capability 8.9, without a
+GPU. An empty cell was not tried.
+
+| type | task | {columns} | why not |
+|-|-|{dashes}-|
+{rows}
+"""
+_WORDS = {"passed": "yes", "failed": "no", "refused": "no", "crashed": "crash"}
+
+
+def page(results: Iterable[dict[str, Any]]) -> str:
+    """Return the results as a page of Markdown."""
+    rows = []
+    for found in sorted(results, key=lambda each: (each["type"], each["task"])):
+        stages = found["stages"]
+        cells = [_WORDS.get(stages.get(stage, {}).get("state"), "") for stage in COLUMNS]
+        broken = next((each for each in stages.values() if each["state"] != "passed"), None)
+        rows.append(" | ".join([found["type"], found["task"], *cells, _reason(broken)]))
+    return _PAGE.format(
+        columns=" | ".join(COLUMNS.values()),
+        dashes="-|" * len(COLUMNS),
+        rows="\n".join(f"| {row} |" for row in rows),
+    )
+
+
+def _reason(broken: dict[str, Any] | None) -> str:
+    """Return the first sentence of what went wrong, without paths."""
+    if broken is None:
+        return ""
+    words = broken["why"].split(" The whole log: ")[0].splitlines()[0]
+    words = re.sub(r"/\S+/", "", words).replace("|", "\\|")
+    return textwrap.shorten(words, 160, placeholder=" …")
 
 
 def run_apart(pair: tuple[str, str], stages: str, work: Path) -> dict[str, Any]:
