@@ -13,6 +13,7 @@ was interrupted goes on; `--again` forgets the results of these types.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import shutil
@@ -75,6 +76,7 @@ def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
     """Return the main task of a type, or all that Optimum exports."""
     if which == "main":
         return [known["task"]]
+    importlib.import_module("optimum.exporters.onnx.model_configs")  # registers the types
     from optimum.exporters.tasks import TasksManager
 
     found = TasksManager.get_supported_tasks_for_model_type(

@@ -602,9 +602,7 @@ class PreprocessorConfig(_File):
         Annotated[int, Field(ge=0, le=2**12), _expected("an integer from 0 to 4096")] | None
     ) = None
     keep_aspect_ratio: Flag | None = None
-    ensure_multiple_of: (
-        Annotated[int, Field(ge=1, le=2**12), _expected("an integer from 1 to 4096")] | None
-    ) = None
+    ensure_multiple_of: _Divisor | None = None
     do_flip_channel_order: Flag | None = None
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None

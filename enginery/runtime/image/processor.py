@@ -209,6 +209,8 @@ class ImageProcessor:
         if settings.get("do_center_crop"):
             crop = found.crop_size or ImageSize(edge=settings["crop_size"])
             settings["crop_size"] = _parse_size(file, "crop_size", crop, _SQUARE)
+        if kind in ("GLPN", "Swin2SR") and not settings["size_divisor"]:
+            raise ArtifactError(f"{file}: size_divisor is 0, expected a number from 1.")
         for name in ("image_mean", "image_std"):
             if np.ndim(settings[name]) and len(settings[name]) not in (1, _CHANNELS):
                 raise ArtifactError(

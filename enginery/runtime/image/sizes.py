@@ -24,7 +24,7 @@ _ANY = (_SIDES, _SHORTEST)
 _DETECTOR = (_SIDES, _EDGES, _LIMITS)
 
 # The keys that `size` may have. Others have `_ANY`.
-SIZE_KEYS: dict[str, tuple[frozenset[str], ...]] = {
+_SIZE_KEYS: dict[str, tuple[frozenset[str], ...]] = {
     "ConvNext": (_SHORTEST,),
     "Detr": _DETECTOR,
     "ConditionalDetr": _DETECTOR,
@@ -36,16 +36,15 @@ SIZE_KEYS: dict[str, tuple[frozenset[str], ...]] = {
     "DPT": (_SIDES,),
     "Segformer": (_SIDES,),
     "OwlViT": (_SIDES,),
-    "ChineseCLIP": (_SIDES, _SHORTEST),
     "Sam": (frozenset({"longest_edge"}),),
 }
 # ConvNeXt crops only below this size; from this size on it resizes the whole image to a square.
-CONVNEXT_CROPS_BELOW = 384
+_CONVNEXT_CROPS_BELOW = 384
 
 
 def size_keys(kind: str) -> tuple[frozenset[str], ...]:
     """Return the sets of keys that the `size` of a processor may have."""
-    return SIZE_KEYS.get(kind, _ANY)
+    return _SIZE_KEYS.get(kind, _ANY)
 
 
 def target_size(kind: str, settings: Settings, size: PixelSize) -> PixelSize:
@@ -68,7 +67,7 @@ def _by_shortest_edge(size: PixelSize, edge: int) -> PixelSize:
 
 def _convnext(settings: Settings, size: PixelSize) -> PixelSize:
     edge = settings["size"]["shortest_edge"]
-    if edge >= CONVNEXT_CROPS_BELOW:
+    if edge >= _CONVNEXT_CROPS_BELOW:
         return edge, edge
     return _by_shortest_edge(size, int(edge / settings["crop_pct"]))
 
@@ -82,8 +81,6 @@ def _levit(settings: Settings, size: PixelSize) -> PixelSize:
 
 def _pool_former(settings: Settings, size: PixelSize) -> PixelSize:
     wanted, share = settings["size"], settings["crop_pct"]
-    if share is None:
-        return _plain(settings, size)
     if "shortest_edge" in wanted:
         return _by_shortest_edge(size, int(wanted["shortest_edge"] / share))
     if wanted["height"] == wanted["width"]:

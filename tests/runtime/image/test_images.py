@@ -192,6 +192,17 @@ def test_unsupported_processor_is_named(tmp_path, config, message):
         ImageProcessor.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("GLPN", "size_divisor"), ("Swin2SR", "size_divisor"), ("DPT", "ensure_multiple_of")],
+)
+def test_sizes_that_are_multiples_of_zero_are_rejected(tmp_path, name, key):
+    config = {"image_processor_type": f"{name}ImageProcessor", key: 0}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    with pytest.raises(ArtifactError, match=f"{key} is 0, expected"):
+        ImageProcessor.open(tmp_path)
+
+
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_classification_equals_the_pipeline(tiny, kind, tmp_path):
     import transformers
