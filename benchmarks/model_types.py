@@ -2,6 +2,7 @@
 
     python -m benchmarks.model_types --work DIR                 # the main task of each type
     python -m benchmarks.model_types --work DIR --tasks all     # every task
+    python -m benchmarks.model_types --work DIR --tasks fill-mask,multiple-choice
     python -m benchmarks.model_types --work DIR --types bert,vit --stages export,int8,engine
     python -m benchmarks.model_types --work DIR --table docs/support-models.md
 
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--types", default="")
-    parser.add_argument("--tasks", choices=("main", "all"), default="main")
+    parser.add_argument("--tasks", default="main", help="main, all, or names")
     parser.add_argument("--stages", default="export,validate")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true")
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
-    """Return the main task of a type, or all that Optimum exports."""
+    """Return the main task of a type, all that Optimum exports, or those that are named."""
     if which == "main":
         return [known["task"]]
     importlib.import_module("optimum.exporters.onnx.model_configs")  # registers the types
@@ -82,7 +83,7 @@ def tasks_of(kind: str, known: dict[str, Any], which: str) -> list[str]:
     found = TasksManager.get_supported_tasks_for_model_type(
         kind, "onnx", library_name="transformers"
     )
-    return sorted(found)
+    return sorted(task for task in found if which == "all" or task in which.split(","))
 
 
 def read_results(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -278,6 +279,10 @@ def save_model(kind: str, task: str, directory: Path) -> Path:
         made = TasksManager.get_model_class_for_task(
             task.removesuffix("-with-past"), "pt", model_type=kind, library="transformers"
         )
+    if known["task"].startswith("text-generation") and not task.startswith("text-generation"):
+        # The main class of BART's type and others is the decoder alone.
+        usual = type(config)()
+        config.is_encoder_decoder, config.is_decoder = usual.is_encoder_decoder, usual.is_decoder
     torch.manual_seed(0)
     model = (made.from_config if "Auto" in made.__name__ else made)(config).eval()
     _spread(model)

@@ -349,15 +349,17 @@ def probe_dims(
             notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
     free = _free_dims(record.inputs)
     varied: dict[str, Shapes | str] = {}
+    steps: dict[str, tuple[int, int]] = {}
     for dim in base:
         if dim in fixed:
             continue
-        varied[dim] = _vary(run, dim, base[dim])
+        other_size, varied[dim] = _vary(run, dim, base[dim])
+        steps[dim] = base[dim], other_size
         if isinstance(varied[dim], str) and dim not in free:
             fixed[dim] = base[dim]
             notes.append(_fixed_note(dim, base[dim]))
     varied = {dim: after for dim, after in varied.items() if dim not in fixed}
-    outputs = {s.name: _output_dims(s.name, s.dims, before, varied) for s in record.outputs}
+    outputs = {s.name: _output_dims(s.name, s.dims, before, varied, steps) for s in record.outputs}
     record = fix_dims(path, record, fixed, outputs)
     small = max(_SMALL, limits.min_sequence)
     natural = {
@@ -370,8 +372,8 @@ def probe_dims(
     return record.model_copy(update={"sample_sizes": natural}), notes
 
 
-def _vary(run: Callable[..., Shapes | str], dim: str, size: int) -> Shapes | str:
-    """Run a graph at another size of one dim; return the last message if it rejects all."""
+def _vary(run: Callable[..., Shapes | str], dim: str, size: int) -> tuple[int, Shapes | str]:
+    """Run a graph at another size of one dim; the last message if it rejects all."""
     if dim in ("height", "width"):
         sizes = [size + 32, size - 32]  # smaller steps can stay within one patch
     elif is_batch(dim):
@@ -383,8 +385,8 @@ def _vary(run: Callable[..., Shapes | str], dim: str, size: int) -> Shapes | str
     found: Shapes | str = ""
     for other in sizes:
         if other > 0 and not isinstance(found := run(**{dim: other}), str):
-            break
-    return found
+            return other, found
+    return size, found
 
 
 def _fixed_note(dim: str, size: int) -> str:
@@ -444,16 +446,26 @@ def _output_dims(
     dims: tuple[Dim, ...],
     before: Shapes,
     varied: Mapping[str, Shapes | str],
+    steps: Mapping[str, tuple[int, int]],
 ) -> list[Dim]:
-    """Return the dims of an output: declared names of input dims, else what the runs show."""
+    """Return the dims of an output: declared names of input dims, else what the runs show.
+
+    Args:
+        output: its name.
+        dims: its declared dims.
+        before: the shapes of the first run.
+        varied: the shapes of the run in which a dim had another size, or why it failed.
+        steps: the sizes of these dims in both runs.
+    """
     true: list[Dim] = []
     unknown = any(isinstance(after, str) for after in varied.values())
     for axis, dim in enumerate(dims):
-        follows = [
-            name
+        later = {
+            name: after[output][axis]
             for name, after in varied.items()
-            if not isinstance(after, str) and after[output][axis] != before[output][axis]
-        ]
+            if not isinstance(after, str)
+        }
+        follows = [name for name, size in later.items() if size != before[output][axis]]
         declared = isinstance(dim, str) and dim != "" and set(dim_terms(dim)) <= set(varied)
         if declared and is_batch(str(dim)) and not unknown:
             declared = dim in follows
@@ -463,6 +475,12 @@ def _output_dims(
             true.append(before[output][axis])
         elif "batch" in follows and all(map(is_batch, follows)) and before[output][axis] == _ROWS:
             true.append("batch")
+        elif (
+            not unknown
+            and len(follows) == 1
+            and (before[output][axis], later[follows[0]]) == steps[follows[0]]
+        ):
+            true.append(follows[0])
         else:
             true.append(f"{output}_{_axis_name(axis, len(dims))}")
     return true

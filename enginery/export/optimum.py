@@ -30,6 +30,7 @@ from enginery.export.graphs import ExportedModel, TracedInputs
 from enginery.export.side_files import copy_side_files
 
 try:
+    import onnx
     import torch
     import transformers
     from onnx import numpy_helper
@@ -80,10 +81,12 @@ def export_with_optimum(
         (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
     copy_side_files(source, out, code=config.trust_remote_code)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
-    if task.endswith("-with-past") and config.layout == "enginery":
+    generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
+    if generates and config.layout == "enginery":
         report_phase("arranging the graphs for generation")
         notes = [*notes, *arrange_for_generation(out)]
     files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
+    notes += [note for file in files for note in _drop_unnamed_outputs(out / file)]
     _require_trained(untrained, [out / file for file in files], source, task)
     return ExportedModel(
         files=files,
@@ -120,6 +123,8 @@ def _export(
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
     model.config.use_cache = task.endswith("with-past")
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the others leave the soft cap out
     settings = with_image_size(ModelConfig.read(source, error=SourceError), source)
     limits = FeedLimits.from_config(settings)
     longest = limits.position_limit or sys.maxsize
@@ -263,6 +268,22 @@ def _masks_for_any_length() -> Iterator[None]:
         yield
     finally:
         AttentionMaskConverter.to_causal_4d = original
+
+
+def _drop_unnamed_outputs(path: Path) -> list[str]:
+    """Drop the outputs that Optimum has no names for, and return notes.
+
+    The patched model of MetaCLIP 2 returns more tensors than its task has. The tracer names them.
+    """
+    model = load_graph(path)
+    unnamed = [value for value in model.graph.output if "::" in value.name]
+    if not unnamed:
+        return []
+    for value in unnamed:
+        model.graph.output.remove(value)
+    onnx.save(model, str(path))
+    names = ", ".join(value.name for value in unnamed)
+    return [f"{path.name}: dropped the outputs {names}, which no task has"]
 
 
 def _require_trained(

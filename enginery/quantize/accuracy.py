@@ -19,7 +19,7 @@ from enginery.runtime.agreement import (
     read_model_pooling,
 )
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.sample_inputs import SampleBatch, builtin_batches, takes_real_inputs
+from enginery.runtime.sample_inputs import SampleBatch, builtin_batches, has_builtin_inputs
 from enginery.runtime.text.pooling import Pooling
 
 Graph = Callable[[Feeds], Outputs]
@@ -136,7 +136,7 @@ def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
 def find_builtin_batches(source: SourceGraph) -> list[SampleBatch]:
     """Return the built-in texts or images that `validate` uses; none if the graph takes others."""
     artifact, record = source.artifact, source.record
-    if not takes_real_inputs(artifact, record):
+    if not has_builtin_inputs(artifact, record):
         return []
     try:
         return builtin_batches(artifact, record)

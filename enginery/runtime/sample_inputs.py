@@ -38,6 +38,7 @@ TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "posit
 ROWS = 16
 """Texts in a batch: enough to differ in length, few enough for any machine."""
 _IMAGES = 4
+_CHOICES = 4
 _TOKENIZED = 256
 """Number of texts whose encodings, kilobytes each, are in memory at the same time."""
 
@@ -47,9 +48,13 @@ Text = str | tuple[str, str]
 
 
 def takes_texts(record: GraphRecord) -> bool:
-    """Return True if a tokenizer produces all inputs of the graph."""
-    names = _names(record)
-    return "input_ids" in names and names <= TEXT_INPUTS
+    """Return True if a tokenizer produces all inputs of the graph, (batch, sequence) each."""
+    return _takes_tokens(record) and not takes_choices(record)
+
+
+def takes_choices(record: GraphRecord) -> bool:
+    """Return True if a tokenizer produces all inputs, (batch, choices, sequence) each."""
+    return _takes_tokens(record) and all(len(spec.dims) == 3 for spec in record.inputs)
 
 
 def takes_images(record: GraphRecord) -> bool:
@@ -67,6 +72,13 @@ def takes_real_inputs(artifact: Artifact, record: GraphRecord) -> bool:
     if takes_images(record):
         return (artifact.path / "preprocessor_config.json").is_file()
     return takes_texts(record) and (artifact.path / "tokenizer.json").is_file()
+
+
+def has_builtin_inputs(artifact: Artifact, record: GraphRecord) -> bool:
+    """Return True if `builtin_batches` has inputs for the graph."""
+    if takes_choices(record):
+        return (artifact.path / "tokenizer.json").is_file()
+    return takes_real_inputs(artifact, record)
 
 
 def fixed_batch(record: GraphRecord) -> int | None:
@@ -153,6 +165,25 @@ class TextFeeder:
 
 
 @dataclass(frozen=True)
+class ChoicesFeeder:
+    """A converter of texts to feeds of a graph that chooses one of several in each row."""
+
+    texts: TextFeeder
+
+    def __call__(self, rows: Sequence[Sequence[Text]]) -> Feeds:
+        """Return the graph's inputs: (len(rows), choices, sequence) each, of the graph's dtypes.
+
+        Args:
+            rows: as many texts each.
+
+        Raises:
+            InputError: see `TextFeeder`.
+        """
+        flat = self.texts([text for row in rows for text in row])
+        return {name: array.reshape(len(rows), -1, array.shape[1]) for name, array in flat.items()}
+
+
+@dataclass(frozen=True)
 class ImageFeeder:
     """A converter of images (paths, Pillow images or uint8 arrays) to feeds."""
 
@@ -215,9 +246,23 @@ def builtin_batches(artifact: Artifact, record: GraphRecord) -> list[SampleBatch
     if takes_images(record):
         return image_batches(ImageFeeder.open(artifact, record), synthetic_images(), record)
     feeder = TextFeeder.open(artifact, record)
+    if takes_choices(record):
+        rows = _choices(record)
+        return sample_batches("questions", rows, ChoicesFeeder(feeder), record, rows=_IMAGES)
     if artifact.manifest.task == "question-answering":
         return text_batches("questions", feeder, QUESTIONS, record)
     return text_batches("sentences", feeder, SENTENCES, record)
+
+
+def _choices(record: GraphRecord) -> list[list[Text]]:
+    """Return a question with several possible answers in each row."""
+    choices = record.inputs[0].dims[1]
+    count = choices if isinstance(choices, int) else _CHOICES
+    answers = len(SENTENCES)
+    return [
+        [(QUESTION, SENTENCES[(first + choice) % answers]) for choice in range(count)]
+        for first in range(answers)
+    ]
 
 
 def text_batches(
@@ -344,6 +389,11 @@ def sample_batches(
         load = partial(feed, pad_batch(part, record))
         batches.append(SampleBatch(name, slice(start, end), load))
     return batches
+
+
+def _takes_tokens(record: GraphRecord) -> bool:
+    names = _names(record)
+    return "input_ids" in names and names <= TEXT_INPUTS
 
 
 def _names(record: GraphRecord) -> set[str]:

@@ -128,3 +128,35 @@ def test_texts_do_not_depend_on_their_batch_where_padding_counts(exported_type, 
         alone = [model.generate([text], max_new_tokens=5)[0] for text in texts]
     assert [found.tokens for found in together] == [found.tokens for found in alone]
     assert len({found.tokens for found in alone}) > 1
+
+
+def test_one_of_several_texts_is_chosen_in_each_row(exported_type):
+    artifact = exported_type("bert", "multiple-choice")
+    assert dims(artifact)["input_ids"] == ("batch", "num_choices", "sequence")
+    report = validate_model(artifact, effort="quick")
+    assert report.passed, report.summary
+    assert any(case.name == "questions 13–16" for case in report.cases)
+
+
+def test_a_model_without_head_has_a_cache(exported_type):
+    artifact = exported_type("gpt2", "feature-extraction-with-past")
+    assert dims(artifact)["present.0.key"] == ("batch", 2, "sequence", 16)
+    report = validate_model(artifact, effort="quick")
+    assert report.passed, report.summary
+
+
+def test_capped_attention_scores_are_exported(exported_type):
+    report = validate_model(exported_type("gemma2", "text-generation-with-past"), effort="quick")
+    assert report.passed, report.summary
+
+
+def test_outputs_without_a_name_are_dropped(exported_type):
+    artifact = exported_type("metaclip_2", "zero-shot-image-classification")
+    assert not [name for name in dims(artifact) if ":" in name]
+    assert "dropped the outputs onnx::" in notes(artifact)
+    assert validate_model(artifact, effort="quick").passed
+
+
+def test_a_classifier_of_an_encoder_decoder_reads_the_end(exported_type):
+    report = validate_model(exported_type("bart", "text-classification"), effort="quick")
+    assert report.passed, report.summary

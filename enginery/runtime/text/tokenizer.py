@@ -642,7 +642,7 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
 def fixed_sequence(inputs: Iterable[TensorSpec]) -> int | None:
     """Return the graph's sequence length if it is fixed, else None."""
     dims = next((spec.dims for spec in inputs if spec.name == "input_ids"), ())
-    return dims[1] if len(dims) == 2 and isinstance(dims[1], int) else None
+    return dims[-1] if len(dims) > 1 and isinstance(dims[-1], int) else None
 
 
 def clean_up_tokenization(text: str) -> str:

@@ -22,6 +22,7 @@ from enginery.runtime.sample_inputs import (
     TextFeeder,
     array_batches,
     builtin_batches,
+    has_builtin_inputs,
     image_batches,
     takes_images,
     takes_real_inputs,
@@ -44,7 +45,7 @@ def real_cases(
     """
     if _is_arrays(config):
         return _array_cases(record, config), []
-    if not takes_real_inputs(artifact, record):
+    if not has_builtin_inputs(artifact, record):
         return [], []
     if config.data:
         make = _image_cases if takes_images(record) else _text_cases
