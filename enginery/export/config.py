@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from enginery.core.errors import OptionError
 
@@ -29,6 +30,19 @@ class ExportConfig:
     dims: tuple[str, ...] = ()
     """The dims of an .onnx file's input, such as `x=batch,3,height,width`: a name or a number for
     each axis. A number fixes a dynamic dim. Repeat it for other inputs."""
+    resize: str = ""
+    """The size of images for an .onnx file, such as `320` or `480x640` (height × width); empty for
+    the graph's own size, and if that is dynamic for each image's own."""
+    rescale: str = ""
+    """The factor that pixels from 0 to 255 are multiplied with for an .onnx file: `1/255`, which
+    is the default, or `1`."""
+    mean: str = ""
+    """What is subtracted from rescaled pixels for an .onnx file: a number, or one for each channel,
+    such as `0.485,0.456,0.406`. The default is 0."""
+    std: str = ""
+    """What pixels without the mean are divided by, like `mean`. The default is 1."""
+    channel_order: Literal["", "rgb", "bgr", "gray"] = ""
+    """The channels of images for an .onnx file. The default is rgb, and gray for one channel."""
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The type in which the model's weights are loaded and exported."""
     exporter: Literal["optimum", "dynamo"] = "optimum"
@@ -69,6 +83,15 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
         )
     for text in config.dims:
         parse_input_dims(text)
+    given = [name for name in IMAGE_OPTIONS if getattr(config, name)]
+    if given and not is_onnx:
+        raise OptionError(
+            f"option '{given[0]}' is given, but other models than .onnx files come with the "
+            "settings of their images, preprocessor_config.json.",
+            do="Leave it out.",
+            option=given[0],
+        )
+    parse_image_options(config)
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
         raise OptionError(
             f"option 'device' is '{config.device}', expected cpu, cuda or cuda:N.",
@@ -82,6 +105,60 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
             do="Use --device cuda or --exporter dynamo.",
             option="dtype",
         )
+
+
+IMAGE_OPTIONS = ("resize", "rescale", "mean", "std", "channel_order")
+_MAX_EDGE = 2**14
+
+
+def parse_image_options(config: ExportConfig) -> dict[str, Any]:
+    """Return the keys of preprocessor_config.json that the options for images set; {} without any.
+
+    >>> parse_image_options(ExportConfig(resize="480x640", mean="0.5"))["size"]
+    {'height': 480, 'width': 640}
+
+    Raises:
+        OptionError: one has another form.
+    """
+    if not any(getattr(config, name) for name in IMAGE_OPTIONS):
+        return {}
+    sides = config.resize.split("x") if config.resize else []
+    if len(sides) > 2 or not all(re.fullmatch("[1-9][0-9]{0,4}", side) for side in sides):
+        raise _image_option("resize", config.resize, "320, or 480x640 for height and width")
+    if any(int(side) > _MAX_EDGE for side in sides):
+        raise _image_option("resize", config.resize, f"up to {_MAX_EDGE} pixels")
+    factor = re.fullmatch(r"(?:1/)?[0-9]+(?:\.[0-9]+)?", config.rescale or "1/255")
+    above, _, below = (config.rescale or "1/255").rpartition("/")
+    if factor is None or not 0 < float(below) <= 1000:
+        raise _image_option("rescale", config.rescale, "1/255, or a number")
+    found = {
+        "image_processor_type": "RawImageProcessor",
+        "do_resize": bool(sides),
+        "rescale_factor": 1 / float(below) if above else float(below),
+        "image_mean": _numbers("mean", config.mean or "0"),
+        "image_std": _numbers("std", config.std or "1"),
+        "channel_order": config.channel_order or None,
+    }
+    if sides:
+        found["size"] = {"height": int(sides[0]), "width": int(sides[-1])}
+    return found
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    """Return the numbers of `mean` or `std`, one or one for each channel."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    bounded = all(math.isfinite(n) and abs(n) <= 1e6 for n in numbers)  # NaN is never compared
+    if len(numbers) not in (1, 3) or not bounded or (name == "std" and min(numbers) <= 0):
+        above = " above 0" if name == "std" else ""
+        raise _image_option(name, text, f"a number{above}, or three, such as 0.485,0.456,0.406")
+    return numbers
+
+
+def _image_option(name: str, text: str, expected: str) -> OptionError:
+    return OptionError(f"option '{name}' is '{text}', expected {expected}.", option=name)
 
 
 def parse_input_dims(text: str) -> tuple[str, list[int | str]]:

@@ -140,6 +140,10 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
             notes = [f"{name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
             record, notes = probe_dims(path, record, limits, samples, name=name)
+        if exported.imported:
+            usual = {dim: size for dim, size in samples.items() if dim in ("height", "width")}
+            usual = {dim: usual[dim] for dim in dynamic_dims(record.inputs) if dim in usual}
+            record = record.model_copy(update={"sample_sizes": {**record.sample_sizes, **usual}})
         notes += [_fixed_note(dim, fixed[dim]) for dim in sorted(traced.fixed & set(fixed))]
         records.append(record)
         exported.notes.extend(notes)

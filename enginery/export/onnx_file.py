@@ -7,6 +7,7 @@ to dims by name. And with `--opset`, the graph is converted.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tempfile
@@ -20,14 +21,26 @@ from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, ShapeError, SourceError, nearest
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
+from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.model.screening import screen_model
 from enginery.core.shapes import INPUT_AXES, canonical_dim, dim_terms
-from enginery.export.config import ExportConfig, parse_input_dims
-from enginery.export.graphs import ExportedModel, base_sizes, is_readable
+from enginery.export.config import (
+    IMAGE_OPTIONS,
+    ExportConfig,
+    parse_image_options,
+    parse_input_dims,
+)
+from enginery.export.graphs import (
+    ExportedModel,
+    TracedInputs,
+    base_sizes,
+    is_readable,
+    record_graph,
+)
 from enginery.export.side_files import copy_side_files
 from enginery.passes.ir.opset import convert_opset
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.sample_inputs import channel_axis
 
 _IMAGES = {
     1: ("batch", "channels", "height", "width"),
@@ -71,15 +84,66 @@ def import_onnx(source: Path, config: ExportConfig, out: Path) -> ExportedModel:
     if has_side_files:
         copy_side_files(source.parent, out, code=False, config=True)
     named = name_input_dims(out / "model.onnx", config.dims)
+    traced = _write_image_settings(out, config)
     return ExportedModel(
         files=["model.onnx"],
         task=config.task if config.task != "auto" else "unknown",
         model_type=settings.model_type or "unknown",
         library="onnx",
+        traced={"model.onnx": traced},
         config=settings,
         notes=[f"imported from {source.name}", *named],
         imported=source.name,
     )
+
+
+def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
+    """Write preprocessor_config.json if an option describes images, and return their shape.
+
+    Raises:
+        OptionError: the graph does not take such images.
+    """
+    given = parse_image_options(config)
+    if not given:
+        return TracedInputs()
+    option = next(name for name in IMAGE_OPTIONS if getattr(config, name))
+    record = record_graph(out / "model.onnx", out)
+    axis = channel_axis(record)
+    spec = record.inputs[0]
+    if axis is None:
+        raise OptionError(
+            f"option '{option}' is given, but the graph takes no images: "
+            f"{', '.join(map(str, record.inputs))}.",
+            do="Leave it out, or name the dims and channels with --dims x=batch,3,height,width.",
+            option=option,
+        )
+    sides = dict(
+        zip(("height", "width"), spec.dims[2:] if axis == 1 else spec.dims[1:3], strict=True)
+    )
+    fixed = {name: side for name, side in sides.items() if isinstance(side, int)}
+    size = {**given.get("size", fixed), **({} if given["do_resize"] else fixed)}
+    if wrong := [name for name in fixed if size[name] != fixed[name]]:
+        raise OptionError(
+            f"option 'resize' is '{config.resize}', but the graph takes images of the {wrong[0]} "
+            f"{fixed[wrong[0]]}.",
+            do="Leave it out for the graph's own size.",
+            option="resize",
+        )
+    order = given["channel_order"] or ("gray" if spec.dims[axis] == 1 else "rgb")
+    if (order == "gray") != (spec.dims[axis] == 1):
+        raise OptionError(
+            f"option 'channel_order' is '{order}', but the graph takes images of {spec.dims[axis]} "
+            "channels.",
+            option="channel_order",
+        )
+    whole = len(size) == 2
+    given |= {"channel_order": order, "do_resize": whole, **({"size": size} if whole else {})}
+    (out / PreprocessorConfig.FILE).write_text(json.dumps(given, indent=2) + "\n")
+    if not whole:
+        return TracedInputs()
+    known = {sides[name]: side for name, side in size.items()}
+    shape = (known.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.dims[1:])
+    return TracedInputs({spec.name: (1, *(side for side in shape if isinstance(side, int)))})
 
 
 def name_input_dims(path: Path, given: Sequence[str] = ()) -> list[str]:

@@ -39,6 +39,7 @@ ROWS = 16
 """Texts in a batch: enough to differ in length, few enough for any machine."""
 _IMAGES = 4
 _CHOICES = 4
+_CHANNELS = (1, 3)
 _TOKENIZED = 256
 """Number of texts whose encodings, kilobytes each, are in memory at the same time."""
 
@@ -58,8 +59,16 @@ def takes_choices(record: GraphRecord) -> bool:
 
 
 def takes_images(record: GraphRecord) -> bool:
-    """Return True if pixel_values is the graph's only input."""
-    return _names(record) == {"pixel_values"}
+    """Return True if the graph's only input is pixel_values, or has the shape of images."""
+    return _names(record) == {"pixel_values"} or channel_axis(record) is not None
+
+
+def channel_axis(record: GraphRecord) -> int | None:
+    """Return the axis of 1 or 3 channels of a graph whose only input can be images: 1 or 3."""
+    dims, dtype = record.inputs[0].dims, record.inputs[0].dtype
+    if len(record.inputs) > 1 or len(dims) != 4 or not dtype.startswith(("float", "uint8")):
+        return None
+    return next((axis for axis in (1, 3) if dims[axis] in _CHANNELS), None)
 
 
 def takes_sounds(record: GraphRecord) -> bool:
@@ -189,7 +198,10 @@ class ImageFeeder:
 
     processor: ImageProcessor
     dtype: str
-    """The dtype of the graph's pixel_values; some FP16 graphs take float16."""
+    """The dtype of the graph's input; some FP16 graphs take float16."""
+    input_name: str = "pixel_values"
+    channels_last: bool = False
+    """True for (batch, height, width, channels)."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> ImageFeeder:
@@ -198,7 +210,9 @@ class ImageFeeder:
         Raises:
             ArtifactError: preprocessor_config.json is missing or its processor is not supported.
         """
-        return cls(ImageProcessor.open(artifact.path), record.inputs[0].dtype)
+        spec = record.inputs[0]
+        processor = ImageProcessor.open(artifact.path)
+        return cls(processor, spec.dtype, spec.name, channels_last=channel_axis(record) == 3)
 
     def by_shape(self, images: Iterable[Any]) -> dict[tuple[int, ...], list[int]]:
         """Group the indices of images by the shape of their pixels, (channels, height, width).
@@ -217,13 +231,15 @@ class ImageFeeder:
         return found
 
     def __call__(self, images: Sequence[Any]) -> Feeds:
-        """Return `pixel_values`: (len(images), channels, height, width), of the graph's dtype.
+        """Return the graph's input, (len(images), channels, height, width), of its dtype.
 
         Raises:
             InputError: an image cannot be read.
         """
         pixels = np.stack([self.processor(load_image(image)) for image in images])
-        return {"pixel_values": pixels.astype(self.dtype, copy=False)}
+        if self.channels_last:
+            pixels = pixels.transpose(0, 2, 3, 1)
+        return {self.input_name: pixels.astype(self.dtype, copy=False)}
 
 
 @dataclass(frozen=True)

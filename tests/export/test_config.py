@@ -10,6 +10,7 @@ from enginery.export.config import ExportConfig, check_options
         ({"opset": 6}, "option 'opset' is 6, expected 7 to 23"),
         ({"opset": 24}, "option 'opset' is 24, expected 7 to 23"),
         ({"dims": ("x=batch,3",)}, "option 'dims' is given, but only the dims of an .onnx file"),
+        ({"mean": "0.5"}, "option 'mean' is given, but other models than .onnx files come with"),
         ({"device": "gpu"}, "option 'device' is 'gpu', expected cpu, cuda or cuda:N"),
         ({"dtype": "bf16"}, "ONNX Runtime has no BF16 kernels on the CPU"),
     ],

@@ -7,15 +7,24 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 
-from enginery import export_model
-from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
+from enginery import export_model, quantize_model, validate_model
+from enginery.core.errors import (
+    ArtifactError,
+    ExportError,
+    OptionError,
+    SourceError,
+    UntrustedModelError,
+)
+from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.source import resolve_source
 from enginery.export import graphs
 from enginery.export.config import ExportConfig
 from enginery.export.onnx_file import import_onnx, name_input_dims
 from enginery.export.side_files import copy_side_files
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.sample_inputs import ImageFeeder
 
 
 def linear(path, *, dims=("batch", 4), external="", output="logits"):
@@ -455,3 +464,122 @@ def test_dim_named_with_digits_is_rejected(tmp_path, name):
     path = with_dims(linear(tmp_path / "mine.onnx"), ("batch", name))
     with pytest.raises(ExportError, match="dim 1 of input 'x' is dynamic and named"):
         graphs.check_exported_graph(path)
+
+
+# Images for an .onnx file
+
+
+def detector(path, dims=("n", 3, "h", "w")):
+    """Write a graph of one convolution, for images of these dims."""
+    channels = dims[1] if dims[1] in (1, 3) else dims[3]
+    weight = np.random.default_rng(0).normal(size=(16, channels, 3, 3)).astype(np.float32)
+    nodes = [helper.make_node("Conv", ["p", "w"], ["y"], name="conv", pads=[1, 1, 1, 1])]
+    if dims[1] == channels:
+        nodes[0].input[0] = "images"
+    else:
+        perm = [0, 3, 1, 2]
+        nodes.insert(0, helper.make_node("Transpose", ["images"], ["p"], name="t", perm=perm))
+    graph = helper.make_graph(
+        nodes,
+        "detector",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, dims)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (dims[0], 16, None, None))],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)
+    return str(path)
+
+
+@pytest.fixture
+def photo(tmp_path):
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 60, 3)).astype(np.uint8)
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.fromarray(pixels).save(folder / "a.png")
+    return folder, pixels
+
+
+def pixels_of(artifact, pixels):
+    feeder = ImageFeeder.open(artifact, artifact.manifest.graphs[0])
+    (name, found), *_ = feeder([Image.fromarray(pixels)]).items()
+    assert name == "images"
+    return found[0]
+
+
+def test_images_are_prepared_as_the_options_of_an_import_say(tmp_path, photo):
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    options = {"mean": "0.485,0.456,0.406", "std": "0.229,0.224,0.225", "channel_order": "bgr"}
+    artifact = export_model(detector(tmp_path / "m.onnx"), **options)
+    expected = (photo[1][..., ::-1] / 255 - mean) / std
+    np.testing.assert_allclose(
+        pixels_of(artifact, photo[1]), expected.transpose(2, 0, 1), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "shape"),
+    [
+        (("n", 3, "h", "w"), {"resize": "32x64"}, (3, 32, 64)),
+        (("n", 3, "h", "w"), {"resize": "32"}, (3, 32, 32)),
+        (("n", 3, 24, 48), {"mean": "0"}, (3, 24, 48)),
+        (("n", 3, 24, "w"), {"resize": "24x99"}, (3, 24, 99)),
+        (("n", "h", "w", 3), {"resize": "32x64"}, (32, 64, 3)),
+        (("n", 1, 24, "w"), {"resize": "24x48"}, (1, 24, 48)),
+    ],
+)
+def test_images_get_the_size_and_layout_of_an_imported_graph(tmp_path, photo, dims, options, shape):
+    artifact = export_model(detector(tmp_path / "m.onnx", dims), rescale="1", **options)
+    found = pixels_of(artifact, photo[1])
+    assert found.shape == shape
+    assert found.max() > 1
+
+
+def test_a_resized_imports_sizes_are_those_of_its_images(tmp_path):
+    dims = ("n", 3, "height", "width")
+    artifact = export_model(detector(tmp_path / "m.onnx", dims), resize="32x64")
+    assert artifact.manifest.graphs[0].sample_sizes == {"height": 32, "width": 64}
+    limits = FeedLimits.from_artifact(artifact)
+    assert (limits.sizes["height"], limits.sizes["width"]) == (32, 64)
+
+
+def test_imported_graphs_are_validated_and_quantized_on_images(tmp_path, photo):
+    artifact = export_model(detector(tmp_path / "m.onnx"), resize="32")
+    report = validate_model(artifact, data=str(photo[0]), effort="quick")
+    assert report.passed, report.summary
+    assert any(case.kind == "real" for case in report.cases)
+    for index in range(8):
+        Image.fromarray(np.roll(photo[1], index)).save(photo[0] / f"{index}.png")
+    quantized = quantize_model(artifact, data=str(photo[0]), capability=())
+    assert quantized.manifest.is_quantized
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "said"),
+    [
+        (("n", 3, 24, 48), {"resize": "32"}, "the graph takes images of the height 24"),
+        (("n", 3, "h", "w"), {"channel_order": "gray"}, "takes images of 3 channels"),
+        (("n", 3, "h", "w"), {"resize": "3x3x3"}, "expected 320, or 480x640"),
+        (("n", 3, "h", "w"), {"resize": "0"}, "expected 320, or 480x640"),
+        (("n", 3, "h", "w"), {"resize": "99999"}, "up to 16384 pixels"),
+        (("n", 3, "h", "w"), {"rescale": "1/0"}, "expected 1/255, or a number"),
+        (("n", 3, "h", "w"), {"mean": "a"}, "expected a number, or three"),
+        (("n", 3, "h", "w"), {"mean": "nan"}, "expected a number, or three"),
+        (("n", 3, "h", "w"), {"mean": "1,2"}, "expected a number, or three"),
+        (("n", 3, "h", "w"), {"std": "0"}, "expected a number above 0"),
+    ],
+)
+def test_options_for_images_that_make_no_sense_are_rejected(tmp_path, dims, options, said):
+    with pytest.raises(OptionError, match=said):
+        export_model(detector(tmp_path / "m.onnx", dims), **options)
+
+
+def test_options_for_images_need_a_graph_of_images(tmp_path):
+    with pytest.raises(OptionError, match="the graph takes no images"):
+        export_model(str(linear(tmp_path / "mine.onnx")), resize="32")
+
+
+def test_images_for_an_import_without_their_options_are_an_error_with_advice(tmp_path, photo):
+    artifact = export_model(detector(tmp_path / "m.onnx"))
+    with pytest.raises(ArtifactError, match="--resize, --mean and --std"):
+        quantize_model(artifact, data=str(photo[0]), capability=())

@@ -93,7 +93,7 @@ class FeedLimits:
             min_sequence=frames,
             max_positions=16 * frames if frames > 1 else limit,
             position_limit=limit if _has_position_limit(merged) else None,
-            sizes={**(sample_sizes or {}), **_natural_sizes(merged)},
+            sizes={**_natural_sizes(merged), **(sample_sizes or {})},
         )
 
 

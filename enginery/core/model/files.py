@@ -604,6 +604,10 @@ class PreprocessorConfig(_File):
     keep_aspect_ratio: Flag | None = None
     ensure_multiple_of: _Divisor | None = None
     do_flip_channel_order: Flag | None = None
+    channel_order: (
+        Annotated[Literal["rgb", "bgr", "gray"], _expected("'rgb', 'bgr' or 'gray'")] | None
+    ) = None
+    """Only in files that the import of an .onnx file writes."""
     image_mean: ChannelMeans | None = None
     image_std: ChannelDeviations | None = None
 

@@ -130,6 +130,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "do_normalize": False,
         "do_pad": False,
     },
+    # Of .onnx files: the options of their import.
+    "Raw": {
+        "size": {"height": 224, "width": 224},
+        "image_mean": 0.0,
+        "image_std": 1.0,
+        "channel_order": "rgb",
+    },
     "MobileNetV1": {"size": {"shortest_edge": 256}, **_CROPPED},
     "MobileNetV2": {"size": {"shortest_edge": 256}, **_CROPPED},
     "EfficientNet": {
@@ -180,7 +187,8 @@ class ImageProcessor:
             raise ArtifactError(
                 f"{directory} has no preprocessor_config.json, which is needed to preprocess "
                 "images.",
-                do="Save the model's image processor in its directory and export again.",
+                do="Save the model's image processor in its directory and export again; an .onnx "
+                "file with --resize, --mean and --std.",
             )
         found = PreprocessorConfig.read(directory)
         name = found.image_processor_type or found.feature_extractor_type
@@ -227,7 +235,7 @@ class ImageProcessor:
             name: what error messages call it.
 
         Returns:
-            float32 (3, height, width).
+            float32 (3, height, width); (1, height, width) for a graph of gray images.
 
         Raises:
             InputError: the image is so narrow that an intermediate image would be too large.
@@ -239,7 +247,8 @@ class ImageProcessor:
             image = self._resize(image, name)
         if settings.get("do_thumbnail"):
             image = _thumbnail(image, settings["size"])
-        pixels = np.asarray(image)
+        order = settings.get("channel_order")
+        pixels = np.asarray(image.convert("L"))[..., None] if order == "gray" else np.asarray(image)
         if self.kind == "Donut" and settings["do_pad"]:
             return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
@@ -248,7 +257,7 @@ class ImageProcessor:
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
             pixels = center_crop(pixels, crop["height"], crop["width"], name)
-        if settings.get("do_flip_channel_order"):
+        if settings.get("do_flip_channel_order") or order == "bgr":
             pixels = pixels[..., ::-1]
         normalized = self._normalize(pixels)
         if settings.get("do_pad"):
