@@ -26,6 +26,7 @@ from enginery.passes.ranges.measure import float_tensors, measure_ranges
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,
+    collect_channel_means,
     collect_channel_statistics,
     collect_histograms,
 )
@@ -33,7 +34,11 @@ from enginery.quantize.calibration.batches import MAX_HELD_OUT
 from enginery.quantize.calibration.cache import CalibrationCache, SmoothQuantParams
 from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
 from enginery.quantize.calibration.ranges import choose_range
-from enginery.quantize.calibration.smoothing import choose_smoothing, mean_output_error
+from enginery.quantize.calibration.smoothing import (
+    choose_smoothing,
+    mean_convolution_error,
+    mean_output_error,
+)
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.quantize.multiply_adds import (
@@ -148,6 +153,16 @@ def calibrate(
         for x in candidates
         if config.bias_correction and x.linear and seen[x.activation].width > 1
     }
+    convolutions = [x for x in candidates if config.bias_correction and not x.linear]
+    if convolutions:
+        with progress.task("calibrating: biases", total=len(batches)) as advance:
+            means = collect_channel_means(
+                source.path, convolutions, batches, ranges, scheme, advance=advance
+            )
+        deltas |= {
+            x.name: mean_convolution_error(means[x.activation], x, weights[x.name], scheme)
+            for x in convolutions
+        }
     measured = _search(
         source,
         candidates,

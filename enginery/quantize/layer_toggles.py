@@ -109,7 +109,8 @@ def _insert_toggles(
         delta = bias_shift(layer, weight, params)
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
-        delta = delta.reshape((-1, 1, 1) if layer.op_type == "Conv" else (-1,))
+        if layer.op_type == "Conv":
+            delta = delta.reshape((-1,) + (1,) * (weight.ndim - 2))
         stem = toggles[layer.name]
         branches = {
             "then_branch": _quantized_branch(stem, node, params, rounded, delta, scheme),

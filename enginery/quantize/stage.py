@@ -71,7 +71,7 @@ from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, 
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "8"
+STAGE_VERSION = "9"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"

@@ -112,8 +112,16 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
         total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
         holder.replace_input_with(index, _add_initializer(graph, f"{layer.name}/bias", total))
         return
-    shape = (-1, 1, 1) if layer.op_type == "Conv" else (-1,)
-    vector = _add_initializer(graph, f"{layer.name}/bias", delta.reshape(shape))
+    vector = _add_initializer(graph, f"{layer.name}/bias", delta)
+    if layer.op_type == "Conv":  # its output has the channels elsewhere than the last axis
+        computed = node.inputs[2] if len(node.inputs) > 2 else None
+        if computed is not None:
+            made = _node("Add", [computed, vector], f"{layer.name}/add_bias", like=computed)
+            graph.insert_before(node, made)
+            vector = made.outputs[0]
+        node.resize_inputs(3)
+        node.replace_input_with(2, vector)
+        return
     output = node.outputs[0]
     made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
     graph.insert_after(node, made)

@@ -19,7 +19,7 @@ from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
 from enginery.passes.qdq.layers import Layer
 from enginery.passes.qdq.scales import ActivationQuantParams
-from enginery.passes.qdq.scheme import Vector
+from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.quantize.calibration.data import Batch
 from enginery.quantize.calibration.ranges import Histogram
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -136,6 +136,51 @@ def collect_histograms(
     for name, rows in _trace_activations(model, _per_channel_activations(layers), batches, advance):
         histograms[name].add(scale_and_shift(rows, transforms[name]))
     return histograms
+
+
+@dataclass
+class ChannelMeans:
+    """The mean of each channel of a convolution's input, exact and quantized."""
+
+    exact: NDArray[np.float64]
+    quantized: NDArray[np.float64]
+    count: int = 0
+    """Values of each channel so far."""
+
+    def add(self, images: Vector, params: ActivationQuantParams, scheme: Scheme) -> None:
+        """Add values (batch, channels, …)."""
+        axes = (0, *range(2, images.ndim))
+        count = images.size // images.shape[1]
+        scale = max(params.scale, 1e-12)
+        rounded = scheme.nearest(images / scale) * scale
+        share = count / (self.count + count)
+        self.exact += share * (images.mean(axis=axes, dtype=np.float64) - self.exact)
+        self.quantized += share * (rounded.mean(axis=axes, dtype=np.float64) - self.quantized)
+        self.count += count
+
+
+def collect_channel_means(
+    model: Path,
+    layers: Sequence[Layer],
+    batches: Sequence[Batch],
+    ranges: Mapping[str, ActivationQuantParams],
+    scheme: Scheme,
+    *,
+    advance: Advance = lambda: None,
+) -> dict[str, ChannelMeans]:
+    """Return the means of the inputs of convolutions, by activation."""
+    names = list(dict.fromkeys(layer.activation for layer in layers))
+    found: dict[str, ChannelMeans] = {}
+    with GraphTracer(model, names, optimized=True) as tracer:
+        for batch in batches:
+            values = tracer(batch.load())
+            for name in list(values):
+                images = np.asarray(values.pop(name), dtype=np.float32)
+                zeros = np.zeros(images.shape[1])
+                means = found.setdefault(name, ChannelMeans(zeros, zeros.copy()))
+                means.add(images, ranges[name], scheme)
+            advance()
+    return found
 
 
 def scale_and_shift(rows: Vector, params: ActivationQuantParams) -> Vector:

@@ -34,6 +34,7 @@ from enginery.passes.qdq.scales import (
 )
 from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.quantize.calibration.activation_statistics import (
+    ChannelMeans,
     ChannelStatistics,
     largest_scaled_magnitude,
     scale_and_shift,
@@ -142,6 +143,31 @@ def mean_output_error(
     exact = sample @ _as_matrix(layer, weight)
     error = exact - simulate_layer(sample, layer, weight, params, scheme)
     return np.asarray(error.mean(axis=0, dtype=np.float64), dtype=np.float32)
+
+
+def mean_convolution_error(
+    means: ChannelMeans, layer: Layer, weight: Vector, scheme: Scheme
+) -> Vector:
+    """Return the mean error of each output channel of a convolution: float32 (N,).
+
+    It is that of positions away from the border, where the padding's zeros have no error.
+
+    Args:
+        means: those of the convolution's input.
+        layer: the convolution.
+        weight: its weight, (N, channels of a group, …).
+        scheme: the quantized type.
+    """
+    kernel = tuple(range(2, weight.ndim))
+    exact = weight.sum(axis=kernel, dtype=np.float64)
+    rounded = fake_quantize_weight(layer, weight, scheme).sum(axis=kernel, dtype=np.float64)
+    groups = len(means.exact) // exact.shape[1]
+    in_groups = (groups, -1, exact.shape[1])
+    error = np.einsum("gnc,gc->gn", exact.reshape(in_groups), means.exact.reshape(groups, -1))
+    error -= np.einsum(
+        "gnc,gc->gn", rounded.reshape(in_groups), means.quantized.reshape(groups, -1)
+    )
+    return np.asarray(error.ravel(), dtype=np.float32)
 
 
 def _smoothed(

@@ -146,6 +146,29 @@ def test_bias_deltas_are_added():
     assert relative_error(run(graph)[0], ROWS @ WEIGHT + BIAS + 10) < 0.02
 
 
+@pytest.mark.parametrize("kernel", [(3,), (3, 3)])
+@pytest.mark.parametrize("bias", ["none", "constant", "computed"])
+def test_bias_deltas_of_a_convolution_become_its_bias(kernel, bias):
+    weight = GENERATOR.normal(size=(N, K, *kernel)).astype(np.float32)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], name="layer")]
+    if bias == "constant":
+        nodes[0].input.append("b")
+    elif bias == "computed":
+        nodes.insert(0, helper.make_node("Abs", ["b"], ["computed"], name="abs"))
+        nodes[1].input.append("computed")
+    images = GENERATOR.normal(size=(2, K, *(5 for _ in kernel))).astype(np.float32)
+    delta = GENERATOR.normal(size=N).astype(np.float32)
+    shape = ("batch", K, *(5 for _ in kernel))
+    plain, corrected = (model(nodes, {"w": weight, "b": BIAS}, shape=shape) for _ in range(2))
+    quantize(plain)
+    quantize(corrected, bias_deltas={"layer": delta})
+    assert "Add" not in [node.op_type for node in corrected.graph if node.name != "layer/add_bias"]
+    assert all(len(node.inputs) == 3 for node in corrected.graph if node.op_type == "Conv")
+    difference = run(corrected, images)[0] - run(plain, images)[0]
+    expected = np.broadcast_to(delta.reshape(-1, *(1 for _ in kernel)), difference.shape)
+    np.testing.assert_allclose(difference, expected, atol=1e-4)
+
+
 def test_layers_that_share_an_activation_share_its_quantization():
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], name="query"),

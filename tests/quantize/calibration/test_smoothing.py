@@ -1,13 +1,15 @@
 import numpy as np
 import pytest
+import torch
 
 from enginery.passes.qdq.layers import Layer
-from enginery.passes.qdq.scales import ActivationQuantParams
+from enginery.passes.qdq.scales import ActivationQuantParams, fake_quantize_weight
 from enginery.passes.qdq.scheme import FP8, INT8
-from enginery.quantize.calibration.activation_statistics import ChannelStatistics
+from enginery.quantize.calibration.activation_statistics import ChannelMeans, ChannelStatistics
 from enginery.quantize.calibration.smoothing import (
     choose_smoothing,
     fake_quantize,
+    mean_convolution_error,
     mean_output_error,
     simulate_layer,
     with_minmax_scale,
@@ -101,3 +103,27 @@ def test_fp8_suits_activations_of_many_magnitudes(loud, better):
         found = simulate_layer(rows, LAYER, quiet, params, scheme)
         errors[scheme] = np.linalg.norm(found - rows @ quiet)
     assert min(errors, key=errors.get) == better
+
+
+@pytest.mark.parametrize(("kernel", "groups"), [(1, 1), (3, 1), (3, 2), (3, 6)])
+def test_mean_convolution_error_corrects_the_bias(kernel, groups):
+    generator = np.random.default_rng(0)
+    images = np.abs(generator.normal(size=(3, 6, 8, 8))).astype(np.float32)
+    weight = generator.normal(size=(12, 6 // groups, kernel, kernel)).astype(np.float32)
+    size = weight[0].size
+    layer = Layer("c", "Conv", "x", "w", "y", size, 6 // groups, 12, 0, "b", False, "")
+    params = ActivationQuantParams(float(images.max()) / 200)  # clips some values
+    means = ChannelMeans(np.zeros(6), np.zeros(6))
+    for part in (images[:1], images[1:]):
+        means.add(part, params, INT8)
+
+    def convolve(values, kernels):
+        pads = (kernel // 2,) * 4
+        padded = torch.nn.functional.pad(torch.from_numpy(values), pads, mode="circular")
+        return torch.conv2d(padded, torch.from_numpy(kernels), groups=groups).numpy()
+
+    rounded = INT8.nearest(images / params.scale).astype(np.float32) * np.float32(params.scale)
+    error = convolve(images, weight) - convolve(rounded, fake_quantize_weight(layer, weight, INT8))
+    correction = mean_convolution_error(means, layer, weight, INT8)
+    assert np.abs(correction).max() > 0.01
+    np.testing.assert_allclose(correction, error.mean(axis=(0, 2, 3)), atol=1e-4)
