@@ -16,16 +16,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
-import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from enginery.core import subprocess as children
+from tests.prefork import children_of, forked_children
 
 CONFIGS = Path(__file__).parent.parent / "tests" / "model_types.json"
 SECONDS = 900
@@ -43,6 +47,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", type=Path, help="write the results so far to this page, and end")
+    parser.add_argument("--socket", type=Path, default=Path(), help=argparse.SUPPRESS)
     parser.add_argument("--one", nargs=2, metavar=("TYPE", "TASK"))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -51,25 +56,29 @@ def main() -> None:
         given.table.write_text(page(read_results(given.work / "results.jsonl").values()))
         return
     if given.one:
-        print(json.dumps(run_one(*given.one, stages, given.work)))
+        with children_of(given.socket):
+            print(json.dumps(run_one(*given.one, stages, given.work)))
         return
     known = json.loads(CONFIGS.read_text())
     types = given.types.split(",") if given.types else list(known)
     pairs = [(kind, task) for kind in types for task in tasks_of(kind, known[kind], given.tasks)]
     results = given.work / "results.jsonl"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.jobs)))
     done = {} if given.again else read_results(results)
 
     def run(pair: tuple[str, str]) -> None:
         found = done.get(pair)
         if found is None:
-            found = run_apart(pair, given.stages, given.work)
+            found = run_apart(pair, given.stages, given.work, socket)
             with results.open("a") as file:
                 file.write(json.dumps(found) + "\n")
         words = ", ".join(f"{stage} {each['state']}" for stage, each in found["stages"].items())
         print(f"{pair[0]} {pair[1]}: {words}", flush=True)
 
-    with ThreadPoolExecutor(given.jobs) as pool:
-        list(pool.map(run, pairs))
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder, "socket")
+        with forked_children(socket), ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(run, pairs))
     print(summarize(read_results(results).values()))
 
 
@@ -153,10 +162,10 @@ def _reason(broken: dict[str, Any] | None) -> str:
     return textwrap.shorten(words, 160, placeholder=" …")
 
 
-def run_apart(pair: tuple[str, str], stages: str, work: Path) -> dict[str, Any]:
+def run_apart(pair: tuple[str, str], stages: str, work: Path, socket: Path) -> dict[str, Any]:
     """Run one model in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.model_types", "--work", str(work)]
-    command += ["--stages", stages, "--one", *pair]
+    words = ["--work", str(work), "--stages", stages, "--socket", str(socket), "--one", *pair]
+    command = children.python_command("benchmarks.model_types", *words)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
@@ -244,11 +253,25 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
             attempt(
                 f"engine {name}",
                 lambda artifact=artifact, name=name: build_engine(
-                    artifact, capability=("8.9",), out=str(folder / f"engine-{name}")
+                    artifact,
+                    profile=profiles(artifact),
+                    capability="8.9",
+                    out=str(folder / f"engine-{name}"),
                 ),
             )
     shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def profiles(artifact: Any) -> tuple[str, ...]:
+    """Return a profile for each graph, like those of quantize's trial engines."""
+    from enginery.core.model.feeds import FeedLimits
+    from enginery.quantize.trial import trial_profiles
+
+    limits = FeedLimits.from_artifact(artifact)
+    graphs = artifact.manifest.graphs
+    found = (str(profile) for graph in graphs for profile in trial_profiles(graph, limits))
+    return tuple(dict.fromkeys(found))
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.subprocess import python_command
 from tests import prefork
 from tests.tiny import save_tiny
 
@@ -46,22 +44,8 @@ def _prefork(request, tmp_path_factory):
     if not (request.config.getoption("--prefork") and sys.platform == "linux" and fits):
         yield
         return
-    started = python_command
-
-    def command(module: str, *arguments: str) -> list[str]:
-        if module not in prefork.MODULES or not path.exists():
-            return started(module, *arguments)
-        return [sys.executable, "-I", "-S", prefork.__file__, str(path), module, *arguments]
-
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        subprocess.Popen(started("tests.prefork", str(path)), env=environment) as server,
-    ):
-        patch.setattr("enginery.core.subprocess.python_command", command)
+    with prefork.forked_children(path):
         yield
-        assert server.poll() is None, "the server of --prefork has ended"
-        server.kill()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ process ends, with its status or by the same signal; if the command is killed, t
 that process.
 
 Linux only. `pytest --prefork` turns it on, which `make test` does; `make test-all` starts every
-child anew.
+child anew. `benchmarks/model_types.py` uses it, too.
 """
 
 import array
@@ -18,11 +18,14 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 MODULES = (
+    "benchmarks.model_types",
     "enginery.export.worker",
     "enginery.optimize.worker",
     "enginery.runtime.torch_reference",
@@ -36,6 +39,37 @@ _PRELOADED = (
     "enginery.export.graphs",
     "enginery.runtime.torch_runner",
 )
+
+
+@contextmanager
+def forked_children(path: Path):
+    """Run a server at this path, and have this process fork its children there."""
+    from enginery.core.subprocess import python_command
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = python_command("tests.prefork", str(path))
+    with subprocess.Popen(command, env=environment) as server, children_of(path):
+        try:
+            yield
+            assert server.poll() is None, "the server that forks has ended"
+        finally:
+            server.kill()
+
+
+@contextmanager
+def children_of(path: Path):
+    """Have this process fork its children from a server that runs already, or will soon."""
+    from enginery.core import subprocess as children
+
+    started = children.python_command
+
+    def command(module: str, *arguments: str) -> list[str]:
+        if module not in MODULES or not path.exists():
+            return started(module, *arguments)
+        return [sys.executable, "-I", "-S", __file__, str(path), module, *arguments]
+
+    with mock.patch.object(children, "python_command", command):
+        yield
 
 
 def serve(path: str) -> None:
