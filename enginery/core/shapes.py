@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -138,6 +138,16 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype} ({', '.join(str(dim) for dim in self.dims)})"
+
+
+def share_of_positions(dim: str, dims: Collection[str], positions: int) -> int:
+    """Return the longest size of a dim: half of the positions if a cache needs the others.
+
+    >>> share_of_positions("sequence", ["batch", "sequence", "past_sequence"], 512)
+    256
+    """
+    shared = dim.startswith(PAST) or f"{PAST}{dim}" in dims
+    return max(positions // 2, 1) if shared else positions
 
 
 def dynamic_dims(specs: Iterable[TensorSpec]) -> list[str]:

@@ -35,7 +35,7 @@ from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord, describe_origin
 
 STAGE = "optimize"
-STAGE_VERSION = "3"
+STAGE_VERSION = "4"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")

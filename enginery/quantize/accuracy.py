@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,9 @@ from enginery.runtime.agreement import (
     AnswerAgreement,
     Outputs,
     argmax_of_finite,
-    read_model_pooling,
 )
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.sample_inputs import SampleBatch, builtin_batches, has_builtin_inputs
-from enginery.runtime.text.pooling import Pooling
 
 Graph = Callable[[Feeds], Outputs]
 
@@ -33,7 +32,7 @@ class AccuracyEvaluator:
         batches: Sequence[Batch],
         reference: Graph,
         outputs: Sequence[str],
-        pooling: Pooling | None,
+        agreement: Callable[[], AnswerAgreement],
         *,
         scratch: Path,
         labels: Sequence[int] = (),
@@ -44,7 +43,7 @@ class AccuracyEvaluator:
             batches: the inputs.
             reference: runs the reference graph.
             outputs: names of the graph's outputs.
-            pooling: result of `read_model_pooling`.
+            agreement: makes an empty comparison of answers.
             scratch: directory for the outputs, which may take gigabytes. It must exist as long as
                 the evaluator is used.
             labels: the right class of each row of the data, for `label_accuracy`.
@@ -56,7 +55,7 @@ class AccuracyEvaluator:
         self.outputs = tuple(outputs)
         """Names of the graph outputs that are compared."""
         self._labels = labels
-        self._pooling = pooling
+        self._agreement = agreement
         self._expected = [
             _save_outputs(reference(batch.load()), scratch / f"expected-{index}")
             for index, batch in enumerate(self.batches)
@@ -82,7 +81,7 @@ class AccuracyEvaluator:
             batches,
             reference,
             source.outputs,
-            read_model_pooling(source.artifact.path),
+            partial(AnswerAgreement.of, source.artifact.path),
             scratch=scratch,
             labels=labels,
         )
@@ -102,7 +101,7 @@ class AccuracyEvaluator:
 
     def _measure(self, graph: Graph | None, part: Sequence[Batch]) -> AccuracyMetrics:
         """Compare a graph, or the reference itself, on the first batches."""
-        agreement = AnswerAgreement(self._pooling)
+        agreement = self._agreement()
         right: list[bool] = []
         for batch, files in zip(part, self._expected, strict=False):
             feeds = batch.load()
@@ -162,7 +161,7 @@ def measure_builtin(
     batches = find_builtin_batches(source)
     if not batches:
         return None
-    agreement = AnswerAgreement(read_model_pooling(source.artifact.path))
+    agreement = AnswerAgreement.of(source.artifact.path)
     with (
         GraphTracer(source.path, source.outputs, optimized=True) as reference,
         GraphTracer(graph, source.outputs, optimized=fused) as quantized,

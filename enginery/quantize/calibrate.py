@@ -109,8 +109,10 @@ def calibrate(
     batches, held_out = make_batches(
         source.artifact, source.record, data, seed=config.seed, max_held_out=max_held_out
     )
+    counts_rows = "logits" in source.outputs and "pred_boxes" not in source.outputs
     for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
-        progress.say(f"quantize: {note}")
+        if counts_rows:  # an image has several boxes
+            progress.say(f"quantize: {note}")
     multiply_adds = count_multiply_adds(
         source.path, model, layers, mean_length_feeds(batches, source.record)
     )

@@ -46,8 +46,9 @@ class QuantizeConfig:
     """Minimum mean cosine between the outputs and the FP32 model's. If it is not met, the most
     harmful layers stay in floating point."""
     accuracy_budget: str = ""
-    """Accuracy that a classifier may lose, such as `0.5%`; replaces `min_cosine`. With
-    `label_column`, the share of correct labels; without, the share of answers equal to FP32's."""
+    """Accuracy that may be lost, such as `0.5%`; replaces `min_cosine`. Of a classifier, the share
+    of correct labels with `label_column`, otherwise of answers equal to FP32's; of a detector, the
+    F1 of its boxes to FP32's."""
     curve: bool = True
     """Measure accuracy against the quantized share for the report, even if every layer can be
     quantized."""

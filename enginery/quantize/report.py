@@ -150,6 +150,8 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
         same = round(accuracy.neighbour_agreement * accuracy.rows)
         low, high = wilson_interval(same, accuracy.rows)
         words += f" (95 % confidence: {low:.0%} to {high:.0%}; more --rows narrow it)"
+    if accuracy.box_f1 is not None:
+        words += f", F1 of the boxes {accuracy.box_f1:.1%}"
     if accuracy.label_accuracy is not None:
         words += f", accuracy {accuracy.label_accuracy:.1%}"
     return words
@@ -189,6 +191,7 @@ _AXES = {
     "cosine": "mean cosine to FP32",
     "agreement": "answers equal to FP32's",
     "accuracy": "accuracy",
+    "boxes": "F1 of the boxes to FP32's",
 }
 
 

@@ -34,9 +34,9 @@ Measure = Callable[[Collection[str], bool], AccuracyMetrics]
 class AccuracyBudget:
     """Accuracy that a quantized model may lose against FP32."""
 
-    kind: Literal["cosine", "agreement", "accuracy"]
+    kind: Literal["cosine", "agreement", "accuracy", "boxes"]
     """`cosine`: mean cosine to FP32's outputs. `agreement`: share of answers with the same argmax
-    as FP32. `accuracy`: share of correct labels."""
+    as FP32. `accuracy`: share of correct labels. `boxes`: F1 of a detector's boxes to FP32's."""
     allowed: float
     """Largest loss: 0 to 1, or 0 to 2 for the cosine."""
     reference: float = 1.0
@@ -51,17 +51,20 @@ class AccuracyBudget:
             reference: accuracy of the FP32 model against itself and against the labels.
 
         Raises:
-            OptionError: `accuracy_budget` is set, but the model has no logits.
+            OptionError: `accuracy_budget` is set, but the model has neither logits nor boxes.
         """
         if not config.accuracy_budget:
             return cls("cosine", 1 - config.min_cosine)
         allowed = parse_accuracy_budget(config.accuracy_budget)
         if reference.label_accuracy is not None:
             return cls("accuracy", allowed, reference.label_accuracy)
+        if reference.box_f1 is not None:
+            return cls("boxes", allowed)
         if reference.argmax_agreement is None:
             raise OptionError(
-                "option 'accuracy_budget' is set, but the model has no output 'logits', so its "
-                "answers cannot be counted as right or wrong.",
+                "option 'accuracy_budget' is set, but the model has no output 'logits', and no "
+                "boxes are found in its outputs, so its answers cannot be counted as right or "
+                "wrong.",
                 do="Set a minimum cosine instead: --min-cosine 0.998",
             )
         return cls("agreement", allowed)
@@ -88,6 +91,7 @@ class AccuracyBudget:
             "cosine": found.cosine,
             "agreement": found.argmax_agreement,
             "accuracy": found.label_accuracy,
+            "boxes": found.box_f1,
         }
         value = values[self.kind]
         if value is None:
@@ -100,6 +104,7 @@ class AccuracyBudget:
             "cosine": f"mean cosine of at least {least:.10g}",
             "agreement": f"agreement with FP32's answers of at least {least:.2%}",
             "accuracy": f"accuracy of at least {least:.2%}",
+            "boxes": f"F1 of the boxes to FP32's of at least {least:.2%}",
         }
         return words[self.kind]
 

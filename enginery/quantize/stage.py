@@ -36,6 +36,7 @@ from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.passes.cast.cast import cast_graph
+from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.insert import insert_qdq
@@ -71,7 +72,7 @@ from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, 
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
-STAGE_VERSION = "9"
+STAGE_VERSION = "10"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -400,6 +401,7 @@ def _write_graph(
         bias_deltas=cache.bias_deltas,
     )
     RemoveUnusedNodesPass()(model)
+    make_pools_global(model)
     if config.residual == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))
     path = directory / old.file

@@ -14,7 +14,13 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.shapes import PAST, Profile, dynamic_dims, profiles_by_graph
+from enginery.core.shapes import (
+    PAST,
+    Profile,
+    dynamic_dims,
+    profiles_by_graph,
+    share_of_positions,
+)
 from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
@@ -109,14 +115,16 @@ def _read_profiles(artifact: Artifact, config: QuantizeConfig) -> dict[str, list
 
 def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
     """Return one profile over all dynamic dims: batches of 1 to 32, sequences up to the limit."""
+    names = dynamic_dims(record.inputs)
+    positions = limits.position_limit or limits.max_positions
     parts = []
-    for name in dynamic_dims(record.inputs):
+    for name in names:
         if name == "batch":
             low, opt, high = _BATCH
         elif name in limits.sizes:
             low = opt = high = limits.sizes[name]
         else:
-            high = limits.position_limit or limits.max_positions
+            high = share_of_positions(name, names, positions)
             low, opt = min(limits.min_sequence, high), min(max(high // 4, 1), 128)
             if name.startswith(PAST):  # a prompt has none
                 low = 0

@@ -1,6 +1,6 @@
 """How well the answers of two graphs to the same inputs agree, row by row.
 
-    agreement = AnswerAgreement(read_model_pooling(artifact.path))
+    agreement = AnswerAgreement.of(artifact.path)
     for feeds in batches:
         agreement.add(int8(feeds), fp32(feeds), feeds)
     agreement.metrics().cosine
@@ -8,7 +8,8 @@
 The answers of a sentence-transformers model are its pooled embeddings. Those of any other model are
 the float outputs of its graph without padded positions, whole: the cosine of a row is that of all
 its numbers. Nothing is pooled or sampled: most positions of a text recognizer answer "no character"
-and agree even if the text does not.
+and agree even if the text does not. Of a detector whose outputs are known (`detections.py`), the
+boxes are compared as well: a cosine says little about them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.files import has_embedding_modules
+from enginery.core.model.files import ModelConfig, has_embedding_modules
+from enginery.runtime.detections import read_detections
 from enginery.runtime.text.pooling import Pooling, read_pooling
 
 _EMBEDDING = "embedding"
@@ -50,12 +52,29 @@ class AnswerAgreement:
     vocabulary at every position.
     """
 
-    def __init__(self, pooling: Pooling | None) -> None:
+    def __init__(self, pooling: Pooling | None, labels: int = 0) -> None:
+        """Start without answers.
+
+        Args:
+            pooling: result of `read_model_pooling`.
+            labels: number of labels in the model's config; 0 if it has none.
+        """
         self._pooling = pooling
+        self._labels = labels
+        self._same_boxes = self._boxes = 0
         self._cosines: dict[str, list[float]] = {}
         self._argmax: list[float] = []
         self._found: _Rows = []
         self._expected: _Rows = []
+
+    @classmethod
+    def of(cls, directory: Path) -> AnswerAgreement:
+        """Return the comparison for a model's directory.
+
+        Raises:
+            ArtifactError: the model uses a pooling that is not supported.
+        """
+        return cls(read_model_pooling(directory), len(ModelConfig.read(directory).id2label))
 
     @property
     def rows(self) -> int:
@@ -64,6 +83,7 @@ class AnswerAgreement:
 
     def add(self, found: Outputs, expected: Outputs, feeds: Feeds) -> None:
         """Compare the outputs for one batch; outputs that only one of both has do not count."""
+        self._add_boxes(found, expected, feeds)
         theirs = _answer_rows(expected, feeds, self._pooling)
         for name, rows in _answer_rows(found, feeds, self._pooling).items():
             pairs = list(zip(rows, theirs.get(name, []), strict=False))
@@ -77,6 +97,12 @@ class AnswerAgreement:
                     for mine, wanted in pairs
                     if mine.shape == wanted.shape and mine.shape[-1] > 1
                 ]
+
+    def _add_boxes(self, found: Outputs, expected: Outputs, feeds: Feeds) -> None:
+        mine, theirs = (read_detections(o, feeds, self._labels) for o in (found, expected))
+        for seen, wanted in zip(mine or (), theirs or (), strict=False):
+            self._same_boxes += seen.count_same(wanted)
+            self._boxes += len(seen.boxes) + len(wanted.boxes)
 
     def metrics(self, *, label_accuracy: float | None = None) -> AccuracyMetrics:
         """Return the metrics over all rows; of several outputs, those of the least similar one.
@@ -93,6 +119,7 @@ class AnswerAgreement:
             neighbour_agreement=_neighbour_agreement(self._found, self._expected),
             argmax_agreement=float(np.mean(self._argmax)) if self._argmax else None,
             label_accuracy=label_accuracy,
+            box_f1=2 * self._same_boxes / self._boxes if self._boxes else None,
             deviation=float(lowest.std(ddof=1)) if len(lowest) > 1 else None,
         )
 

@@ -16,8 +16,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import QuantizedAccuracy
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import Feeds
-from enginery.runtime.agreement import AnswerAgreement, read_model_pooling
-from enginery.runtime.text.pooling import Pooling
+from enginery.runtime.agreement import AnswerAgreement
 from enginery.validate.metrics.budget import AccuracyExpectation
 from enginery.validate.reference import ReferenceOutputs
 
@@ -25,16 +24,16 @@ from enginery.validate.reference import ReferenceOutputs
 class AnswerComparison:
     """Compare the answers of both sides, case by case."""
 
-    def __init__(self, pooling: Pooling | None) -> None:
-        self._agreement = AnswerAgreement(pooling)
+    def __init__(self, agreement: AnswerAgreement) -> None:
+        self._agreement = agreement
 
     @classmethod
     def of(cls, artifact: Artifact) -> AnswerComparison:
         """Return a comparison for an artifact; token vectors count if no pooling is supported."""
         try:
-            return cls(read_model_pooling(artifact.path))
+            return cls(AnswerAgreement.of(artifact.path))
         except ArtifactError:
-            return cls(None)
+            return cls(AnswerAgreement(None))
 
     def add(
         self, feeds: Feeds, outputs: Mapping[str, NDArray[Any]], expected: ReferenceOutputs

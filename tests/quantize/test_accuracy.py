@@ -4,6 +4,7 @@ import pytest
 from enginery.core.errors import EngineryError
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibration.data import Batch
+from enginery.runtime.agreement import AnswerAgreement
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def judged(tmp_path):
             [batch],
             lambda _: {"logits": np.float32(expected)},
             ["logits"],
-            None,
+            lambda: AnswerAgreement(None),
             scratch=tmp_path,
             labels=labels,
         )
@@ -47,7 +48,7 @@ def test_outputs_that_cannot_be_stored_are_a_clear_error(tmp_path):
             [batch],
             lambda _: {"logits": np.ones((1, 2), np.float32)},
             ["logits"],
-            None,
+            lambda: AnswerAgreement(None),
             scratch=tmp_path / "missing",
         )
     assert "TMPDIR" in raised.value.do

@@ -507,6 +507,9 @@ class AccuracyMetrics:
     """Share of rows whose argmax is the correct label; None without labels."""
     deviation: float | None = field(default=None, kw_only=True)
     """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
+    box_f1: float | None = field(default=None, kw_only=True)
+    """F1 of a detector's boxes, those of the reference being the right ones; None for other models
+    and if neither finds any."""
 
 
 @dataclass(frozen=True)
@@ -749,7 +752,7 @@ class SearchRecord:
 
     budget: str
     about: str
-    """`cosine`, `agreement` or `accuracy`."""
+    """`cosine`, `agreement`, `accuracy` or `boxes`."""
     reference: float
     allowed: float
     simulated: AccuracyMetrics

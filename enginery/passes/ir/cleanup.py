@@ -54,16 +54,20 @@ def clean_graph(model: ir.Model) -> CleanupSummary:
         ExportError: a pass has changed an input or output, which is a bug in that pass.
     """
     interface = _interface(model)
+    shapes = [value.shape for value in model.graph.outputs]
     counts = _count_ops(model)
     with _quiet_loggers():
         if model.functions:
             InlinePass()(model)
         _fold(model)
         _remove_redundant_nodes(model)
+        make_pools_global(model)
         CommonSubexpressionEliminationPass()(model)
         RemoveUnusedNodesPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         RemoveUnusedOpsetsPass()(model)
+    for value, shape in zip(model.graph.outputs, shapes, strict=True):
+        _restore_dim_names(value, shape)
     if (changed := _interface(model)) != interface:
         raise ExportError(
             f"clean-up changed the graph's interface from {interface} to {changed}.",
@@ -113,6 +117,53 @@ def _remove_redundant_nodes(model: ir.Model) -> None:
         if redundant and source is not None and not result.is_graph_output():
             result.replace_all_uses_with(source)
             node.graph.remove(node, safe=True)
+
+
+def make_pools_global(model: ir.Model) -> int:
+    """Replace each AveragePool whose window covers its whole input with GlobalAveragePool.
+
+    TensorRT limits the elements of a window. EfficientNet's in transformers has as many rows and
+    columns as channels, more than any image.
+
+    Returns:
+        The number of replaced nodes. Inputs whose height and width are not known are left alone.
+    """
+    found = [node for node in model.graph.all_nodes() if _pools_everything(node)]
+    for node in found:
+        node.op_type = "GlobalAveragePool"
+        node.attributes.clear()
+    return len(found)
+
+
+def _pools_everything(node: ir.Node) -> bool:
+    if node.op_type != "AveragePool" or node.domain not in ("", "ai.onnx"):
+        return False
+    shape, attributes = node.inputs[0].shape if node.inputs[0] else None, node.attributes
+    window = attributes.get_ints("kernel_shape") or ()
+    if shape is None or len(shape) != len(window) + 2:
+        return False
+    padded = any(attributes.get_ints("pads") or ()) or any(
+        dilation != 1 for dilation in attributes.get_ints("dilations") or ()
+    )
+    plain = not padded and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    pairs = list(zip(shape[2:], window, strict=True))
+    if not plain or not all(isinstance(size, int) and size <= wide for size, wide in pairs):
+        return False
+    # With ceil_mode the last window may reach beyond the input; elements out there do not count.
+    return bool(attributes.get_int("ceil_mode", 0)) or all(size == wide for size, wide in pairs)
+
+
+def _restore_dim_names(output: ir.Value, shape: ir.Shape | None) -> None:
+    """Give an output its shape again if only names of dims differ.
+
+    Shape inference replaces names that the model's author gave with numbered ones, such as
+    `unk__154`.
+    """
+    if output.shape is None or shape is None or len(output.shape) != len(shape):
+        return
+    pairs = zip(output.shape, shape, strict=True)
+    if all(a == b for a, b in pairs if isinstance(a, int) and isinstance(b, int)):
+        output.shape = shape
 
 
 def _interface(model: ir.Model) -> list[tuple[str, str, str]]:

@@ -302,6 +302,7 @@ def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str
             ("Minimum cosine to FP32", accuracy.worst_cosine, ".5f"),
             ("Same nearest neighbour as FP32", accuracy.neighbour_agreement, ".1%"),
             ("Same argmax as FP32", accuracy.argmax_agreement, ".1%"),
+            ("F1 of boxes to FP32's", accuracy.box_f1, ".1%"),
             ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
         ]
     return [(label, value, form) for label, value, form in found if value is not None]

@@ -19,7 +19,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.shapes import dynamic_dims
+from enginery.core.shapes import dynamic_dims, share_of_positions
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
 from enginery.runtime.decoder_graphs import find_encoder_decoder
@@ -38,6 +38,8 @@ _MAX_TOKENS = 512
 of more than a few hundred tokens. Without this limit, memory would grow with the number of rows,
 because more of them would have the same length."""
 _MAX_IMAGES = 4
+_RANDOM_SIZE = 16
+"""Size of dims of random inputs whose usual size is not known."""
 _STEPS = (1, 4, 8, 16)
 """Lengths of the cache in a decoder's steps. Each is computed anew for every pass, so they are few
 and short."""
@@ -230,7 +232,12 @@ def _cast_feeds(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds
 def _random_batches(
     record: GraphRecord, limits: FeedLimits, seed: int, rows: Sequence[int]
 ) -> list[Batch]:
-    sizes = {name: limits.sizes.get(name, 16) for name in dynamic_dims(record.inputs)}
+    names = dynamic_dims(record.inputs)
+    size = max(_RANDOM_SIZE, limits.min_sequence)
+    longest = min(size, limits.position_limit or size)
+    sizes = {
+        name: limits.sizes.get(name, share_of_positions(name, names, longest)) for name in names
+    }
     sizes["batch"] = 1
     return [
         Batch((row,), partial(make_feeds, record.inputs, sizes, limits, seed=seed + row))

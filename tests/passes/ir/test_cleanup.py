@@ -44,6 +44,38 @@ def test_interface_keeps_its_names_types_and_dims():
     assert all(str(value.shape) == "[batch,4]" for value in values)
 
 
+def test_output_dims_keep_their_names():
+    """A Cast to the same type goes, and what it cast becomes the output."""
+    text = """g (float[batch, past, 4] a, float[batch, sequence, 4] b)
+      => (float[batch, "past + sequence", 4] y) {
+      c = Concat <axis: int = 1> (a, b)
+      y = Cast <to: int = 1> (c)
+    }"""
+    model = graph(text)
+    infer_types(model)
+    clean_graph(model)
+    assert str(model.graph.outputs[0].shape) == "[batch,past + sequence,4]"
+
+
+@pytest.mark.parametrize(
+    ("window", "ceil", "replaced"),
+    [((9, 9), 1, True), ((7, 5), 0, True), ((7, 7), 1, True), ((7, 4), 1, False)],
+)
+def test_a_pool_over_the_whole_input_becomes_global(tmp_path, window, ceil, replaced):
+    text = f"""g (float[n, 3, 7, 5] x) => (float[n, 3, h, w] y) {{
+      y = AveragePool <kernel_shape: ints = [{window[0]}, {window[1]}], ceil_mode: int = {ceil},
+                       strides: ints = [9, 9], count_include_pad: int = 1> (x)
+    }}"""
+    model = graph(text)
+    infer_types(model)
+    before = saved(model, tmp_path / "before.onnx")
+    clean_graph(model)
+    assert [node.op_type == "GlobalAveragePool" for node in model.graph] == [replaced]
+    after = saved(model, tmp_path / "after.onnx")
+    x = np.random.default_rng(0).normal(size=(2, 3, 7, 5)).astype(np.float32)
+    np.testing.assert_allclose(run(after, x=x)[0], run(before, x=x)[0], atol=1e-6)
+
+
 def test_identity_in_a_branch_may_return_an_outer_value(tmp_path):
     text = """g (float[4] x, bool c) => (float[4] y) {
       h = Exp (x)
