@@ -188,6 +188,7 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
 
     folder = work / f"{kind}-{task}"
     shutil.rmtree(folder, ignore_errors=True)
+    os.environ["ENGINERY_HOME"] = str(folder / "home")
     found: dict[str, Any] = {}
 
     def attempt(stage: str, make: Callable[[], Any]) -> Any:

@@ -1,11 +1,12 @@
 """Prepare the feeds on which ranges are measured: user data, built-in inputs or generated numbers.
 
-Texts and images go through the artifact's own tokenizer or image processor, so that the ranges are
+Texts, images and sounds go through the artifact's own tokenizer or processor, so that ranges are
 real. Batches are small, because inner tensors of a graph are held in memory for one batch.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,27 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.datasets.folders import list_images
+from enginery.core.datasets.folders import list_images, list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
-from enginery.runtime.sample_inputs import (
+from enginery.runtime.builtin_inputs import (
     SENTENCES,
+    builtin_batches,
+    has_builtin_inputs,
+    synthetic_images,
+    synthetic_sounds,
+)
+from enginery.runtime.sample_inputs import (
     ImageFeeder,
+    SoundFeeder,
     TextFeeder,
     array_batches,
     in_batches,
-    synthetic_images,
+    media_batches,
+    takes_audio,
     takes_images,
     takes_real_inputs,
 )
@@ -39,12 +48,12 @@ def range_feeds(
 ) -> tuple[list[Feeds], str]:
     """Return feeds for one graph, and a description of their origin.
 
-    If `data` is not given, built-in texts or images are used, and generated numbers if the graph
-    takes neither or its tokenizer or processor cannot be used.
+    If `data` is not given, built-in inputs are used, and generated numbers if there are none for
+    this graph or its tokenizer or processor cannot be used.
 
     Raises:
         InputError: `data` cannot be read or does not fit the graph's inputs, or is not arrays and
-            the graph takes neither texts nor images.
+            the graph takes neither texts nor images nor sounds.
         ArtifactError: the tokenizer or processor for `data` cannot be used.
     """
     path = Path(config.data).expanduser()
@@ -52,17 +61,27 @@ def range_feeds(
         batches = array_batches(path, record, rows=config.rows, batch_rows=_ROWS)
         return [batch.load() for batch in batches], f"rows of {path.name}"
     if takes_real_inputs(artifact, record):
-        make = _image_feeds if takes_images(record) else _text_feeds
+        make = (
+            _image_feeds
+            if takes_images(record)
+            else _sound_feeds
+            if takes_audio(record)
+            else _text_feeds
+        )
         try:
             return make(artifact, record, config)
         except (ArtifactError, InputError):
             if config.data:
                 raise
+    elif not config.data and has_builtin_inputs(artifact, record):
+        with suppress(ArtifactError, InputError):
+            found = builtin_batches(artifact, record)
+            return [batch.load() for batch in found], "built-in inputs"
     elif config.data and len(artifact.manifest.graphs) == 1:
         names = sorted(spec.name for spec in record.inputs)
         raise InputError(
             f"data '{config.data}' cannot be used: {record.file} takes {', '.join(names)}, but "
-            "the artifact has no tokenizer or image processor that prepares them.",
+            "the artifact has no tokenizer or processor that prepares them.",
             do="Save an array for each of them as .npz, or omit --data: ranges are then measured "
             "on generated inputs.",
         )
@@ -99,6 +118,19 @@ def _image_feeds(
         for places in feeder.by_shape(images).values()
         for part in in_batches([images[place] for place in places], _ROWS, record)
     ], origin
+
+
+def _sound_feeds(
+    artifact: Artifact, record: GraphRecord, config: OptimizeConfig
+) -> tuple[list[Feeds], str]:
+    feeder = SoundFeeder.open(artifact, record)
+    sounds: list[Any] = synthetic_sounds(feeder.processor.sampling_rate, 2)
+    origin = "built-in sounds"
+    if config.data:
+        path = Path(config.data).expanduser()
+        sounds, origin = list_media(path, "audio", rows=config.rows), f"sounds of {path.name}"
+    batches = media_batches("sounds", feeder, sounds, record)
+    return [batch.load() for batch in batches], origin
 
 
 def _extreme_images() -> list[NDArray[np.uint8]]:

@@ -18,8 +18,9 @@ from enginery.runtime.agreement import (
     Outputs,
     argmax_of_finite,
 )
+from enginery.runtime.builtin_inputs import builtin_batches, has_builtin_inputs
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.sample_inputs import SampleBatch, builtin_batches, has_builtin_inputs
+from enginery.runtime.sample_inputs import SampleBatch
 
 Graph = Callable[[Feeds], Outputs]
 

@@ -1,6 +1,6 @@
-"""Convert texts, images and arrays to the inputs of a graph.
+"""Convert texts, images, sounds and arrays to the inputs of a graph.
 
-Texts and images go through the artifact's tokenizer or processor:
+Texts, images and sounds go through the artifact's tokenizer or processor:
 
     feed = TextFeeder.open(artifact, graph)
     batches = in_batches(texts, 16, graph)
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.samples import array_files, load_arrays, read_arrays
-from enginery.core.errors import InputError, ShapeError
+from enginery.core.errors import ArtifactError, InputError, ShapeError
 from enginery.core.model.feeds import Feeds
+from enginery.core.model.files import PreprocessorConfig
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_sequence
@@ -35,10 +36,14 @@ from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_se
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 """Graph inputs that a tokenizer produces."""
 
+AUDIO_INPUTS = frozenset({"input_values", "input_features"})
+"""Graph inputs that a feature extractor of sounds produces."""
+MASK = "attention_mask"
+
 ROWS = 16
 """Texts in a batch: enough to differ in length, few enough for any machine."""
-_IMAGES = 4
-_CHOICES = 4
+MEDIA = 4
+"""Images or sounds in a batch."""
 _CHANNELS = (1, 3)
 _TOKENIZED = 256
 """Number of texts whose encodings, kilobytes each, are in memory at the same time."""
@@ -76,18 +81,16 @@ def takes_sounds(record: GraphRecord) -> bool:
     return _names(record) == {"input_features"}
 
 
+def takes_audio(record: GraphRecord) -> bool:
+    """Return True if a feature extractor of sounds produces all inputs of the graph."""
+    return bool(AUDIO_INPUTS & _names(record)) and _names(record) <= AUDIO_INPUTS | {MASK}
+
+
 def takes_real_inputs(artifact: Artifact, record: GraphRecord) -> bool:
-    """Return True if the artifact has the tokenizer or image processor for the graph's inputs."""
-    if takes_images(record):
-        return (artifact.path / "preprocessor_config.json").is_file()
+    """Return True if the artifact has the tokenizer or processor for the graph's inputs."""
+    if takes_images(record) or takes_audio(record):
+        return (artifact.path / PreprocessorConfig.FILE).is_file()
     return takes_texts(record) and (artifact.path / "tokenizer.json").is_file()
-
-
-def has_builtin_inputs(artifact: Artifact, record: GraphRecord) -> bool:
-    """Return True if `builtin_batches` has inputs for the graph."""
-    if takes_choices(record):
-        return (artifact.path / "tokenizer.json").is_file()
-    return takes_real_inputs(artifact, record)
 
 
 def fixed_batch(record: GraphRecord) -> int | None:
@@ -145,7 +148,7 @@ class TextFeeder:
         return [
             len(encoding.ids)
             for start in range(0, len(texts), _TOKENIZED)
-            for encoding in self._encode(texts[start : start + _TOKENIZED])
+            for encoding in self.encode(texts[start : start + _TOKENIZED])
         ]
 
     def __call__(self, texts: Sequence[Text]) -> Feeds:
@@ -156,9 +159,14 @@ class TextFeeder:
                 not support it.
             ArtifactError: the graph has an input that does not come from a tokenizer.
         """
-        return self.tokenizer.feeds(self._encode(texts), self.inputs)
+        return self.tokenizer.feeds(self.encode(texts), self.inputs)
 
-    def _encode(self, texts: Sequence[Text]) -> list[Any]:
+    def encode(self, texts: Sequence[Text]) -> list[Any]:
+        """Return the tokenizer's encoding of each text, truncated like the graph's inputs.
+
+        Raises:
+            InputError: see `lengths`.
+        """
         pairs = [text for text in texts if isinstance(text, tuple)]
         if len(pairs) == len(texts):
             encodings = self.tokenizer.encode_pairs(pairs)
@@ -243,6 +251,56 @@ class ImageFeeder:
 
 
 @dataclass(frozen=True)
+class SoundFeeder:
+    """A converter of sounds (paths, files' contents or samples with their rate) to feeds."""
+
+    processor: AudioProcessor
+    inputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord) -> SoundFeeder:
+        """Read the artifact's feature extractor.
+
+        Raises:
+            ArtifactError: preprocessor_config.json is missing or its extractor is not supported, or
+                it produces other features than the graph takes.
+        """
+        processor = AudioProcessor.open(artifact.path)
+        if processor.input_name not in {spec.name for spec in record.inputs}:
+            raise ArtifactError(
+                f"{artifact.path}: the graph takes {record.inputs[0]}, but "
+                f"{processor.kind}FeatureExtractor produces {processor.input_name}."
+            )
+        return cls(processor, record.inputs)
+
+    def by_shape(self, sounds: Iterable[Any]) -> dict[tuple[int, ...], list[int]]:
+        """Group the indices of sounds by the shape of their features.
+
+        Padding changes the features of a sound, so that only those of one length share a batch.
+
+        Raises:
+            InputError: a sound cannot be read; the message has its index.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, sound in enumerate(sounds):
+            samples = load_audio(sound, self.processor.sampling_rate, name=f"audio {index}")
+            shape = self.processor([samples], first=index)[self.processor.input_name].shape[1:]
+            found.setdefault(shape, []).append(index)
+        return found
+
+    def __call__(self, sounds: Sequence[Any]) -> Feeds:
+        """Return the graph's inputs, (len(sounds), …) each, of its dtypes.
+
+        Raises:
+            InputError: a sound cannot be read.
+        """
+        rate = self.processor.sampling_rate
+        features = self.processor([load_audio(sound, rate) for sound in sounds])
+        mask = np.ones(features[self.processor.input_name].shape[:2])
+        return {spec.name: features.get(spec.name, mask).astype(spec.dtype) for spec in self.inputs}
+
+
+@dataclass(frozen=True)
 class SampleBatch:
     """Consecutive samples that run together."""
 
@@ -250,35 +308,6 @@ class SampleBatch:
     """What they are, by their numbers: `sentences 1–16`."""
     samples: slice
     load: Callable[[], Feeds]
-
-
-def builtin_batches(artifact: Artifact, record: GraphRecord) -> list[SampleBatch]:
-    """Return batches of built-in texts or images for a graph.
-
-    Raises:
-        ArtifactError: the tokenizer or the image processor is missing or cannot be read.
-        InputError: the tokenizer cannot encode the texts.
-    """
-    if takes_images(record):
-        return image_batches(ImageFeeder.open(artifact, record), synthetic_images(), record)
-    feeder = TextFeeder.open(artifact, record)
-    if takes_choices(record):
-        rows = _choices(record)
-        return sample_batches("questions", rows, ChoicesFeeder(feeder), record, rows=_IMAGES)
-    if artifact.manifest.task == "question-answering":
-        return text_batches("questions", feeder, QUESTIONS, record)
-    return text_batches("sentences", feeder, SENTENCES, record)
-
-
-def _choices(record: GraphRecord) -> list[list[Text]]:
-    """Return a question with several possible answers in each row."""
-    choices = record.inputs[0].dims[1]
-    count = choices if isinstance(choices, int) else _CHOICES
-    answers = len(SENTENCES)
-    return [
-        [(QUESTION, SENTENCES[(first + choice) % answers]) for choice in range(count)]
-        for first in range(answers)
-    ]
 
 
 def text_batches(
@@ -294,20 +323,21 @@ def text_batches(
     return sample_batches(what, texts, feeder, record, rows=ROWS if feeder.can_pad else 1)
 
 
-def image_batches(
-    feeder: ImageFeeder, images: Sequence[Any], record: GraphRecord
+def media_batches(
+    what: str, feeder: ImageFeeder | SoundFeeder, items: Sequence[Any], record: GraphRecord
 ) -> list[SampleBatch]:
-    """Return batches of images of the same size.
+    """Return batches of images or sounds of the same size.
 
     Raises:
-        InputError: an image cannot be read.
+        InputError: one cannot be read.
     """
-    by_shape = feeder.by_shape(images)
+    by_shape = feeder.by_shape(items)
     batches = []
     for shape, places in by_shape.items():
-        what = "images" if len(by_shape) == 1 else f"images of {shape[1]} × {shape[2]},"
-        alike = [images[place] for place in places]
-        batches += sample_batches(what, alike, feeder, record, rows=_IMAGES)
+        size = " × ".join(map(str, shape[1:] if len(shape) > 1 else shape))
+        name = what if len(by_shape) == 1 else f"{what} of {size},"
+        alike = [items[place] for place in places]
+        batches += sample_batches(name, alike, feeder, record, rows=MEDIA)
     return batches
 
 
@@ -414,74 +444,3 @@ def _takes_tokens(record: GraphRecord) -> bool:
 
 def _names(record: GraphRecord) -> set[str]:
     return {spec.name for spec in record.inputs}
-
-
-SENTENCES = (
-    "The engine starts at the first turn of the key.",
-    "At the first turn of the key, the motor comes to life.",
-    "Prices fell by 3.7% in March, to $1,204 a tonne.",
-    "Yes.",
-    "Der Zug nach Hamburg hat heute leider vierzig Minuten Verspätung.",
-    "Le musée est fermé le lundi, mais le jardin reste ouvert.",
-    "¿Dónde queda la estación de metro más cercana?",
-    "今日はとても寒いので、家で本を読みます。",
-    "这家餐馆的面条很好吃，价格也不贵。",
-    "Завтра утром мы поедем на дачу, если не будет дождя.",
-    "القطار يصل إلى المحطة في الساعة التاسعة.",
-    "मुझे सुबह की चाय के बिना काम करना अच्छा नहीं लगता।",
-    "İstanbul'da yaşayan kuzenim her yaz bizi ziyarete gelir.",
-    "def area(r): return 3.14159 * r ** 2  # a circle",
-    "She read the letter twice, folded it, put it back into the drawer, and for the rest of the "
-    "evening spoke of nothing but the weather, the harvest and the price of coal.",
-    "🎉 Congratulations!!! You've won… (terms & conditions apply)",
-)
-
-QUESTION = "When is the museum closed?"
-CONTEXT = (
-    "The museum stands on the north bank of the river. It is closed on Mondays, but its garden "
-    "stays open every day until nine in the evening, and entry to both is free for children."
-)
-QUESTIONS = tuple((QUESTION, context) for context in (CONTEXT, *SENTENCES))
-"""Pairs (question, context); only the first context has the answer."""
-
-_EXPOSURES = (1.0, 1.0, 1.0, 1.0, 0.2, 1.7)
-"""Brightness of the synthetic images: the fifth is dark, and the sixth is overexposed."""
-
-
-def synthetic_images(count: int = 6) -> list[NDArray[np.uint8]]:
-    """Return RGB images, uint8 (height, width, 3), of different sizes; the same in every call."""
-    generator = np.random.default_rng(0)
-    images = []
-    for index in range(count):
-        height, width = 96 + 40 * index, 160 - 12 * index
-        y, x = np.mgrid[0:height, 0:width].astype(np.float64)
-        waves = np.stack(
-            [
-                np.sin(x / (5 + index) + channel) + np.cos(y / (9 - index) - channel)
-                for channel in range(3)
-            ],
-            axis=-1,
-        )
-        disc = ((x - width / 2) ** 2 + (y - height / 2) ** 2 < (20 + 6 * index) ** 2)[..., None]
-        noise = generator.normal(0, 12, (height, width, 3))
-        pixels = (128 + 50 * waves + 40 * disc + noise) * _EXPOSURES[index % len(_EXPOSURES)]
-        images.append(np.clip(pixels, 0, 255).astype(np.uint8))
-    return images
-
-
-def synthetic_sounds(rate: int, count: int = 6) -> list[tuple[NDArray[np.float32], int]]:
-    """Return sounds of one to five seconds as samples in [-1, 1] with their rate, in hertz.
-
-    Voices of different pitch, interrupted by pauses, over noise; the same in every call.
-    """
-    generator = np.random.default_rng(0)
-    sounds = []
-    for index in range(count):
-        times = np.arange((1 + 3 * index % 5) * rate) / rate
-        pitch = 90 + 23 * index + 25 * np.sin(2 * np.pi * 0.8 * times + index)
-        phase = 2 * np.pi * np.cumsum(pitch) / rate
-        voice = sum(np.sin(number * phase) / number for number in range(1, 20))
-        spoken = np.sin(2 * np.pi * (1.3 + 0.2 * index) * times) > -0.5
-        samples = 0.2 * voice * spoken + 0.01 * generator.standard_normal(len(times))
-        sounds.append((samples.clip(-1, 1).astype(np.float32), rate))
-    return sounds

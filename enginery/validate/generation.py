@@ -37,6 +37,7 @@ from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.audio.processor import AudioProcessor
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images, synthetic_sounds
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
@@ -55,13 +56,7 @@ from enginery.runtime.generation.options import (
 )
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.sample_inputs import (
-    SENTENCES,
-    synthetic_images,
-    synthetic_sounds,
-    takes_images,
-    takes_sounds,
-)
+from enginery.runtime.sample_inputs import takes_images, takes_sounds
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes

@@ -30,7 +30,7 @@ from enginery import (
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.model.source import resolve_source
 from enginery.passes.ir.graph_file import read_graph, write_graph
-from enginery.runtime.sample_inputs import SENTENCES
+from enginery.runtime.builtin_inputs import SENTENCES
 from enginery.validate.metrics.budget import accuracy_expectation
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ from enginery.core.errors import InputError
 from enginery.core.options import options_from
 from enginery.quantize.calibration.data import make_batches, read_data
 from enginery.quantize.config import QuantizeConfig
+from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.sample_inputs import synthetic_images
 from tests.tiny import LABELS, TEXT
 
 NAMES = LABELS["text-classification"]

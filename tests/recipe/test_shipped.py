@@ -14,7 +14,7 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import RecipeError
 from enginery.recipe import Recipe
-from enginery.runtime.sample_inputs import synthetic_images
+from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 
 RECIPES = Path(__file__).parents[2] / "recipes"

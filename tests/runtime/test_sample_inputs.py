@@ -8,14 +8,13 @@ import pytest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime import sample_inputs as real_inputs
+from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images
 from enginery.runtime.sample_inputs import (
-    SENTENCES,
     ImageFeeder,
     TextFeeder,
     fixed_batch,
     in_batches,
     pad_batch,
-    synthetic_images,
     takes_images,
     takes_real_inputs,
     takes_texts,

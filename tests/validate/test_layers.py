@@ -14,7 +14,7 @@ from enginery import Artifact, export_model, quantize_model, validate_model
 from enginery.cli.render import report_lines
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.artifact.reports import LayerError, QuantizationReport, ValidationReport
-from enginery.runtime.sample_inputs import SENTENCES
+from enginery.runtime.builtin_inputs import SENTENCES
 from enginery.validate.metrics.budget import LayerExpectation
 from tests.tiny import TEXT, save_tiny
 from tests.validate.faults import edits as faults

@@ -94,7 +94,7 @@ def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
     from enginery.core.model.source import resolve_source
-    from enginery.runtime.sample_inputs import SENTENCES
+    from enginery.runtime.builtin_inputs import SENTENCES
 
     artifact = export_model(minilm, out=tmp_path / "minilm")
     report = validate_model(artifact)

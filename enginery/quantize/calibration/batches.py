@@ -24,11 +24,14 @@ from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
 from enginery.runtime.decoder_graphs import find_encoder_decoder
 from enginery.runtime.sample_inputs import (
+    MEDIA,
     ImageFeeder,
+    SoundFeeder,
     TextFeeder,
     fixed_batch,
     in_batches,
     pad_batch,
+    takes_images,
 )
 from enginery.runtime.text.batching import plan_batches
 
@@ -37,7 +40,6 @@ _MAX_TOKENS = 512
 """Tokens of one batch: all its activations are in memory at once. A CPU gains little from batches
 of more than a few hundred tokens. Without this limit, memory would grow with the number of rows,
 because more of them would have the same length."""
-_MAX_IMAGES = 4
 _RANDOM_SIZE = 16
 """Size of dims of random inputs whose usual size is not known."""
 _STEPS = (1, 4, 8, 16)
@@ -113,7 +115,8 @@ def make_batches(
         limits = FeedLimits.from_artifact(artifact)
         build = partial(_random_batches, record, limits, seed)
     else:
-        make = {"texts": _text_batches, "images": _image_batches}.get(data.kind, _feed_batches)
+        media = {"images": _media_batches, "sounds": _media_batches}
+        make = {"texts": _text_batches, **media}.get(data.kind, _feed_batches)
         build = partial(make, artifact, record, data.items)
     return build(calibrating), build(held_out)
 
@@ -172,7 +175,7 @@ def _generation_batches(
     last = (feeder.max_steps or max(_STEPS) + 1) - 1
     found = []
     for shape, alike in by_shape.items():
-        largest = _MAX_IMAGES if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
+        largest = MEDIA if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
         for part in in_batches(alike, min(largest, _MAX_ROWS), record):
             places, chosen = tuple(part), [items[row] for row in part]
             if record == feeder.encoder_record:
@@ -185,20 +188,24 @@ def _generation_batches(
     return found
 
 
-def _image_batches(
+def _media_batches(
     artifact: Artifact, record: GraphRecord, items: Sequence[Any], rows: Sequence[int]
 ) -> list[Batch]:
-    feeder = ImageFeeder.open(artifact, record)
+    """Make batches of images or sounds of the same size."""
+    feeder = (ImageFeeder if takes_images(record) else SoundFeeder).open(artifact, record)
     by_shape = feeder.by_shape(items[row] for row in rows)
     return [
         _batch(feeder, items, part, record)
         for places in by_shape.values()
-        for part in in_batches([rows[place] for place in places], _MAX_IMAGES, record)
+        for part in in_batches([rows[place] for place in places], MEDIA, record)
     ]
 
 
 def _batch(
-    feeder: TextFeeder | ImageFeeder, items: Sequence[Any], rows: Sequence[int], record: GraphRecord
+    feeder: TextFeeder | ImageFeeder | SoundFeeder,
+    items: Sequence[Any],
+    rows: Sequence[int],
+    record: GraphRecord,
 ) -> Batch:
     places = tuple(pad_batch(rows, record))
     return Batch(places, lambda: feeder([items[place] for place in places]))

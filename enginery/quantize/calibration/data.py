@@ -36,7 +36,12 @@ from enginery.quantize.calibration.prompts import takes_prompts
 from enginery.quantize.config import QuantizeConfig, require_calibration
 from enginery.runtime.decoder_graphs import find_encoder_decoder, input_graph
 from enginery.runtime.image.processor import load_image
-from enginery.runtime.sample_inputs import takes_images, takes_sounds, takes_texts
+from enginery.runtime.sample_inputs import (
+    takes_audio,
+    takes_images,
+    takes_sounds,
+    takes_texts,
+)
 from enginery.runtime.text.tokenizer import check_texts
 
 __all__ = ["Batch", "CalibrationData", "make_batches", "read_data"]
@@ -89,8 +94,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
     inputs = {spec.name for spec in record.inputs}
     if isinstance(first[0], Mapping) and set(first[0]) != inputs:
         return _from_rows(artifact, config, given, stream)
-    generates = find_encoder_decoder(artifact.manifest.graphs) is not None
-    if generates and takes_sounds(record) and not isinstance(first[0], Mapping):
+    if takes_audio(record) and not isinstance(first[0], Mapping):
         raise InputError(
             "calibration inputs cannot be sounds in Python.",
             do="Write them to a folder of .wav or .flac files: quantize_model(…, 'FOLDER', …).",
@@ -209,7 +213,8 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
         digest = data_sha256(path) if path.is_dir() else sha256_of(path)
         return CalibrationData("feeds", tuple(feeds), (), digest, described)
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
-    if takes_images(record) or (takes_sounds(record) and generates):
+    hears = takes_sounds(record) if generates else takes_audio(record)
+    if takes_images(record) or hears:
         if config.label_column:
             raise OptionError(
                 f"option 'label_column' is '{config.label_column}', but a folder of files has no "

@@ -67,6 +67,7 @@ _CLIP: dict[str, Any] = {
 # one, else a square.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "ViT": {"size": {"height": 224, "width": 224}},
+    "LayoutLMv3": {"size": {"height": 224, "width": 224}},
     "DeiT": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
     "Beit": {"size": {"height": 256, "width": 256}, "resample": _BICUBIC, **_CROPPED},
     "Siglip": {"size": {"height": 224, "width": 224}, "resample": _BICUBIC},

@@ -194,7 +194,7 @@ class TextTokenizer:
         config = ModelConfig.read(directory)
         sentence = SentenceBertConfig.read(directory)
         special = settings.with_map(SpecialTokensMap.read(directory))
-        limit, limit_source = length_limit(config, settings, sentence)
+        limit, limit_source = length_limit(config.merged(), settings, sentence)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:

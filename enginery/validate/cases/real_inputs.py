@@ -1,7 +1,7 @@
-"""Test cases of real inputs: the user's texts or images, or built-in ones.
+"""Test cases of real inputs: the user's texts, images or sounds, or built-in ones.
 
-They pass through the artifact's own tokenizer or image processor, as in serving. Graphs that take
-neither texts nor images (audio, decoders) have no such cases.
+They pass through the artifact's own tokenizer or processor, as in serving. Graphs of decoders, and
+those whose inputs nothing here makes, have no such cases.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.datasets.folders import list_images
+from enginery.core.datasets.folders import MediaKind, list_media
 from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.builtin_inputs import builtin_batches, has_builtin_inputs
 from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     SampleBatch,
+    SoundFeeder,
     TextFeeder,
     array_batches,
-    builtin_batches,
-    has_builtin_inputs,
-    image_batches,
+    media_batches,
     takes_images,
     takes_real_inputs,
+    takes_texts,
     text_batches,
 )
 from enginery.validate.cases.sweep import ValidationCase
@@ -48,7 +49,9 @@ def real_cases(
     if not has_builtin_inputs(artifact, record):
         return [], []
     if config.data:
-        make = _image_cases if takes_images(record) else _text_cases
+        if not takes_real_inputs(artifact, record):
+            return [], []
+        make = _text_cases if takes_texts(record) else _media_cases
         return make(artifact, record, config), []
     try:
         return _as_cases(builtin_batches(artifact, record)), []
@@ -104,11 +107,15 @@ def _text_cases(
     return _as_cases(text_batches("rows", feeder, texts, record), labels)
 
 
-def _image_cases(
+def _media_cases(
     artifact: Artifact, record: GraphRecord, config: ValidateConfig
 ) -> list[ValidationCase]:
-    images = list_images(Path(config.data).expanduser(), rows=config.rows)
-    return _as_cases(image_batches(ImageFeeder.open(artifact, record), images, record))
+    """Return the cases of a folder of images or sounds."""
+    kind: MediaKind = "images" if takes_images(record) else "audio"
+    found = list_media(Path(config.data).expanduser(), kind, rows=config.rows)
+    feeder = (ImageFeeder if kind == "images" else SoundFeeder).open(artifact, record)
+    what = "images" if kind == "images" else "sounds"
+    return _as_cases(media_batches(what, feeder, found, record))
 
 
 def _as_cases(batches: Sequence[SampleBatch], labels: Sequence[int] = ()) -> list[ValidationCase]:

@@ -13,8 +13,8 @@ from enginery.core.errors import ArtifactError, InputError, OptionError, ShapeEr
 from enginery.quantize import stage
 from enginery.quantize.calibration.batches import make_batches
 from enginery.quantize.calibration.data import CalibrationData
+from enginery.runtime.builtin_inputs import synthetic_images, synthetic_sounds
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.sample_inputs import synthetic_images, synthetic_sounds
 from tests.image_to_text import save_image_to_text
 from tests.sounds import wav
 from tests.speech import save_whisper

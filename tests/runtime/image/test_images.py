@@ -36,6 +36,7 @@ PROCESSORS = [
     ("vit", "ViT", {"size": {"height": 30, "width": 41}, "resample": 3, "do_center_crop": True}),
     ("vit", "ViT", {"do_rescale": False, "do_normalize": True, "image_mean": [100, 110, 120]}),
     ("vit", "ViT", {"do_normalize": False, "resample": 0}),
+    ("layoutlmv3", "LayoutLMv3", {"apply_ocr": False}),
     ("deit", "DeiT", {}),
     ("deit", "DeiT", {"do_resize": False, "crop_size": {"height": 51, "width": 60}}),
     ("beit", "Beit", {}),
