@@ -123,7 +123,7 @@ def _export(
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
     model.config.use_cache = task.endswith("with-past")
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+    if _has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
     settings = with_image_size(ModelConfig.read(source, error=SourceError), source)
     limits = FeedLimits.from_config(settings)
@@ -153,6 +153,12 @@ def _export(
         for n, weight in model.named_parameters()
         if n in names
     }
+
+
+def _has_soft_cap(config: Any) -> bool:
+    """Return True if attention scores are capped, as in Gemma 2."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return any(getattr(part, "attn_logit_softcapping", None) for part in parts)
 
 
 @contextmanager

@@ -192,7 +192,11 @@ def _values(
     name = spec.name
     if spec.dtype.startswith(("float", "bfloat")):
         dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype
-        return generator.standard_normal(shape).astype(dtype)
+        numbers = generator.standard_normal(shape)
+        if name == "flattened_patches":  # Pix2Struct: row and column, from 1, then the pixels
+            width = math.ceil(math.sqrt(shape[1]))
+            numbers[..., 0], numbers[..., 1] = 1 + np.stack(divmod(np.arange(shape[1]), width))
+        return numbers.astype(dtype)
     if spec.dtype == "bool":
         return np.ones(shape, dtype=bool)
     if not spec.dtype.startswith(("int", "uint")):
