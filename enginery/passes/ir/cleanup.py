@@ -31,6 +31,10 @@ from enginery.core.errors import ExportError
 _INPUT_ELEMENTS = 8192
 _OUTPUT_ELEMENTS = 262_144
 
+_MOST_ROWS = 1024
+"""Rows of a feature map whose size is dynamic: those of an image of 16,384 rows at most, which
+networks with such pools halve four times or more."""
+
 
 @dataclass(frozen=True)
 class CleanupSummary:
@@ -126,7 +130,8 @@ def make_pools_global(model: ir.Model) -> int:
     columns as channels, more than any image.
 
     Returns:
-        The number of replaced nodes. Inputs whose height and width are not known are left alone.
+        The number of replaced nodes. Inputs of unknown size are taken to have fewer than 1024 rows
+        and columns.
     """
     found = [node for node in model.graph.all_nodes() if _pools_everything(node)]
     for node in found:
@@ -146,11 +151,11 @@ def _pools_everything(node: ir.Node) -> bool:
         dilation != 1 for dilation in attributes.get_ints("dilations") or ()
     )
     plain = not padded and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-    pairs = list(zip(shape[2:], window, strict=True))
-    if not plain or not all(isinstance(size, int) and size <= wide for size, wide in pairs):
+    sizes = [size if isinstance(size, int) else _MOST_ROWS for size in shape[2:]]
+    if not plain or not all(size <= wide for size, wide in zip(sizes, window, strict=True)):
         return False
     # With ceil_mode the last window may reach beyond the input; elements out there do not count.
-    return bool(attributes.get_int("ceil_mode", 0)) or all(size == wide for size, wide in pairs)
+    return bool(attributes.get_int("ceil_mode", 0)) or list(shape[2:]) == list(window)
 
 
 def _restore_dim_names(output: ir.Value, shape: ir.Shape | None) -> None:

@@ -76,6 +76,18 @@ def test_a_pool_over_the_whole_input_becomes_global(tmp_path, window, ceil, repl
     np.testing.assert_allclose(run(after, x=x)[0], run(before, x=x)[0], atol=1e-6)
 
 
+@pytest.mark.parametrize(("window", "replaced"), [(2560, True), (9, False)])
+def test_a_pool_over_an_input_of_unknown_size(window, replaced):
+    text = f"""g (float[n, 3, height, width] x) => (float[n, 3, h, w] y) {{
+      y = AveragePool <kernel_shape: ints = [{window}, {window}], ceil_mode: int = 1,
+                       strides: ints = [{window}, {window}]> (x)
+    }}"""
+    model = graph(text)
+    infer_types(model)
+    clean_graph(model)
+    assert [node.op_type == "GlobalAveragePool" for node in model.graph] == [replaced]
+
+
 def test_identity_in_a_branch_may_return_an_outer_value(tmp_path):
     text = """g (float[4] x, bool c) => (float[4] y) {
       h = Exp (x)
