@@ -133,6 +133,20 @@ def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
     return files
 
 
+def measure_file(
+    graph: Path, evaluator: AccuracyEvaluator, *, fused: bool = True
+) -> AccuracyMetrics:
+    """Measure the accuracy of an ONNX file in ONNX Runtime on the CPU.
+
+    Args:
+        graph: the ONNX file.
+        evaluator: has the reference outputs.
+        fused: enable ONNX Runtime's fusions.
+    """
+    with GraphTracer(graph, evaluator.outputs, optimized=fused) as session:
+        return evaluator.measure(session)
+
+
 def find_builtin_batches(source: SourceGraph) -> list[SampleBatch]:
     """Return the built-in texts or images that `validate` uses; none if the graph takes others."""
     artifact, record = source.artifact, source.record

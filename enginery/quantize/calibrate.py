@@ -18,12 +18,14 @@ from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.progress import SILENT, Progress
+from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.ir.graph_file import write_graph
 from enginery.passes.qdq.layers import Layer, operands
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
 from enginery.passes.ranges.measure import float_tensors, measure_ranges
-from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.accuracy import AccuracyEvaluator, measure_file
 from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,
     collect_channel_means,
@@ -165,6 +167,8 @@ def calibrate(
             x.name: mean_convolution_error(means[x.activation], x, weights[x.name], scheme)
             for x in convolutions
         }
+    # Needed for an FP32 residual as well: the cache may be reused for FP16.
+    fp32_nodes = _fp32_nodes(source, model, batches)
     measured = _search(
         source,
         candidates,
@@ -175,6 +179,7 @@ def calibrate(
         config,
         multiply_adds,
         scheme,
+        fp32_nodes,
         scratch,
         progress,
     )
@@ -185,8 +190,7 @@ def calibrate(
         bias_deltas=deltas,
         left_out={**left_out, **measured.result.left_out},
         smoothed=smoothed,
-        # Needed for an FP32 residual as well: the cache may be reused for FP16.
-        fp32_nodes=_fp32_nodes(source, model, batches),
+        fp32_nodes=fp32_nodes,
     )
     return cache, measured
 
@@ -288,6 +292,7 @@ def _search(
     config: QuantizeConfig,
     multiply_adds: MultiplyAddCounts,
     scheme: Scheme,
+    fp32_nodes: Collection[str],
     scratch: Path,
     progress: Progress,
 ) -> AccuracySearch:
@@ -306,6 +311,9 @@ def _search(
             labels=data.labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
+        if config.residual == "fp16":
+            rounded = _measure_fp16(source, fp32_nodes, evaluator, scratch, scheme)
+            budget = budget.reserve(rounded)
 
         def measure(quantized: Collection[str], part: bool) -> AccuracyMetrics:
             return evaluator.measure(
@@ -319,6 +327,22 @@ def _search(
     for name, reason in found.left_out.items():
         progress.say(f"quantize: {name} is not quantized: {reason}")
     return AccuracySearch(found, multiply_adds, budget, evaluator)
+
+
+def _measure_fp16(
+    source: SourceGraph,
+    fp32_nodes: Collection[str],
+    evaluator: AccuracyEvaluator,
+    scratch: Path,
+    scheme: Scheme,
+) -> AccuracyMetrics:
+    """Measure the graph in FP16 without quantized layers."""
+    model = source.read()
+    cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
+    path = scratch / "fp16" / "model.onnx"
+    path.parent.mkdir()
+    write_graph(model, path)
+    return measure_file(path, evaluator, fused=scheme.supports_fusions)
 
 
 def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:

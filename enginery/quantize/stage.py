@@ -49,9 +49,9 @@ from enginery.passes.qdq.layer_errors import (
 )
 from enginery.passes.qdq.layers import Layer, find_layers
 from enginery.quantize.accuracy import (
-    AccuracyEvaluator,
     find_builtin_batches,
     measure_builtin,
+    measure_file,
 )
 from enginery.quantize.calibrate import (
     AccuracySearch,
@@ -69,7 +69,6 @@ from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
-from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 STAGE = "quantize"
 STAGE_VERSION = "10"
@@ -458,17 +457,3 @@ def _measure_layers(
         measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),
         measure_layer_errors(path, [b.load for b in find_builtin_batches(source)], fused=fused),
     )
-
-
-def measure_file(
-    graph: Path, evaluator: AccuracyEvaluator, *, fused: bool = True
-) -> AccuracyMetrics:
-    """Measure the accuracy of an ONNX file in ONNX Runtime on the CPU.
-
-    Args:
-        graph: the ONNX file.
-        evaluator: has the reference outputs.
-        fused: enable ONNX Runtime's fusions.
-    """
-    with GraphTracer(graph, evaluator.outputs, optimized=fused) as session:
-        return evaluator.measure(session)

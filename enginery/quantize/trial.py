@@ -18,6 +18,7 @@ from enginery.core.shapes import (
     PAST,
     Profile,
     dynamic_dims,
+    is_batch,
     profiles_by_graph,
     share_of_positions,
 )
@@ -119,7 +120,7 @@ def trial_profiles(record: GraphRecord, limits: FeedLimits) -> list[Profile]:
     positions = limits.position_limit or limits.max_positions
     parts = []
     for name in names:
-        if name == "batch":
+        if is_batch(name):
             low, opt, high = _BATCH
         elif name in limits.sizes:
             low = opt = high = limits.sizes[name]

@@ -48,6 +48,32 @@ def test_reason_names_the_measured_effect():
     assert "4.00e-03" in search(0.995).left_out["wild"]
 
 
+def test_layers_whose_errors_hide_one_another_are_measured_by_themselves():
+    """With `wild` and `rough` quantized, nothing else makes the cosine worse."""
+
+    def measure(quantized, part):
+        far_off = len({"wild", "rough"} & set(quantized))
+        worst = 0.3 * (far_off > 0) + 0.01 * (far_off == 2 and "large" not in quantized)
+        return accuracy(1 - max(worst, sum(HARM[n] for n in quantized if n != "large")))
+
+    budget = AccuracyBudget("cosine", 0.01)
+    found = search_mixed_precision(list(WEIGHTS), WEIGHTS, measure, budget)
+    assert set(found.left_out) == {"wild", "rough"}
+    assert "by itself" in found.left_out["wild"]
+
+
+def test_what_fp16_costs_is_left_of_the_budget():
+    budget = AccuracyBudget("cosine", 0.01)
+    assert budget.is_met_in_search(accuracy(0.994))
+    assert not budget.reserve(accuracy(0.996)).is_met_in_search(accuracy(0.994))
+    assert budget.reserve(accuracy(0.996)).is_met_in_search(accuracy(0.9946))
+    assert budget.reserve(accuracy(0.996)).is_met_by(accuracy(0.991))
+    with pytest.raises(CheckFailedError, match="FP16 alone does not meet the budget"):
+        budget.reserve(accuracy(0.99))
+    labels = AccuracyBudget("accuracy", 0.01, 0.9)
+    assert labels.reserve(accuracy(0.9, labels=0.8)) == labels
+
+
 def test_curve_has_every_measured_combination():
     shares = [point.share for point in search(0.9995).curve]
     assert shares == sorted(shares, reverse=True)
