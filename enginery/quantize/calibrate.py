@@ -6,6 +6,7 @@ the search measures mixed-precision graphs on the held-out rows.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.reports import AccuracyMetrics
@@ -20,7 +22,9 @@ from enginery.core.errors import InputError, OptionError, nearest
 from enginery.core.progress import SILENT, Progress
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
+from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
+from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import Layer, operands
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
@@ -79,6 +83,31 @@ class AccuracySearch:
 def scheme_from_config(config: QuantizeConfig) -> Scheme:
     """Return the quantization scheme that the options select."""
     return replace(FP8 if config.scheme == "fp8" else INT8, per_channel=config.per_channel)
+
+
+def quantize_graph(
+    model: ir.Model,
+    layers: Sequence[Layer],
+    config: QuantizeConfig,
+    ranges: Mapping[str, ActivationQuantParams],
+    bias_deltas: Mapping[str, Vector],
+    fp32_nodes: Collection[str],
+) -> None:
+    """Quantize layers in place, and cast the rest if `residual` says so.
+
+    Args:
+        model: the FP32 graph.
+        layers: the layers to quantize.
+        config: the options.
+        ranges: the parameters of each activation, by name.
+        bias_deltas: layer -> correction of its bias.
+        fp32_nodes: nodes that are not cast.
+    """
+    insert_qdq(model, layers, ranges, scheme=scheme_from_config(config), bias_deltas=bias_deltas)
+    RemoveUnusedNodesPass()(model)
+    make_pools_global(model)
+    if config.residual == "fp16":
+        cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
 
 
 def calibrate(
@@ -311,9 +340,15 @@ def _search(
             labels=data.labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
-        if config.residual == "fp16":
-            rounded = _measure_fp16(source, fp32_nodes, evaluator, scratch, scheme)
-            budget = budget.reserve(rounded)
+
+        def confirm(quantized: Collection[str]) -> AccuracyMetrics:
+            graph = source.read()
+            chosen = [layer for layer in layers if layer.name in quantized]
+            quantize_graph(graph, chosen, config, ranges, deltas, fp32_nodes)
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                path = Path(folder, "model.onnx")
+                write_graph(graph, path)
+                return measure_file(path, evaluator, fused=scheme.supports_fusions)
 
         def measure(quantized: Collection[str], part: bool) -> AccuracyMetrics:
             return evaluator.measure(
@@ -322,27 +357,17 @@ def _search(
 
         names = [layer.name for layer in layers]
         found = search_mixed_precision(
-            names, weights, measure, budget, curve=config.curve, advance=advance
+            names,
+            weights,
+            measure,
+            budget,
+            curve=config.curve,
+            confirm=confirm,
+            advance=advance,
         )
     for name, reason in found.left_out.items():
         progress.say(f"quantize: {name} is not quantized: {reason}")
     return AccuracySearch(found, multiply_adds, budget, evaluator)
-
-
-def _measure_fp16(
-    source: SourceGraph,
-    fp32_nodes: Collection[str],
-    evaluator: AccuracyEvaluator,
-    scratch: Path,
-    scheme: Scheme,
-) -> AccuracyMetrics:
-    """Measure the graph in FP16 without quantized layers."""
-    model = source.read()
-    cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
-    path = scratch / "fp16" / "model.onnx"
-    path.parent.mkdir()
-    write_graph(model, path)
-    return measure_file(path, evaluator, fused=scheme.supports_fusions)
 
 
 def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:

@@ -11,6 +11,7 @@ Measuring every combination of layers is impossible, so the search is greedy:
 5. If that leaves out much, do the same with another effect: the accuracy lost when only this layer
    is quantized. Where all layers together are far off, what one of them costs hides behind the
    others: of a text detector, the first order kept 1 % of the multiply-adds and this one 36 %.
+6. Measure the graph itself. If it misses the budget, the search may spend less of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 
 HEADROOM = 0.95
-"""Share of the budget that the search may spend, less what rounding the rest to FP16 costs."""
+"""Share of the budget that the search may spend at first; FP16 rounding needs some of it."""
+_CONFIRMATIONS = 4
 _ENOUGH = 0.8
 """Quantized share of the multiply-adds from which a second order of layers is not tried."""
 _ROUNDING = 1e-12
@@ -46,8 +48,9 @@ class AccuracyBudget:
     """Largest loss: 0 to 1, or 0 to 2 for the cosine."""
     reference: float = 1.0
     """Value of the FP32 model."""
-    reserved: float = 0.0
-    """Loss that the search leaves to the rounding of the rest to FP16."""
+    spendable: float = HEADROOM
+    """Share of the budget that the search's simulation may spend. The graph itself loses more: FP16
+    changes a sum a little, and a product that reads it rounds to another integer."""
 
     @classmethod
     def of(cls, config: QuantizeConfig, reference: AccuracyMetrics) -> AccuracyBudget:
@@ -76,28 +79,6 @@ class AccuracyBudget:
             )
         return cls("agreement", allowed)
 
-    def reserve(self, rounded: AccuracyMetrics) -> AccuracyBudget:
-        """Return the budget that leaves to rounding what it costs without quantized layers.
-
-        Only cosines add up: an answer that rounding changes may be one that INT8 changes anyway.
-
-        Args:
-            rounded: accuracy of the model in FP16.
-
-        Raises:
-            CheckFailedError: rounding alone costs as much as the search may spend.
-        """
-        if self.kind != "cosine":
-            return self
-        reserved = max(self.loss(rounded), 0.0)
-        if reserved >= HEADROOM * self.allowed > 0:
-            raise CheckFailedError(
-                f"FP16 alone does not meet the budget, a {self}, with the headroom for quantized "
-                f"layers: its mean cosine is {rounded.cosine:.8g}.",
-                do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
-            )
-        return replace(self, reserved=reserved)
-
     @staticmethod
     def notes(config: QuantizeConfig, rows: int) -> list[str]:
         """Return a note if there are too few held-out rows for the `accuracy_budget`."""
@@ -116,7 +97,7 @@ class AccuracyBudget:
 
     def is_met_in_search(self, found: AccuracyMetrics) -> bool:
         """Return True if the loss is at most what the search may spend."""
-        return self.loss(found) <= HEADROOM * self.allowed - self.reserved + _ROUNDING
+        return self.loss(found) <= self.spendable * self.allowed + _ROUNDING
 
     def loss(self, found: AccuracyMetrics) -> float:
         """Return by how much the metric is below that of the FP32 model."""
@@ -178,6 +159,7 @@ def search_mixed_precision(
     budget: AccuracyBudget,
     *,
     curve: bool = False,
+    confirm: Callable[[Collection[str]], AccuracyMetrics] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> SearchResult:
     """Choose the layers to leave out; see the module for the algorithm.
@@ -188,6 +170,7 @@ def search_mixed_precision(
         measure: measures the accuracy of a combination.
         budget: the accuracy budget.
         curve: also measure combinations with fewer quantized layers, for the report.
+        confirm: measures the graph itself with these layers quantized, in place of a simulation.
         advance: called after each measurement.
 
     Raises:
@@ -202,6 +185,8 @@ def search_mixed_precision(
 
     everything = measure_point([])
     met_by_all = budget.is_met_in_search(everything.accuracy)
+    if met_by_all and confirm is not None:
+        met_by_all = budget.is_met_by(confirm(set(names)))
     if met_by_all and not curve:
         return SearchResult({}, everything.accuracy, {}, [everything])
     found: list[_Order] = []
@@ -214,6 +199,8 @@ def search_mixed_precision(
         if order.share >= _ENOUGH:
             break
     best = max(found, key=lambda order: order.share)
+    if confirm is not None and best.left_out:
+        best.confirm(confirm)
     if best.left_out == len(names):
         points = [point for order in found for point in order.points.values()]
         nearest = max(points, key=lambda point: budget.value(point.accuracy))
@@ -249,14 +236,31 @@ class _Order:
             self.points[count] = self.measure_point(self.names[:count])
         return self.points[count]
 
-    def find_fewest(self, high: int) -> None:
-        """Find the fewest layers to leave out; `high` is the first number that is tried."""
+    def confirm(self, measure: Callable[[Collection[str]], AccuracyMetrics]) -> None:
+        """Leave out more layers until the graph itself meets the budget."""
+        for _ in range(_CONFIRMATIONS):
+            if self.left_out >= len(self.names):
+                return
+            real = measure(set(self.names[self.left_out :]))
+            if self.budget.is_met_by(real):
+                return
+            spendable = self.budget.spendable * HEADROOM * self.budget.allowed
+            spendable /= self.budget.loss(real)
+            self.budget = replace(self.budget, spendable=spendable)
+            self.find_fewest(self.left_out + 1, low=self.left_out)
+
+    def find_fewest(self, high: int, *, low: int = 0) -> None:
+        """Find the fewest layers to leave out.
+
+        Args:
+            high: the first number that is tried.
+            low: a number that is not enough.
+        """
 
         def is_enough(count: int) -> bool:
             return self.budget.is_met_in_search(self.point(count).accuracy)
 
         # Leaving out `low` layers is not enough, leaving out `high` is: double, then bisect.
-        low = 0
         while high < len(self.names) and not is_enough(high):
             low, high = high, 2 * high
         high = min(high, len(self.names))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import (
@@ -35,11 +34,8 @@ from enginery.core.figures import NOT_DRAWN
 from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.passes.cast.cast import cast_graph
-from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset
-from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layer_errors import (
     MAX_ROWS,
     add_float_layers,
@@ -58,6 +54,7 @@ from enginery.quantize.calibrate import (
     calibrate,
     check_patterns,
     excluded_layers,
+    quantize_graph,
     scheme_from_config,
 )
 from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
@@ -392,17 +389,7 @@ def _write_graph(
     config: QuantizeConfig,
 ) -> GraphRecord:
     """Write the quantized graph and return its record."""
-    insert_qdq(
-        model,
-        quantized,
-        cache.ranges,
-        scheme=scheme_from_config(config),
-        bias_deltas=cache.bias_deltas,
-    )
-    RemoveUnusedNodesPass()(model)
-    make_pools_global(model)
-    if config.residual == "fp16":
-        cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))
+    quantize_graph(model, quantized, config, cache.ranges, cache.bias_deltas, cache.fp32_nodes)
     path = directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(model, path)

@@ -62,16 +62,24 @@ def test_layers_whose_errors_hide_one_another_are_measured_by_themselves():
     assert "by itself" in found.left_out["wild"]
 
 
-def test_what_fp16_costs_is_left_of_the_budget():
-    budget = AccuracyBudget("cosine", 0.01)
-    assert budget.is_met_in_search(accuracy(0.994))
-    assert not budget.reserve(accuracy(0.996)).is_met_in_search(accuracy(0.994))
-    assert budget.reserve(accuracy(0.996)).is_met_in_search(accuracy(0.9946))
-    assert budget.reserve(accuracy(0.996)).is_met_by(accuracy(0.991))
-    with pytest.raises(CheckFailedError, match="FP16 alone does not meet the budget"):
-        budget.reserve(accuracy(0.99))
-    labels = AccuracyBudget("accuracy", 0.01, 0.9)
-    assert labels.reserve(accuracy(0.9, labels=0.8)) == labels
+@pytest.mark.parametrize("hidden", [0.0, 2e-3, 6e-3])
+def test_the_graph_itself_meets_the_budget(hidden):
+    """It loses more than its simulation, for each layer that is quantized."""
+
+    def confirm(quantized):
+        harm = sum(HARM[name] for name in quantized)
+        return accuracy(1 - harm - hidden * len(quantized) / 5)
+
+    found = search(0.995, confirm=confirm)
+    quantized = set(WEIGHTS) - set(found.left_out)
+    assert confirm(quantized).cosine >= 0.995
+    assert quantized
+    assert len(found.left_out) > 1 or not hidden
+
+
+def test_a_graph_that_always_misses_the_budget_is_a_failed_check():
+    with pytest.raises(CheckFailedError, match="no combination"):
+        search(0.995, confirm=lambda quantized: accuracy(0.9))
 
 
 def test_curve_has_every_measured_combination():
