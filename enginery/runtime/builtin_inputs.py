@@ -79,6 +79,7 @@ def builtin_batches(artifact: Artifact, record: GraphRecord) -> list[SampleBatch
     texts = TextFeeder.open(artifact, record)
     if takes_choices(record):
         rows = _choices(record)
+        texts.lengths([text for row in rows for text in row])  # so that errors show at once
         return sample_batches("questions", rows, ChoicesFeeder(texts), record, rows=MEDIA)
     if _takes_documents(record):
         return _document_batches(artifact, record, texts)
@@ -190,7 +191,8 @@ def _document_batches(
     batches = {spec.name: spec.dims[0] for spec in record.inputs}
     images = synthetic_images(MEDIA)
     if feed.images is not None and batches[_PIXELS] != batches["input_ids"]:
-        load = partial(feed, SENTENCES, images)
+        # SigLIP's texts have no mask, and are as long as the model takes them or alone.
+        load = partial(feed, SENTENCES if texts.can_pad else SENTENCES[:1], images)
         return [SampleBatch("images with sentences", slice(0, MEDIA), load)]
 
     def load_rows(rows: list[tuple[Text, Any]]) -> Feeds:

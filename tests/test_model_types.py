@@ -1,0 +1,61 @@
+"""The page of model types: what it says is what the stages do."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.model_types import COLUMNS, page, read_results, worse_cells
+from tests.test_readme import ROOT
+
+PAGE = ROOT / "docs" / "support-models.md"
+PASSED = {"state": "passed"}
+FAILED = {"state": "failed", "why": "3 of 20 outputs differ from /tmp/a/b PyTorch"}
+
+
+def result(**stages):
+    found = {stage: dict(PASSED) for stage in COLUMNS} | {
+        name.replace("_", " "): value for name, value in stages.items()
+    }
+    return {("bert", "fill-mask"): {"type": "bert", "task": "fill-mask", "stages": found}}
+
+
+def test_a_cell_that_got_worse_is_named():
+    before = page(result().values())
+    assert "| bert | fill-mask | yes | yes | yes | yes | yes |" in before
+    assert worse_cells(before, result()) == []
+    (line,) = worse_cells(before, result(fp16_validate=FAILED))
+    assert line == "bert fill-mask, FP16: 3 of 20 outputs differ from b PyTorch"
+
+
+def test_a_cell_that_says_no_cannot_get_worse():
+    before = page(result(validate=FAILED).values())
+    assert "| no | yes | yes | yes | validate: 3 of 20 outputs differ" in before
+    assert worse_cells(before, result(validate=FAILED)) == []
+
+
+def test_the_last_result_of_a_task_counts(tmp_path):
+    file = tmp_path / "results.jsonl"
+    lines = [next(iter(result(validate=FAILED).values())), next(iter(result().values()))]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_results(file) == result()
+
+
+def test_the_page_has_every_configuration():
+    known = json.loads((ROOT / "tests" / "model_types.json").read_text())
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines()]
+    listed = {(row[0], row[1]) for row in rows if len(row) > 5}
+    missing = {(kind, entry["task"]) for kind, entry in known.items()} - listed
+    assert not missing
+
+
+@pytest.mark.slow
+def test_no_cell_of_the_page_got_worse(tmp_path):
+    """Takes an hour on two cores."""
+    command = [sys.executable, "-m", "benchmarks.model_types", "--work", tmp_path, "--jobs", "2"]
+    stages = ["--stages", "export,validate,fp16,int8,engine", "--check", PAGE]
+    done = subprocess.run(
+        [*command, *stages], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
