@@ -3,7 +3,7 @@
     python -m benchmarks.quantize_detectors --packages DIR --photos DIR --work DIR ddddocr rapidocr
 
 The models come with the packages of these names: `pip download --no-deps ddddocr nudenet rapidocr`,
-and unzip. Calibration and test images are crops of photographs, three of four with lines of text;
+and unzip. Calibration and test images are crops of photographs with lines of text;
 the photographs of `--photos` are divided between both, so that no crop that measures has been seen.
 Boxes are compared with those of the source file in ONNX Runtime, as `quantize` compares them.
 """

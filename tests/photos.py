@@ -21,7 +21,7 @@ def photographs():
 
 
 def save_pages(folder, count, *, photos=(), seed=0, size=_SIZE):
-    """Write crops of photographs, of `size` × `size` pixels, three of four with text.
+    """Write crops of photographs, of `size` × `size` pixels, with text on them.
 
     Args:
         folder: the folder, which is made.
@@ -33,14 +33,15 @@ def save_pages(folder, count, *, photos=(), seed=0, size=_SIZE):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     draw, lines = random.Random(seed), _lines()
-    for index, photo in enumerate(_cycle(photos or photographs(), count)):
+    photos = photos or photographs()
+    for index in range(count):
+        photo = photos[index % len(photos)]
         width, height = (int(side * draw.uniform(0.4, 1)) for side in photo.size)
         left = draw.randint(0, photo.size[0] - width)
         top = draw.randint(0, photo.size[1] - height)
         page = photo.convert("RGB").crop((left, top, left + width, top + height))
         page = page.resize((size, size), Image.Resampling.BICUBIC)
-        if index % 4:
-            _write(ImageDraw.Draw(page), draw, lines, size)
+        _write(ImageDraw.Draw(page), draw, lines, size)
         page.save(folder / f"{index:03}.png")
     return folder
 
@@ -58,7 +59,3 @@ def _lines():
     sources = [inspect.getsource(module) for module in (textwrap, json, subprocess)]
     found = (line.strip() for source in sources for line in source.splitlines())
     return [line for line in found if 8 < len(line) < 60]
-
-
-def _cycle(photos, count):
-    return [photos[index % len(photos)] for index in range(count)]

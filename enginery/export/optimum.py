@@ -197,6 +197,9 @@ def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
         model: Any, args: Any, f: str, *, dynamic_axes: dict[str, dict[int, str]], **options: Any
     ) -> Any:
         tensors = {n: value for n, value in args[0].items() if isinstance(value, torch.Tensor)}
+        names = options.get("input_names", ())
+        if len(names) == len(tensors) and not set(names) & set(tensors):  # timm's is `x`
+            tensors = dict(zip(names, tensors.values(), strict=True))
         traced[Path(f).name] = TracedInputs(
             {name: tuple(value.shape) for name, value in tensors.items()},
             frozenset(

@@ -139,9 +139,7 @@ def load_pytorch(
     with _quiet():
         try:
             if library == "timm":
-                model = TasksManager.get_model_from_task(
-                    task, str(path), framework="pt", library_name=library, device=device, **options
-                )
+                model = _from_timm(path, options["torch_dtype"], device)
             else:
                 model = _from_transformers(path, task, options, device)
         except EngineryError:
@@ -188,6 +186,16 @@ class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
         if type(value) is dict:
             return {key: self._upcast(item) for key, item in value.items()}
         return value
+
+
+def _from_timm(path: Path, dtype: Any, device: str) -> Any:
+    """Load a model from a directory as timm saves it; Optimum's function takes only Hub ids."""
+    import timm
+
+    model = timm.create_model(f"local-dir:{path}", pretrained=True, exportable=True)
+    model = model.to(dtype).to(device)
+    TasksManager.standardize_model_attributes(model, library_name="timm")
+    return model
 
 
 def _from_transformers(path: Path, task: str, options: dict[str, Any], device: str) -> Any:
@@ -504,7 +512,9 @@ class TorchRunner(Closeable):
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return the context manager that upcasts weights on use, or one that does nothing."""
-        narrow = self._float == torch.float64 and self._model.dtype == torch.float32
+        narrow = (
+            self._float == torch.float64 and next(self._model.parameters()).dtype == torch.float32
+        )
         return UpcastWeights(self._model) if narrow else nullcontext()
 
     @contextmanager

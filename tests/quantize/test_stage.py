@@ -162,17 +162,16 @@ def test_a_budget_that_cannot_be_kept_leaves_nothing(tiny, quantized, tmp_path):
 @pytest.fixture
 def asymmetric(monkeypatch):
     """Make zero points that TensorRT does not support."""
-    real = stage.insert_qdq
+    real = stage.quantize_graph
 
-    def insert(model, layers, ranges, **options):
-        done = real(model, layers, ranges, **options)
+    def quantize_graph(model, *arguments):
+        real(model, *arguments)
         for name, value in model.graph.initializers.items():
             if name.endswith("weight_zero_point"):
                 ones = np.ones(value.shape.numpy(), np.int8)
                 value.const_value = type(value.const_value)(ones, name=name)
-        return done
 
-    monkeypatch.setattr(stage, "insert_qdq", insert)
+    monkeypatch.setattr(stage, "quantize_graph", quantize_graph)
 
 
 def test_nothing_is_saved_where_the_graph_breaks_a_rule(tiny, quantized, tmp_path, asymmetric):

@@ -166,9 +166,9 @@ def test_labels_need_rows_that_have_them(bert, vit, tmp_path):
         read(vit, data=str(tmp_path), label_column="label")
 
 
-def test_a_graph_that_takes_neither_texts_nor_images_says_what_it_takes(tiny, tmp_path):
+def test_a_graph_of_sounds_says_what_it_takes(tiny, tmp_path):
     audio = tiny("wav2vec2", "audio-classification")
-    with pytest.raises(InputError, match="the graph takes input_values"):
+    with pytest.raises(InputError, match="expected a folder of audio"):
         read(audio, data=str(tmp_path / "a.csv"))
     with pytest.raises(
         InputError, match=r"rows cannot be used.*exactly these arrays: input_values"
