@@ -250,7 +250,7 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
             found[stage] = _failure(error)
             made = None
         else:
-            report = made if stage == "validate" else None
+            report = made if stage.endswith("validate") else None
             found[stage] = {"state": "passed"}
             if report is not None and not report.passed:
                 found[stage] = {"state": "failed", "why": report.summary}
