@@ -53,7 +53,17 @@ def names(report, kind):
             ["one", "small", "odd", "largest"],
             ["images 1–4", "images 5–6"],
         ),
-        (("wav2vec2", "audio-classification"), ["one", "small", "odd", "ragged", "longest"], []),
+        (
+            ("wav2vec2", "audio-classification"),
+            ["one", "small", "odd", "ragged", "longest"],
+            [
+                "sounds of 16000, 1–2",
+                "sounds of 64000, 1",
+                "sounds of 32000, 1",
+                "sounds of 80000, 1",
+                "sounds of 48000, 1",
+            ],
+        ),
         (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
     ],
 )
@@ -251,7 +261,7 @@ def test_data_that_cannot_be_used_are_an_error(exported, copied, tmp_path):
     with pytest.raises(InputError, match="no such file or folder"):
         validate_model(text, data=str(tmp_path / "none.csv"))
     audio = exported("wav2vec2", "audio-classification").copy_to(tmp_path / "audio")
-    with pytest.raises(InputError, match=r"takes input_values.*Leave the data out"):
+    with pytest.raises(InputError, match="expected a folder of audio; no such file"):
         validate_model(audio, data=str(tmp_path / "none.csv"))
 
 
