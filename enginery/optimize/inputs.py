@@ -61,13 +61,9 @@ def range_feeds(
         batches = array_batches(path, record, rows=config.rows, batch_rows=_ROWS)
         return [batch.load() for batch in batches], f"rows of {path.name}"
     if takes_real_inputs(artifact, record):
-        make = (
-            _image_feeds
-            if takes_images(record)
-            else _sound_feeds
-            if takes_audio(record)
-            else _text_feeds
-        )
+        make = _sound_feeds if takes_audio(record) else _text_feeds
+        if takes_images(record):
+            make = _image_feeds
         try:
             return make(artifact, record, config)
         except (ArtifactError, InputError):

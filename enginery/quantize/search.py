@@ -28,6 +28,7 @@ from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 HEADROOM = 0.95
 """Share of the budget that the search may spend at first; FP16 rounding needs some of it."""
 _CONFIRMATIONS = 4
+"""Largest number of graphs that are written and measured; each misses the budget by less."""
 _ENOUGH = 0.8
 """Quantized share of the multiply-adds from which a second order of layers is not tried."""
 _ROUNDING = 1e-12

@@ -123,21 +123,17 @@ def _remove_redundant_nodes(model: ir.Model) -> None:
             node.graph.remove(node, safe=True)
 
 
-def make_pools_global(model: ir.Model) -> int:
+def make_pools_global(model: ir.Model) -> None:
     """Replace each AveragePool whose window covers its whole input with GlobalAveragePool.
 
     TensorRT limits the elements of a window. EfficientNet's in transformers has as many rows and
-    columns as channels, more than any image.
-
-    Returns:
-        The number of replaced nodes. Inputs of unknown size are taken to have fewer than 1024 rows
-        and columns.
+    columns as channels, more than any image. Inputs of unknown size are taken to have at most 1024
+    rows and columns.
     """
-    found = [node for node in model.graph.all_nodes() if _pools_everything(node)]
-    for node in found:
-        node.op_type = "GlobalAveragePool"
-        node.attributes.clear()
-    return len(found)
+    for node in model.graph.all_nodes():
+        if _pools_everything(node):
+            node.op_type = "GlobalAveragePool"
+            node.attributes.clear()
 
 
 def _pools_everything(node: ir.Node) -> bool:
