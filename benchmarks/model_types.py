@@ -265,7 +265,13 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
         return result
     del found["build"]
     exported = attempt(
-        "export", lambda: export_model(str(source), task=task, out=str(folder / "fp32"))
+        "export",
+        lambda: export_model(
+            str(source),
+            task=task,
+            model_kwargs=save_companions(kind, folder),
+            out=str(folder / "fp32"),
+        ),
     )
     if exported is None:
         return result
@@ -313,6 +319,18 @@ def run_one(kind: str, task: str, stages: list[str], work: Path) -> dict[str, An
             )
     shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def save_companions(kind: str, folder: Path) -> dict[str, str]:
+    """Save the models that a type is exported with, and return the export's `model_kwargs`."""
+    if kind != "speecht5":
+        return {}
+    from transformers import SpeechT5HifiGan, SpeechT5HifiGanConfig
+
+    SpeechT5HifiGan(SpeechT5HifiGanConfig(upsample_initial_channel=32)).save_pretrained(
+        folder / "vocoder"
+    )
+    return {"vocoder": str(folder / "vocoder")}
 
 
 def profiles(artifact: Any) -> tuple[str, ...]:

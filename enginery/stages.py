@@ -166,11 +166,12 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
         settings = ModelConfig.read(source.path, error=SourceError)
         task = inferred_task(settings, module_kinds(source.path))
     config = replace(config, task=task)
-    key = export.fingerprint(source, config)
+    vocoder = export.resolve_vocoder(config)
+    key = export.fingerprint(source, config, vocoder)
     return _Plan(
         key,
         source.name,
-        lambda path: export.run(source, config, path, key=key, progress=progress),
+        lambda path: export.run(source, config, path, vocoder=vocoder, key=key, progress=progress),
     )
 
 

@@ -76,9 +76,13 @@ def canonical_dim(name: str) -> str:
 
     >>> canonical_dim("past_sequence_length + sequence_length")
     'past_sequence + sequence'
+    >>> canonical_dim("n_spectrums x reduction_factor")  # the vocoder of SpeechT5
+    'n_spectrums_x_reduction_factor'
     """
     terms = (
-        "channels" if term == "num_channels" else re.sub(r"_(size|length)$", "", term)
+        "channels"
+        if term == "num_channels"
+        else re.sub(r"_(size|length)$", "", re.sub(r"\s+", "_", term))
         for term in _SUM.split(name.strip())
     )
     return " + ".join(terms)

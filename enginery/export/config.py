@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from enginery.core.errors import OptionError
@@ -59,6 +59,9 @@ class ExportConfig:
     """The graphs of a model with a cache. `enginery`: one decoder, for the last position's logits,
     and an encoder that also computes the cross-attention's keys and values. `optimum`: Optimum's
     graphs, for its ORTModel classes."""
+    model_kwargs: dict[str, str] = field(default_factory=dict)
+    """What Optimum needs beside the model, as JSON: `{"vocoder": "org/name"}` names the vocoder of
+    SpeechT5, like the model itself."""
 
 
 def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
@@ -74,6 +77,14 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
             do=f"Leave it out for {DEFAULT_OPSET}, which TensorRT and quantizing work with.",
             option="opset",
         )
+    for name in config.model_kwargs:
+        if name != "vocoder" or is_onnx or config.exporter == "dynamo":
+            raise OptionError(
+                f"option 'model_kwargs' has '{name}', but it can only have 'vocoder', for models "
+                "that Optimum exports.",
+                do="Leave it out.",
+                option="model_kwargs",
+            )
     if config.dims and not is_onnx:
         raise OptionError(
             "option 'dims' is given, but only the dims of an .onnx file can be chosen: the "

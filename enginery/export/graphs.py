@@ -27,6 +27,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.shapes import (
     Dim,
     TensorSpec,
@@ -145,6 +146,7 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
             usual = {dim: usual[dim] for dim in dynamic_dims(record.inputs) if dim in usual}
             record = record.model_copy(update={"sample_sizes": {**record.sample_sizes, **usual}})
         notes += [_fixed_note(dim, fixed[dim]) for dim in sorted(traced.fixed & set(fixed))]
+        notes += read_structure(path, error=ExportError).random_notes(name)
         records.append(record)
         exported.notes.extend(notes)
     exported.notes.extend(_check_task(exported, records))

@@ -54,6 +54,7 @@ def export_with_optimum(
     out: Path,
     *,
     pickled: bool,
+    vocoder: Path | None = None,
 ) -> ExportedModel:
     """Trace the model with Optimum's configuration of its type, and write the graphs to `out`.
 
@@ -62,6 +63,7 @@ def export_with_optimum(
         config: the options of the stage.
         out: the staging directory.
         pickled: True if the weights are pickled.
+        vocoder: the directory of the vocoder of a model of speech.
 
     Raises:
         ExportError: the registry lacks the model type or the task, or the model cannot be exported
@@ -73,9 +75,12 @@ def export_with_optimum(
     task = choose_task(config.task, settings)
     if library == "transformers":
         task = _supported_task(model_type, task, asked=config.task)
+    _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
     with _traced_inputs() as traced:
-        untrained = _export(source, config, out, task=task, library=library, pickled=pickled)
+        untrained = _export(
+            source, config, out, task=task, library=library, pickled=pickled, vocoder=vocoder
+        )
     gc.collect()
     if not (source / PreprocessorConfig.FILE).is_file():
         (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
@@ -101,7 +106,14 @@ def export_with_optimum(
 
 
 def _export(
-    source: Path, config: ExportConfig, out: Path, *, task: str, library: str, pickled: bool
+    source: Path,
+    config: ExportConfig,
+    out: Path,
+    *,
+    task: str,
+    library: str,
+    pickled: bool,
+    vocoder: Path | None,
 ) -> dict[str, NDArray[np.float32]]:
     """Export local files like Optimum's `main_export`, with less memory.
 
@@ -145,6 +157,7 @@ def _export(
             # Optimum reads image sizes from the processor; it needs no tokenizer for texts.
             preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
             do_validation=False,  # the validate stage is stricter and raises
+            model_kwargs={"vocoder": str(vocoder)} if vocoder else None,
             **shapes,
         )
     names = getattr(model, "untrained_weights", ())
@@ -153,6 +166,23 @@ def _export(
         for n, weight in model.named_parameters()
         if n in names
     }
+
+
+def _check_vocoder(model_type: str, vocoder: Path | None) -> None:
+    """Raise ExportError if SpeechT5 has no vocoder, or another model has one."""
+    if (model_type == "speecht5") == (vocoder is not None):
+        return
+    if vocoder is None:
+        raise ExportError(
+            "SpeechT5 is exported together with a vocoder, which makes sound of its spectrograms.",
+            do='Name one: --model-kwargs \'{"vocoder": "org/name or a directory"}\'',
+            option="model_kwargs",
+        )
+    raise ExportError(
+        f"option 'model_kwargs' names a vocoder, but {model_type} has none.",
+        do="Leave it out.",
+        option="model_kwargs",
+    )
 
 
 def _has_soft_cap(config: Any) -> bool:

@@ -18,7 +18,7 @@ from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
 from enginery.core.home import enginery_home
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.model.source import ModelSource
+from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
@@ -44,6 +44,8 @@ class WorkerRequest:
     pickled: bool
     out: str
     config: ExportConfig
+    vocoder: str = ""
+    """Directory of the vocoder; empty if the options name none."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,24 @@ class WorkerResult:
     peak_rss_bytes: int
 
 
-def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
+def resolve_vocoder(config: ExportConfig) -> ModelSource | None:
+    """Find the vocoder that the options name, like a model; None if they name none.
+
+    Raises:
+        SourceError: it does not exist, has no usable weights, or only pickled ones.
+    """
+    name = config.model_kwargs.get("vocoder")
+    if name is None:
+        return None
+    source = resolve_source(name, allow_pickle=config.allow_pickle, cache_dir=config.cache_dir)
+    if source.record.kind == "onnx":
+        raise SourceError(f"the vocoder {name} is an .onnx file, expected a model of PyTorch.")
+    return source
+
+
+def fingerprint(
+    source: ModelSource, config: ExportConfig, vocoder: ModelSource | None = None
+) -> Fingerprint:
     """Compute the fingerprint from the source's content, the options and the exporting packages.
 
     Raises:
@@ -67,6 +86,8 @@ def fingerprint(source: ModelSource, config: ExportConfig) -> Fingerprint:
     """
     resolved = asdict(with_opset(source, config))
     options = {n: value for n, value in resolved.items() if n not in _NOT_IN_KEY}
+    if vocoder:
+        options["vocoder"] = vocoder.record.sha256
     tools = ("onnx",) if source.record.kind == "onnx" else TOOLS
     return Fingerprint(
         STAGE,
@@ -107,6 +128,7 @@ def run(
     config: ExportConfig,
     out: Path,
     *,
+    vocoder: ModelSource | None = None,
     key: Fingerprint | None = None,
     progress: Progress = SILENT,
 ) -> Artifact:
@@ -116,6 +138,7 @@ def run(
         source: the model on disk.
         config: the options.
         out: the directory of the artifact.
+        vocoder: the result of `resolve_vocoder`.
         key: the result of `fingerprint`; computed if None.
         progress: receives progress messages.
 
@@ -128,11 +151,16 @@ def run(
     """
     started = time.monotonic()
     require_onnxruntime()
-    key = key or fingerprint(source, config)
+    key = key or fingerprint(source, config, vocoder)
     resolved = with_opset(source, config)
     with staging(out) as directory:
         request = WorkerRequest(
-            source.record.kind, str(source.path), source.pickled, str(directory), resolved
+            source.record.kind,
+            str(source.path),
+            source.pickled,
+            str(directory),
+            resolved,
+            str(vocoder.path) if vocoder else "",
         )
         result = _run_worker(request, source.name, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)

@@ -68,8 +68,12 @@ def _trace(request: WorkerRequest, out: Path) -> ExportedModel:
     from enginery.runtime.torch_runner import guarded
 
     gc.freeze()  # modules are never freed, so later collections need not scan them
-    with guarded(source, trust_remote_code=config.trust_remote_code, writable=[out]):
-        return exporter(source, config, out, pickled=request.pickled)
+    vocoder = Path(request.vocoder) if request.vocoder else None
+    read = [source, vocoder] if vocoder else [source]
+    with guarded(*read, trust_remote_code=config.trust_remote_code, writable=[out]):
+        if config.exporter == "dynamo":
+            return exporter(source, config, out, pickled=request.pickled)
+        return exporter(source, config, out, pickled=request.pickled, vocoder=vocoder)
 
 
 def _import_exporter(name: str) -> Callable[..., ExportedModel]:

@@ -22,8 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.errors import ExportError
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import (
@@ -45,6 +48,7 @@ from enginery.passes.ranges.measure import (
     measure_ranges,
 )
 from enginery.passes.ranges.tensor_range import TensorRange
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 Feeds = Mapping[str, NDArray[Any]]
 
@@ -170,6 +174,22 @@ def cast_guarded(
         )
 
 
+def _require_repeatable(
+    path: Path, name: str, outputs: Sequence[str], batches: Sequence[Feeds]
+) -> None:
+    """Raise ExportError if a graph draws random numbers that its outputs depend on."""
+    notes = read_structure(path).random_notes(name)
+    if not notes or not batches:
+        return
+    with GraphTracer(path, outputs) as trace:  # another session would start from the same seed
+        first, second = trace(batches[0]), trace(batches[0])
+    if any(not np.array_equal(first[o], second[o], equal_nan=True) for o in outputs):
+        raise ExportError(
+            f"{notes[0]}, and the error of a cast cannot be told from chance.",
+            do="Set the model's noise to 0 if its config.json can, and export it again.",
+        )
+
+
 def _cast_guarded(
     fp32: Path,
     out: Path,
@@ -197,6 +217,7 @@ def _cast_guarded(
     del model
     tolerance = Tolerance.for_precision(precision)
     limit = None if isinstance(config.max_error, str) else config.max_error
+    _require_repeatable(fp32, out.name, outputs, batches[:1])
     expected = run_on_batches(fp32, outputs, batches)
     rounds = 0
     simulated = scratch / "simulated.onnx"

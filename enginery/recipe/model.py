@@ -308,6 +308,11 @@ def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
             found[option] = _convert_providers(stage, written, value, base)
         elif isinstance(value, str):
             found[option] = _convert_text(option, hints.get(option), value, base)
+        elif option == "model_kwargs" and isinstance(value, dict):
+            found[option] = {
+                name: _resolve_model(model, base) if isinstance(model, str) else model
+                for name, model in value.items()
+            }
         else:
             found[option] = value
     return found

@@ -80,9 +80,9 @@ _DTYPES = {
 
 @contextmanager
 def guarded(
-    directory: Path, *, trust_remote_code: bool, writable: Iterable[Path] = ()
+    *directories: Path, trust_remote_code: bool, writable: Iterable[Path] = ()
 ) -> Iterator[Confinement | None]:
-    """Screen a model's directory, and confine this process while the model is loaded and run.
+    """Screen models' directories, and confine this process while the models are loaded and run.
 
     With `trust_remote_code`, do neither and yield None.
 
@@ -93,8 +93,9 @@ def guarded(
     if trust_remote_code:
         yield None
         return
-    screen_model(directory, known_types=CONFIG_MAPPING)
-    with confined(model=directory, writable=writable) as confinement:
+    for directory in directories:
+        screen_model(directory, known_types=CONFIG_MAPPING)
+    with confined(*directories, writable=writable) as confinement:
         yield confinement
 
 
@@ -328,6 +329,7 @@ class TorchRunner(Closeable):
         self._decoder: TorchDecoder | None = None
         self._manifest, self._precision_name = manifest, precision
         self._submodels: dict[str, tuple[Any, Any]] | None = None
+        self._submodel_obstacle = "does not make it"
         self._run: _RunModel = self._run_whole
         if len(graphs) > 1 or is_decoder(self.record):
             self._run = self._choose_part()
@@ -553,8 +555,10 @@ class TorchRunner(Closeable):
                 self._submodels = _optimum_submodels(
                     self._model, self._manifest, self._precision_name
                 )
-            except (LookupError, ValueError, TypeError):  # not in its registry
+            except (LookupError, ValueError, TypeError) as error:  # not in its registry
                 self._submodels = {}
+                reason = _first_line(error).rstrip(".")
+                self._submodel_obstacle = f"cannot make its parts again: {reason}"
         return self._submodels
 
     def _run_encoder(self, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -564,6 +568,10 @@ class TorchRunner(Closeable):
 
     def _run_submodel(self, tensors: dict[str, Any]) -> dict[str, Any]:
         stem = Path(self.record.file).stem
+        if stem not in self._find_submodels():
+            raise InputError(
+                f"PyTorch cannot run {self.record.file} alone: Optimum {self._submodel_obstacle}."
+            )
         model, config = self._find_submodels()[stem]
         inputs = _submodel_inputs(tensors, config)
         if "encoder_outputs" in config.torch_to_onnx_input_map.keys() - inputs.keys():

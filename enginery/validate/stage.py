@@ -48,6 +48,7 @@ from enginery.core.errors import ArtifactError, InputError, ProviderError, Sourc
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
@@ -184,6 +185,8 @@ def run(
     inputs = {record.file: record.inputs for record in manifest.graphs}
     profiles = profiles_by_graph(inputs, config.profile, feed_limits.max_sizes)
     notes = []
+    for record in manifest.graphs:
+        notes += read_structure(artifact.path / record.file).random_notes(record.file)
     tokens = feed_limits.min_sequence == 1  # and not samples of audio
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")

@@ -1,12 +1,14 @@
 """Sizes, batches and outputs of model types that their config.json says nothing of."""
 
 import functools
+import shutil
 
 import pytest
 from onnx import numpy_helper
 
-from benchmarks.model_types import save_model
+from benchmarks.model_types import save_companions, save_model
 from enginery import export_model, load_model, validate_model
+from enginery.core.errors import EngineryError, SourceError
 from tests.validate.faults.edits import break_graph
 
 
@@ -160,3 +162,52 @@ def test_outputs_without_a_name_are_dropped(exported_type):
 def test_a_classifier_of_an_encoder_decoder_reads_the_end(exported_type):
     report = validate_model(exported_type("bart", "text-classification"), effort="quick")
     assert report.passed, report.summary
+
+
+@pytest.fixture(scope="module")
+def vocoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speech")
+    return save_companions("speecht5", folder)["vocoder"]
+
+
+def test_speecht5_is_exported_with_its_vocoder(sources, vocoder, home):
+    source = str(sources("speecht5", "text-to-audio"))
+    artifact = export_model(source, task="text-to-audio", model_kwargs={"vocoder": vocoder})
+    files = {graph.file: graph for graph in artifact.manifest.graphs}
+    (spectrogram,) = files["decoder_postnet_and_vocoder.onnx"].inputs
+    assert spectrogram.dims == ("n_spectrums_x_reduction_factor", 80)
+    assert len(artifact.manifest.stages[0].fields["vocoder"]) == 64
+    assert "decoder_model.onnx draws random numbers" in notes(artifact)
+
+
+def test_a_vocoder_with_pickled_weights_is_refused(sources, vocoder, tmp_path, home):
+    import torch
+    from safetensors.torch import load_file
+
+    pickled = tmp_path / "vocoder"
+    shutil.copytree(vocoder, pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match="only pickled weights"):
+        export_model(
+            str(sources("speecht5", "text-to-audio")), model_kwargs={"vocoder": str(pickled)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "given", "problem"),
+    [
+        ("speecht5", "text-to-audio", {}, "exported together with a vocoder"),
+        ("clip", "zero-shot-image-classification", {"vocoder": "."}, "clip has none"),
+        (
+            "clip",
+            "zero-shot-image-classification",
+            {"output_attentions": "1"},
+            "only have",
+        ),
+    ],
+)
+def test_model_kwargs_suit_the_model(kind, task, given, problem, sources, vocoder, home):
+    given = {name: vocoder if name == "vocoder" else value for name, value in given.items()}
+    with pytest.raises(EngineryError, match=problem):
+        export_model(str(sources(kind, task)), task=task, model_kwargs=given)

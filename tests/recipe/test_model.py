@@ -84,6 +84,8 @@ def test_every_option_of_every_stage_can_be_written(stage):
         value = NEEDED.get(stage, {}).get(field.name, field.default)
         if field.name == "profile":
             value = ("batch=1",)
+        if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
         if value is None:  # YAML's null is no value
             continue
         expected[field.name] = value
@@ -499,3 +501,12 @@ def test_stage_that_follows_itself_is_refused():
     text = "model: org/name\nstages:\n  - export\n  - validate\n  - validate: {rows: 8}\n"
     with pytest.raises(RecipeError, match="recipe:5: validate follows itself"):
         Recipe.parse(text)
+
+
+def test_model_kwargs_name_models_beside_the_recipe(tmp_path):
+    (tmp_path / "vocoder").mkdir()
+    (tmp_path / "recipe.yaml").write_text(
+        "model: org/name\nstages:\n  - export:\n      model_kwargs: {vocoder: vocoder}\n"
+    )
+    (step,) = Recipe.load(tmp_path / "recipe.yaml").steps
+    assert step.options.model_kwargs == {"vocoder": str(tmp_path / "vocoder")}

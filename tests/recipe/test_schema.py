@@ -70,9 +70,9 @@ def test_every_option_is_there_with_its_meaning_and_default():
         assert ("from" in known) == (kind is not STAGES["export"])
         assert ("providers" in known) == ("provider_option" in known)
         for field in fields:
-            is_needed = field.default is dataclasses.MISSING
+            is_needed = field.default is field.default_factory is dataclasses.MISSING
             assert is_needed == (field.name in definition.get("required", ()))
-            if not is_needed:
+            if field.default is not dataclasses.MISSING:
                 is_list = isinstance(field.default, tuple)
                 default = list(field.default) if is_list else field.default
                 assert known[field.name]["default"] == default

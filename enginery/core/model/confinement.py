@@ -3,7 +3,7 @@
 An audit hook (PEP 578) sees every import, opened file, process and connection of Python code in its
 process, and raises for those that a model does not need:
 
-    with confined(model=Path("downloaded-model"), writable=[Path("staging")]):
+    with confined(Path("downloaded-model"), writable=[Path("staging")]):
         export(...)
 
 This is the second line of defense. The first are `screening`, which rejects files that are known to
@@ -20,7 +20,7 @@ import os
 import site
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,11 @@ _DEVICES = ("/dev/null", "/dev/shm", "/proc/self")  # noqa: S108  shared memory 
 class Confinement:
     """The files that a process may access, and the actions that were blocked."""
 
-    def __init__(self, *, model: Path, writable: Iterable[Path]) -> None:
+    def __init__(self, models: Sequence[Path], *, writable: Iterable[Path]) -> None:
         """Collect the directories of the interpreter, its packages and the system.
 
         Args:
-            model: directory of the model; its files are never run as code.
+            models: directories of the models; their files are never run as code.
             writable: directories that the process may write to, besides the temporary directory.
         """
         temporary = Path(tempfile.gettempdir())
@@ -116,7 +116,7 @@ class Confinement:
         hub = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
         # transformers copies the code of a model there before importing it.
         modules = os.environ.get("HF_MODULES_CACHE") or hub / "modules"
-        self._data = _real([model, *outputs, modules])
+        self._data = _real([*models, *outputs, modules])
         self._code = _real(
             [
                 sys.prefix,
@@ -129,11 +129,11 @@ class Confinement:
         )
         self._writable = _real([*outputs, *_DEVICES])
         # In the Hub cache, the files of a snapshot are links into `blobs`.
-        blobs = [model.parent.parent / "blobs"] if model.parent.name == "snapshots" else []
+        blobs = [m.parent.parent / "blobs" for m in models if m.parent.name == "snapshots"]
         # Weights may be links to files on other disks.
-        weights = [path for path in model.glob("*") if path.suffix in _WEIGHTS]
+        weights = [path for m in models for path in m.glob("*") if path.suffix in _WEIGHTS]
         self._readable = _real(
-            [model, *self._code, *self._writable, hub, *blobs, *weights, *_SYSTEM]
+            [*models, *self._code, *self._writable, hub, *blobs, *weights, *_SYSTEM]
         )
         self.blocked: list[str] = []
         """Descriptions of blocked actions; the first one causes the others."""
@@ -228,14 +228,14 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def confined(*, model: Path, writable: Iterable[Path] = ()) -> Iterator[Confinement]:
-    """Confine this process to loading and running one model without its code.
+def confined(*models: Path, writable: Iterable[Path] = ()) -> Iterator[Confinement]:
+    """Confine this process to loading and running models without their code.
 
     Enter the block after all imports. The first blocked action raises an error at the end of the
     block, even if the model suppressed that error or the block raised another one.
 
     Args:
-        model: directory of the model.
+        models: directories of the models.
         writable: directories for the results, besides the temporary directory.
 
     Raises:
@@ -244,7 +244,7 @@ def confined(*, model: Path, writable: Iterable[Path] = ()) -> Iterator[Confinem
     if not _installed:
         sys.addaudithook(_audit)
         _installed.append(True)
-    confinement = Confinement(model=model, writable=writable)
+    confinement = Confinement(models, writable=writable)
     # Python would write bytecode into the directories of packages.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     _active.append(confinement)

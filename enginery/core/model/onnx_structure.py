@@ -148,6 +148,29 @@ class ModelStructure:
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
+    def random_notes(self, name: str) -> list[str]:
+        """Return a note if the graph draws random numbers; `name` is what it calls the file."""
+        found: set[str] = set()
+        graphs = [self.graph, *self.functions]
+        while graphs:
+            for node in graphs.pop().nodes:
+                if node.op_type in _RANDOM_OPS and not node.domain:
+                    found.add(node.op_type)
+                graphs += [g for each in node.attributes.values() for g in each.graphs]
+        ops = ", ".join(sorted(found))
+        note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
+        return [note] if found else []
+
+
+_RANDOM_OPS = (
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+    "Bernoulli",
+    "Multinomial",
+)
+
 
 class _DamagedError(Exception):
     """The file is not valid protobuf; the message says where."""

@@ -17,7 +17,7 @@ model, out, code = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 hide = len(sys.argv) > 4
 import ctypes, os, pickle, socket, sqlite3, subprocess, tempfile, shutil, importlib.util
 try:
-    with confined(model=model, writable=[out]):
+    with confined(model, writable=[out]):
         try:
             exec(code)
         except Exception:
