@@ -261,8 +261,8 @@ def predict_file(
     Args:
         artifact: the artifact or its path.
         source: a CSV, TSV, JSONL, Parquet or text file, a folder of images or
-            audio, or `-`.
-        output: a .parquet, .csv or .jsonl file.
+            audio, or `-`; for .npz also arrays of the graph's own inputs, .npz or .npy.
+        output: a .parquet, .csv or .jsonl file, or .npz for the graph's own outputs.
         force: predict again even if there is an output.
         progress: receives progress messages.
         config: the options.

@@ -33,9 +33,10 @@ def predict(
     artifact
         The artifact's directory.
     input
-        The file, a folder of images or audio, or - for standard input.
+        The file, a folder of images or audio, or - for standard input. For .npz, also arrays of
+        the graph's own inputs: .npz, .npy or a folder of .npz files.
     out
-        Where the results go: a .parquet, .csv or .jsonl file.
+        Where the results go: a .parquet, .csv or .jsonl file, or .npz for the graph's own outputs.
     force
         Start again even if there is a finished or a half-finished output.
     """

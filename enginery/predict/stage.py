@@ -16,6 +16,7 @@ finished part. Memory use does not depend on the size of the input.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -35,12 +36,14 @@ from enginery.core.artifact.fingerprint import (
     sha256_of,
     tool_versions,
 )
+from enginery.core.artifact.staging import write_atomically
 from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.folders import FolderReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.errors import EngineryError, InputError, OptionError
+from enginery.core.json_file import json_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
@@ -56,8 +59,9 @@ from enginery.predict.journal import (
     remove_parts,
 )
 from enginery.predict.ray.executor import RayPredictor
-from enginery.predict.report import PredictReport, sidecar
+from enginery.predict.report import Counts, PredictReport, sidecar
 from enginery.predict.task_inputs import column_names, provider_specs, require_task
+from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
 from enginery.predict.writer import OutputFormat, assemble, output_format
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.tasks.task import PLURALS
@@ -102,7 +106,8 @@ def run(
     Args:
         artifact: a model for a task of `runtime.tasks`.
         source: a file, a folder of images or audio, or `-` for standard input.
-        output: a .parquet, .csv or .jsonl file.
+        output: a .parquet, .csv or .jsonl file; or .npz for the graph's own outputs, for a model
+            of any task, see `predict.tensors`.
         config: the options.
         force: replace an existing output.
         progress: receives progress messages.
@@ -119,6 +124,8 @@ def run(
         ProviderError: the provider is not available.
     """
     started = time.perf_counter()
+    if output.suffix.lower() == NPZ:
+        return _run_tensors(artifact, Path(source), output, config, force=force, progress=progress)
     kind = output_format(output)
     _make_output_directory(output)
     with lock_output(output), input_file(source, output, config, stdin) as path:
@@ -183,6 +190,69 @@ def run(
             sha256="",
         )
         return _write_output(report, journal, written, output, kind, started)
+
+
+def _run_tensors(
+    artifact: Artifact,
+    source: Path,
+    output: Path,
+    config: PredictConfig,
+    *,
+    force: bool,
+    progress: Progress,
+) -> PredictReport:
+    """Write the graph's own outputs for every row, unless they are already up to date."""
+    started = time.perf_counter()
+    if str(source) == STDIN:
+        raise InputError("standard input is no input for .npz output; name a file or a folder.")
+    if source.resolve() == output.resolve():
+        raise InputError(f"output '{output}' is the input, which is never overwritten.")
+    if not source.exists():
+        raise InputError(f"data '{source}': no such file or folder.")
+    _make_output_directory(output)
+    with lock_output(output):
+        key = fingerprint(artifact, source, NPZ, config)
+        if done := find_finished_report(output, key, force=force):
+            progress.say(f"predict: nothing to do, {output} is up to date")
+            return done
+        scratch = parts_directory(output)
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            scratch.mkdir()
+            made = write_tensors(artifact, source, scratch, config)
+            report = _tensors_report(artifact, output, made, key, started)
+            # The report is never beside an output of which it has another digest.
+            output.unlink(missing_ok=True)
+            write_atomically(sidecar(output), json_bytes(report.as_json()))
+            os.replace(made.path, output)
+        except OSError as error:
+            raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return report
+
+
+def _tensors_report(
+    artifact: Artifact, output: Path, made: WrittenTensors, key: Fingerprint, started: float
+) -> PredictReport:
+    return PredictReport(
+        output=str(output),
+        task=artifact.manifest.task,
+        worked=True,
+        counts=Counts(rows=made.rows, run_seconds=made.run_seconds),
+        resumed_rows=0,
+        first_bad="",
+        workers=1,
+        providers=made.providers,
+        notes=(),
+        boot_seconds=made.boot_seconds,
+        total_seconds=time.perf_counter() - started,
+        peak_rss_bytes=peak_rss_bytes(),
+        fingerprint=key.fields,
+        key=key.key,
+        size_bytes=made.path.stat().st_size,
+        sha256=sha256_of(made.path),
+    )
 
 
 def _write_output(

@@ -58,7 +58,8 @@ def require_task(artifact: Artifact, config: PredictConfig) -> PredictedTask:
     if task is None:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}, expected one of "
-            f"{', '.join([*supported_tasks(), *Generate.tasks])}."
+            f"{', '.join([*supported_tasks(), *Generate.tasks])}.",
+            do="For the graph's own outputs, name an .npz file: --out results.npz",
         )
     output_options(task, config)
     return task

@@ -50,7 +50,8 @@ def output_format(output: Path) -> OutputFormat:
     found = _SUFFIXES.get(output.suffix.lower())
     if found is None:
         raise InputError(
-            f"output '{output}' has the suffix '{output.suffix}', expected {', '.join(_SUFFIXES)}."
+            f"output '{output}' has the suffix '{output.suffix}', expected {', '.join(_SUFFIXES)}, "
+            "or .npz for the graph's own outputs."
         )
     return found
 

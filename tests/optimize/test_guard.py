@@ -14,6 +14,7 @@ from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.divergence import find_divergences, relative_error
 from tests.passes.graphs import graph, saved
+from tests.tiny import tiny_artifact
 
 
 @pytest.fixture
@@ -132,9 +133,9 @@ def test_data_that_the_graph_does_not_take_name_arrays_as_the_way(tmp_path):
 
 @pytest.mark.slow
 def test_t5_merged_decoder_is_measured_in_its_branches(tiny_model, tmp_path):
-    source = export_model(
-        str(tiny_model("t5", "text2text-generation")), task="text2text-generation-with-past"
-    )
+    task = "text2text-generation-with-past"
+    model = tiny_model("t5", "text2text-generation")
+    source = tiny_artifact("t5", task, tmp_path / "merged", source=model)
     artifact = stage.run(source, OptimizeConfig(), tmp_path / "out")
     assert artifact.failed_verdict() is None
     graphs = json.loads((artifact.path / stage.REPORT).read_text())["graphs"]
