@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.shapes import canonical_dim
@@ -84,6 +85,8 @@ def export_with_optimum(
     gc.collect()
     if not (source / PreprocessorConfig.FILE).is_file():
         (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
+    if library == "timm":
+        write_timm_processor(source, out)
     copy_side_files(source, out, code=config.trust_remote_code)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
@@ -166,6 +169,33 @@ def _export(
         for n, weight in model.named_parameters()
         if n in names
     }
+
+
+def write_timm_processor(source: Path, out: Path) -> None:
+    """Write how timm prepares images for a model to preprocessor_config.json.
+
+    Nothing is written for what it does not say: images that are not square or not in color, and
+    timm's rarer ways to crop.
+    """
+    import timm
+
+    trained = read_json(source / ModelConfig.FILE).get("pretrained_cfg", {})
+    data = timm.data.resolve_data_config(pretrained_cfg=trained)
+    channels, height, width = data["input_size"]
+    if channels != 3 or height != width or data["crop_mode"] not in ("center", "squash"):
+        return
+    edge = int(height / data["crop_pct"])
+    center = data["crop_mode"] == "center"
+    filters = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
+    settings = {
+        "image_processor_type": "TimmImageProcessor",
+        "size": {"shortest_edge": edge} if center else {"height": edge, "width": edge},
+        "resample": filters.get(data["interpolation"], filters["bicubic"]),
+        "crop_size": {"height": height, "width": width},
+        "image_mean": list(data["mean"]),
+        "image_std": list(data["std"]),
+    }
+    (out / PreprocessorConfig.FILE).write_bytes(json_bytes(settings))
 
 
 def _check_vocoder(model_type: str, vocoder: Path | None) -> None:

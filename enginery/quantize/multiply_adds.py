@@ -1,8 +1,8 @@
 """Count multiply-adds, and the share of them that is quantized.
 
-They are counted for one calibration row of mean length: for MatMul, Gemm and Conv with constant
-weights, the number of output elements times K. Products of two activations, as in attention, are
-counted separately, because they are not quantized.
+They are counted for one calibration row of mean length: for products and convolutions with
+constant weights, the number of output elements times K. Products of two activations, as in
+attention, are counted separately, because they are not quantized.
 """
 
 from __future__ import annotations

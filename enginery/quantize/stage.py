@@ -68,7 +68,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 
 STAGE = "quantize"
-STAGE_VERSION = "10"
+STAGE_VERSION = "11"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"

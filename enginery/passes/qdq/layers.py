@@ -1,4 +1,4 @@
-"""Find the layers of a graph that can be quantized: matrix products and convolutions with weights.
+"""Find the layers of a graph with a constant weight, and which of them can be quantized.
 
 >>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
 ... g (float[n, 32] x) => (float[n, 8] y) <float[32, 8] w = {0}> { y = MatMul (x, w) }''')
@@ -20,9 +20,12 @@ _MIN_GEMM_SIZE = 16
 """Tensor cores work on tiles of 16, so smaller products gain nothing from INT8."""
 
 
+_LAYERS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+
+
 @dataclass(frozen=True)
 class Layer:
-    """A MatMul, Gemm or Conv whose weight is constant."""
+    """A MatMul, Gemm, Conv or ConvTranspose whose weight is constant."""
 
     name: str
     op_type: str
@@ -30,7 +33,7 @@ class Layer:
     weight: str
     output: str
     reduction_size: int
-    """K, the number of multiply-adds for one output element."""
+    """K, the number of multiply-adds for one output element; their mean for a ConvTranspose."""
     in_channels: int
     """Input channels of one output channel: K, divided by the kernel's area for a convolution."""
     out_channels: int
@@ -48,11 +51,11 @@ class Layer:
     @property
     def linear(self) -> bool:
         """True for a product over the activation's last axis, whose channels can be scaled."""
-        return self.op_type != "Conv"
+        return self.op_type in ("MatMul", "Gemm")
 
 
 def find_layers(model: ir.Model) -> tuple[Layer, ...]:
-    """Return every MatMul, Gemm and Conv of the main graph with a constant weight, in order."""
+    """Return every product and convolution of the main graph with a constant weight, in order."""
     found = (_layer(node) for node in model.graph)
     return tuple(layer for layer in found if layer is not None)
 
@@ -83,7 +86,7 @@ def operands(node: ir.Node) -> tuple[ir.Value, NDArray[np.float32]]:
 
 def _bias(node: ir.Node, out_channels: int) -> str:
     """Return the name of the constant (N,) that is added to a layer's output, or ''."""
-    if node.op_type in ("Gemm", "Conv"):
+    if node.op_type != "MatMul":
         value = node.inputs[2] if len(node.inputs) > 2 else None
     else:
         add = following_add(node)
@@ -119,7 +122,7 @@ def _other_input(add: ir.Node, value: ir.Value) -> ir.Value | None:
 
 
 def _layer(node: ir.Node) -> Layer | None:
-    if node.op_type not in ("MatMul", "Gemm", "Conv") or node.domain not in ("", "ai.onnx"):
+    if node.op_type not in _LAYERS or node.domain not in ("", "ai.onnx"):
         return None
     weight = constant_tensor(node.inputs[1])
     source = node.inputs[0]
@@ -132,6 +135,14 @@ def _layer(node: ir.Node) -> Layer | None:
         axis, groups = 0, _int(node, "group", 1)
         reduction_size, out_channels, gemm_n = int(np.prod(shape[1:])), shape[0], shape[0] // groups
         in_channels = shape[1]
+    elif node.op_type == "ConvTranspose":
+        axis, groups = 1, _int(node, "group", 1)
+        in_channels, out_channels = shape[0] // groups, shape[1] * groups
+        strides = node.attributes.get_ints("strides", ()) or ()
+        reduction_size = in_channels * int(np.prod(shape[2:])) // int(np.prod(strides))
+        gemm_n = shape[1]
+        # A plan of TensorRT for RTX 1.7 dequantizes its weight and multiplies in FP16.
+        skip_reason = skip_reason or "TensorRT multiplies a transposed convolution in FP16"
     else:
         if node.op_type == "Gemm" and _int(node, "transB", 0):
             axis = 0

@@ -138,6 +138,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "image_std": 1.0,
         "channel_order": "rgb",
     },
+    # Of timm: what export writes, because its models come without such a file.
+    "Timm": {"size": {"shortest_edge": 256}, "resample": _BICUBIC, **_IMAGENET, **_CROPPED},
     "MobileNetV1": {"size": {"shortest_edge": 256}, **_CROPPED},
     "MobileNetV2": {"size": {"shortest_edge": 256}, **_CROPPED},
     "EfficientNet": {
@@ -257,7 +259,8 @@ class ImageProcessor:
             pixels = center_crop(pixels, edge, edge, name)
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
-            pixels = center_crop(pixels, crop["height"], crop["width"], name)
+            crop_like = torchvision_crop if self.kind == "Timm" else center_crop
+            pixels = crop_like(pixels, crop["height"], crop["width"], name)
         if settings.get("do_flip_channel_order") or order == "bgr":
             pixels = pixels[..., ::-1]
         normalized = self._normalize(pixels)
@@ -389,6 +392,17 @@ def center_crop(pixels: NDArray[Any], height: int, width: int, name: str = "imag
     top = (rows - height) // 2 + row_before
     left = (columns - width) // 2 + column_before
     return padded[max(0, top) : top + height, max(0, left) : left + width]
+
+
+def torchvision_crop(
+    pixels: NDArray[Any], height: int, width: int, name: str = "image"
+) -> NDArray[Any]:
+    """Crop like `center_crop`, with torchvision's rounding of halves to even numbers."""
+    rows, columns = pixels.shape[:2]
+    if rows < height or columns < width:
+        return center_crop(pixels, height, width, name)
+    top, left = round((rows - height) / 2), round((columns - width) / 2)
+    return pixels[top : top + height, left : left + width]
 
 
 def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> None:

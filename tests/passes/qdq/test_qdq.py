@@ -238,6 +238,16 @@ def test_depthwise_convolution_is_skipped():
     assert "N = 1" in layer.skip_reason
 
 
+def test_transposed_convolution_counts_but_is_not_quantized():
+    kernel = np.ones((32, 16, 2, 2), np.float32)
+    node = helper.make_node("ConvTranspose", ["x", "w", "b"], ["y"], name="layer", strides=[2, 2])
+    weights = {"w": kernel, "b": np.ones(16, np.float32)}
+    (layer,) = find_layers(model([node], weights, shape=("batch", 32, 16, 16)))
+    assert "transposed convolution in FP16" in layer.skip_reason
+    # Each input element takes part in 4 products of each output channel, and so makes 4 elements.
+    assert (layer.reduction_size, layer.out_channels, layer.bias) == (32, 16, "b")
+
+
 def test_products_of_two_activations_are_not_layers():
     assert find_layers(model([helper.make_node("MatMul", ["x", "x"], ["y"], name="m")], {})) == ()
 
