@@ -47,6 +47,11 @@ class FeedLimits:
     end_id: int | None = None
     """Id that ends every row: a classifier with an encoder and a decoder reads its state there, and
     rejects rows without one. None for other models."""
+    image_token_id: int | None = None
+    """Id that stands for a patch of an image, in graphs that take both ids and pixels; it is drawn
+    nowhere else. None for other models."""
+    image_tokens: int = 0
+    """Number of such ids at the start of each row."""
     type_vocab_size: int = 1
     min_sequence: int = 1
     """Shortest sequence; for raw audio, the samples that the convolutions need."""
@@ -84,13 +89,17 @@ class FeedLimits:
         ends = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
         frames = merged.audio_samples
         limit = merged.position_limit()
+        vision = config.vlm_config
+        patches = vision.image_tokens if vision else 0
         return cls(
             vocab_size=merged.vocab_size or 100,
             pad_token_id=max(pad or 0, 0),
             special_ids=ends,
             end_id=ends[0] if ends and _reads_the_end(merged) else None,
+            image_token_id=vision.image_token_index if vision and patches else None,
+            image_tokens=patches,
             type_vocab_size=merged.type_vocab_size or 1,
-            min_sequence=frames,
+            min_sequence=patches + 1 if patches else frames,
             max_positions=16 * frames if frames > 1 else limit,
             position_limit=limit if _has_position_limit(merged) else None,
             sizes={**_natural_sizes(merged), **(sample_sizes or {})},
@@ -174,6 +183,8 @@ def make_feeds(
             feeds[spec.name] = _values(spec, shape, sizes, limits, generator)
         if ragged:
             _pad_rows(feeds, specs, limits)
+        if limits.image_token_id is not None and {"input_ids", "pixel_values"} <= feeds.keys():
+            feeds["input_ids"][:, : limits.image_tokens] = limits.image_token_id
         if limits.end_id is not None:
             _end_rows(feeds, specs, limits.end_id)
     except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
@@ -211,9 +222,9 @@ def _values(
         second = np.arange(shape[-1]) >= (shape[-1] + 1) // 2
         values = np.broadcast_to(second & (limits.type_vocab_size > 1), shape)
     elif name.endswith("input_ids"):
-        avoid = {limits.pad_token_id, *limits.special_ids}
+        avoid = {limits.pad_token_id, limits.image_token_id, *limits.special_ids}
         everything = np.arange(limits.vocab_size)
-        allowed = np.setdiff1d(everything, list(avoid))
+        allowed = np.setdiff1d(everything, [each for each in avoid if each is not None])
         # If all tokens are special, draw from all of them.
         values = generator.choice(allowed if allowed.size else everything, shape)
     elif name == "bbox":
@@ -239,7 +250,8 @@ def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -
         rows, length = mask.shape
         covered = [spec for spec in specs if spec is not mask_spec and covers(mask_spec, spec)]
         new = min((feeds[spec.name].shape[1] for spec in covered), default=length)
-        shortest = max(1, length // 3, new + 1 if new < length else 0)
+        shortest = max(limits.image_tokens + 1, length // 3, new + 1 if new < length else 0)
+        shortest = min(shortest, length)
         kept = np.linspace(length, shortest, rows).round().astype(int)[:, None]
         left = decodes and not mask_spec.name.startswith("encoder_")
         columns = np.arange(length)[None, :]

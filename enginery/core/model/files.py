@@ -67,6 +67,10 @@ def _size_as_object(value: Any) -> Any:
     return value if isinstance(value, dict) else {"edge": value}
 
 
+def _square_edge(value: Any) -> Any:
+    return value if isinstance(value, int) else 0
+
+
 def _token_text(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
@@ -197,6 +201,8 @@ class ModelPart(_Values):
     dim: Count = 0
     n_embd: Count = 0
     image_size: ImageSizeValue | None = None
+    patch_size: Annotated[Count, BeforeValidator(_square_edge)] = 0
+    """Edge of a square patch of an image; 0 if missing, or not square."""
     num_channels: Count = 0
     conv_kernel: Steps | None = None
     conv_stride: Steps | None = None
@@ -296,6 +302,23 @@ _DEFAULT_POSITIONS = 512
 """For models without a limit: the length that nearly every text encoder is trained with."""
 
 
+class VisionLanguagePart(ModelPart):
+    """The model of images and texts inside ColPali's."""
+
+    image_token_index: TokenId | None = None
+    """Id of the token that stands for a patch of the image."""
+    vision_config: ModelPart | None = None
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of tokens that stand for an image; 0 if the file does not say."""
+        vision = self.vision_config
+        if vision is None or vision.image_size is None or not vision.patch_size:
+            return 0
+        height, width = vision.image_size.sides(0)
+        return (height // vision.patch_size) * (width // vision.patch_size)
+
+
 class ModelConfig(ModelPart, _File):
     """config.json."""
 
@@ -311,6 +334,7 @@ class ModelConfig(ModelPart, _File):
     label2id: dict[str, Annotated[int, _expected("an integer")]] = Field(default_factory=dict)
     text_config: ModelPart | None = None
     vision_config: ModelPart | None = None
+    vlm_config: VisionLanguagePart | None = None
     backbone_config: ModelPart | None = None
     encoder: _NestedPart = None
     decoder: _NestedPart = None
@@ -327,7 +351,8 @@ class ModelConfig(ModelPart, _File):
             for name in ("image_size", "num_channels")
             if backbone is not None and name in backbone.model_fields_set
         }
-        parts = (self.encoder, self.decoder, self.vision_config, self.text_config, self)
+        vision = self.vision_config or (self.vlm_config and self.vlm_config.vision_config)
+        parts = (self.encoder, self.decoder, vision, self.text_config, self)
         for part in parts:
             if part is not None:
                 values |= {name: getattr(part, name) for name in part.model_fields_set}
