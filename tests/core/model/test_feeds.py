@@ -207,3 +207,21 @@ def test_too_many_elements_are_rejected_before_allocation(dim):
 def test_an_input_that_its_name_or_dtype_does_not_fit_is_an_error_in_words(spec):
     with pytest.raises(ShapeError, match="cannot generate inputs for"):
         made(spec)
+
+
+def test_rows_start_with_the_tokens_of_an_image():
+    vision = {"image_size": 20, "patch_size": 5}
+    config = {"text_config": {"vocab_size": 9}, "vlm_config": {"image_token_index": 4}}
+    config["vlm_config"]["vision_config"] = vision
+    limits = FeedLimits.from_config(ModelConfig.model_validate(config))
+    assert limits.min_sequence == 17
+    ids = TensorSpec("input_ids", "int64", ("batch", "sequence"))
+    mask = TensorSpec("attention_mask", "int64", ("batch", "sequence"))
+    pixels = TensorSpec("pixel_values", "float32", ("batch", 3, 20, 20))
+    sizes = {"batch": 5, "sequence": 40}
+    feeds = make_feeds([ids, mask, pixels], sizes, limits, seed=0, ragged=True)
+    assert (feeds["input_ids"][:, :16] == 4).all()
+    assert (feeds["input_ids"][:, 16:] != 4).all()
+    assert feeds["attention_mask"].sum(axis=1).min() == 17
+    alone = make_feeds([ids], sizes, limits, seed=0)
+    assert (alone["input_ids"] != 4).all(), "without pixels there is no image"
