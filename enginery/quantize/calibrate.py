@@ -45,7 +45,7 @@ from enginery.quantize.calibration.smoothing import (
     mean_convolution_error,
     mean_output_error,
 )
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.config import QuantizeConfig, residual_precision
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.quantize.multiply_adds import (
     MultiplyAddCounts,
@@ -60,6 +60,11 @@ _MAX_COUNTED_ROWS = 1024
 _FP8_CHANNELS = 16
 """Minimum. TensorRT for RTX 1.7 ran an FP8 convolution with 3 input channels in FP16, and one
 with 16 in FP8."""
+_NOT_ON_CPU = {
+    "Conv": "ONNX Runtime's CPU provider multiplies a convolution in INT8 only between quantized "
+    "activations",
+    "Gemm": "ONNX Runtime's CPU provider multiplies a Gemm in INT8 only with a quantized bias",
+}
 _EFFECT_ROWS = 32
 """Rows that measure the effect of a single layer; mixed-precision graphs are measured on all."""
 _RANGE_BATCHES = 4
@@ -82,7 +87,8 @@ class AccuracySearch:
 
 def scheme_from_config(config: QuantizeConfig) -> Scheme:
     """Return the quantization scheme that the options select."""
-    return replace(FP8 if config.scheme == "fp8" else INT8, per_channel=config.per_channel)
+    kind = FP8 if config.scheme == "fp8" else INT8
+    return replace(kind, per_channel=config.per_channel, unsigned=config.target == "cpu")
 
 
 def quantize_graph(
@@ -106,7 +112,7 @@ def quantize_graph(
     insert_qdq(model, layers, ranges, scheme=scheme_from_config(config), bias_deltas=bias_deltas)
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
-    if config.residual == "fp16":
+    if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
 
 
@@ -253,6 +259,8 @@ def excluded_layers(
             reasons[layer.name] = layer.skip_reason
         elif named:
             reasons[layer.name] = f"excluded by '{named}'"
+        elif scheme.unsigned and layer.op_type != "MatMul":
+            reasons[layer.name] = _NOT_ON_CPU[layer.op_type]
         elif vector and layer.linear:
             reasons[layer.name] = "one row per input: a matrix-vector product does not get faster"
         elif scheme.name == "fp8" and layer.in_channels < _FP8_CHANNELS:

@@ -40,8 +40,9 @@ class QuantizeConfig:
     """Center the channels of an activation where that reduces the error. The bias compensates."""
     bias_correction: bool = True
     """Correct each bias by the mean error of its output channel."""
-    residual: Literal["fp16", "fp32"] = "fp16"
-    """Precision of everything that is not quantized."""
+    residual: Literal["auto", "fp16", "fp32"] = "auto"
+    """Precision of everything that is not quantized. `auto` is fp16 for TensorRT and fp32 for the
+    CPU."""
     min_cosine: float = 0.9985
     """Minimum mean cosine between the outputs and the FP32 model's. If it is not met, the most
     harmful layers stay in floating point."""
@@ -60,10 +61,10 @@ class QuantizeConfig:
     scheme: Literal["int8", "fp8", "dynamic"] = "int8"
     """`int8` and `fp8` (E4M3, for compute capabilities 8.9, 12.0 and later) use static ranges.
     `dynamic` is INT8 with activation scales computed at run time, for the target cpu; it needs no
-    calibration."""
+    calibration, and is less accurate."""
     target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt"
-    """Runtime that the graph is made for. `cuda` is refused: ONNX Runtime has no INT8 matrix
-    products there."""
+    """Runtime that the graph is made for. `cpu` is ONNX Runtime's CPU provider, without a trial
+    engine. `cuda` is refused: ONNX Runtime has no INT8 matrix products there."""
     per_channel: bool = True
     """One scale for each output channel of a weight instead of one for the whole weight."""
     symmetric: bool = True
@@ -103,13 +104,18 @@ def check_options(config: QuantizeConfig) -> None:
             do="Use --scheme int8 with --data FILE, or --scheme dynamic --target cpu.",
             option="scheme",
         )
-    if config.scheme != "dynamic" and config.target == "cpu":
+    if config.scheme == "fp8" and config.target == "cpu":
         raise OptionError(
-            f"option 'scheme' is {config.scheme}, but the target cpu supports only dynamic: static "
-            "Q/DQ nodes are placed where TensorRT fuses them, and ONNX Runtime's CPU provider "
-            "expects them elsewhere.",
-            do="Use --scheme dynamic --target cpu, which needs no calibration.",
-            option="target",
+            "option 'scheme' is fp8, but ONNX Runtime has no FP8 matrix products on the CPU.",
+            do="Use --scheme int8 --target cpu.",
+            option="scheme",
+        )
+    if config.residual == "fp16" and config.target == "cpu":
+        raise OptionError(
+            "option 'residual' is fp16, but ONNX Runtime has no FP16 kernels on most CPUs: every "
+            "node would be computed in FP32, between casts.",
+            do="Leave it out.",
+            option="residual",
         )
     if not config.symmetric:
         raise OptionError(
@@ -178,8 +184,20 @@ def require_calibration(config: QuantizeConfig) -> None:
         )
 
 
+def residual_precision(config: QuantizeConfig) -> Literal["fp16", "fp32"]:
+    """Return the precision of what is not quantized, which `auto` takes from the target."""
+    if config.residual == "auto":
+        return "fp32" if config.target == "cpu" else "fp16"
+    return config.residual
+
+
 def list_capabilities(config: QuantizeConfig) -> list[str]:
-    """Return the compute capabilities, such as `8.9`; each option may list several, with commas."""
+    """Return the compute capabilities of trial engines; each option may list several, with commas.
+
+    There are none for the target cpu.
+    """
+    if config.target == "cpu":
+        return []
     words = (word.strip() for text in config.capability for word in text.split(","))
     return [capability_name(word) for word in words if word and word != "none"]
 

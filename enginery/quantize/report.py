@@ -25,7 +25,7 @@ from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch
 from enginery.quantize.calibration.cache import CalibrationCache
 from enginery.quantize.calibration.data import CalibrationData
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.config import QuantizeConfig, residual_precision
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
@@ -106,7 +106,7 @@ def make_report(
     return QuantizationReport(
         summary="; ".join(g.summarize(config, held_out=held_out, named=named) for g in graphs),
         scheme=config.scheme,
-        residual=config.residual,
+        residual=residual_precision(config),
         per_channel=config.per_channel,
         layers=LayerCounts(quantized=len(quantized), all=sum(len(g.layers) for g in graphs)),
         quantized_layers=quantized,

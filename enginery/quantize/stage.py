@@ -59,7 +59,12 @@ from enginery.quantize.calibrate import (
 )
 from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
 from enginery.quantize.calibration.data import CalibrationData, make_batches, read_data
-from enginery.quantize.config import QuantizeConfig, check_options, list_capabilities
+from enginery.quantize.config import (
+    QuantizeConfig,
+    check_options,
+    list_capabilities,
+    residual_precision,
+)
 from enginery.quantize.dynamic import quantize_dynamic
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
@@ -194,7 +199,7 @@ def run(
         )
         changes = {
             "precision": "int8" if config.scheme == "dynamic" else config.scheme,
-            "residual": "fp32" if config.scheme == "dynamic" else config.residual,
+            "residual": residual_precision(config),
             "target": config.target,
             "graphs": graphs,
             "stages": (*source.manifest.stages, stage),
@@ -233,7 +238,9 @@ def _quantize_static(
         found.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
     cache = CalibrationCache.merge([each.cache for each in found], _digest(graphs))
     answers = found[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
-    if not list_capabilities(config):
+    if config.target == "cpu":
+        notes.append("activations are stored as uint8 around 128, for ONNX Runtime's CPU kernels")
+    elif not list_capabilities(config):
         notes.append(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
@@ -318,8 +325,10 @@ def _quantize_graph(
     record = _write_graph(model, quantized, cache, source.record, directory, config)
     graph = directory / record.file
     accuracy = _check_accuracy(graph, measured, config)
-    with progress.task("building a trial engine"):
-        trials = build_trials(graph, source, config, quantized)
+    trials = []
+    if config.target == "tensorrt":
+        with progress.task("building a trial engine"):
+            trials = build_trials(graph, source, config, quantized)
     add_float_layers(model, float_layers(model, quantized, known))
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
@@ -419,7 +428,7 @@ def _check_accuracy(
     if not measured.budget.is_met_by(found):
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}. Before casting the rest to {config.residual} it was "
+            f"{found.cosine:.5f}. Before casting the rest to {residual_precision(config)} it was "
             f"{measured.result.accuracy.cosine:.5f}.",
             do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )

@@ -237,11 +237,13 @@ BROKEN = {
         "no FP8 matrix products",
         "8.9, 12.0 or later",
     ),
-    "static INT8 for the CPU": (
-        HEAD + EXPORT + "  - quantize:\n      data: reviews.csv\n      target: cpu\n",
-        7,
-        "the target cpu supports only dynamic",
-        "--scheme dynamic",
+    "FP8 for the CPU": (
+        HEAD
+        + EXPORT
+        + "  - quantize:\n      data: reviews.csv\n      target: cpu\n      scheme: fp8\n",
+        8,
+        "no FP8 matrix products on the CPU",
+        "--scheme int8",
     ),
     "FP16 for the CPU": (
         HEAD + EXPORT + "  - optimize:\n      rows: 8\n      target: cpu\n",

@@ -172,14 +172,14 @@ def _quantize_activation(
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
     scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
-    zero = _add_initializer(graph, f"{name}/zero_point", scheme.zeros(()))
+    zero = _add_initializer(graph, f"{name}/zero_point", scheme.activation_zero())
     made.append(
         _node(
             "QuantizeLinear",
             [value, scale, zero],
             f"{name}/quantize",
             like=source,
-            dtype=scheme.dtype,
+            dtype=scheme.activation_dtype,
         )
     )
     made.append(

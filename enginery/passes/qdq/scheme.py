@@ -33,11 +33,19 @@ class Scheme:
     symmetric range."""
     per_channel: bool = True
     """True for one scale per output channel of a weight, False for one scale per weight."""
+    unsigned: bool = False
+    """True to store activations as uint8 around 128: the same numbers, in the type that ONNX
+    Runtime's kernels for x86 multiply with signed weights."""
 
     @property
     def dtype(self) -> ir.DataType:
         """The ONNX type."""
         return ir.DataType.INT8 if self.name == "int8" else ir.DataType.FLOAT8E4M3FN
+
+    @property
+    def activation_dtype(self) -> ir.DataType:
+        """The ONNX type of quantized activations."""
+        return ir.DataType.UINT8 if self.unsigned else self.dtype
 
     @property
     def supports_fusions(self) -> bool:
@@ -58,6 +66,10 @@ class Scheme:
     def zeros(self, shape: tuple[int, ...]) -> NDArray[Any]:
         """Return zero points of this shape. Q/DQ nodes derive their type from them."""
         return np.zeros(shape, dtype=self.dtype.numpy())
+
+    def activation_zero(self) -> NDArray[Any]:
+        """Return the zero point of an activation, a scalar."""
+        return np.asarray(128 if self.unsigned else 0, dtype=self.activation_dtype.numpy())
 
 
 INT8 = Scheme("int8", 127.0)
