@@ -40,7 +40,8 @@ from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.folders import FolderReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import detect_format, open_dataset
-from enginery.core.errors import EngineryError, InputError, OptionError
+from enginery.core.durable import make_directory, sync_directory
+from enginery.core.errors import EngineryError, InputError, OptionError, os_errors_as
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
@@ -121,7 +122,11 @@ def run(
     started = time.perf_counter()
     kind = output_format(output)
     _make_output_directory(output)
-    with lock_output(output), input_file(source, output, config, stdin) as path:
+    with (
+        os_errors_as(InputError, f"output '{output}' cannot be written"),
+        lock_output(output),
+        input_file(source, output, config, stdin) as path,
+    ):
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         detect_format(path, options)
         if path.resolve() == output.resolve():
@@ -196,6 +201,7 @@ def _write_output(
     """Assemble the output, write its report, then remove the parts. Each step is atomic."""
     # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
+    sync_directory(output.parent)
     digest = assemble(journal.paths(), output, kind, written.schema)
     complete = replace(
         report,
@@ -291,10 +297,8 @@ def _check_text_columns(reader: DatasetReader, columns: tuple[str, ...], path: P
 
 
 def _make_output_directory(output: Path) -> None:
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+    with os_errors_as(InputError, f"output '{output}' cannot be written"):
+        make_directory(output.parent)
 
 
 def input_options(
