@@ -45,6 +45,13 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def replace_synced(source: Path, target: Path) -> None:
+    """Rename a synced file to `target`, and sync the change of names in both directories."""
+    os.replace(source, target)
+    for directory in {source.parent, target.parent}:
+        sync_directory(directory)
+
+
 def sync_tree(directory: Path) -> None:
     """Sync every file and every name below a directory, so that a rename cannot overtake them."""
     for path in list_tree(directory):

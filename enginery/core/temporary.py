@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from enginery.core.durable import sync_directory
+from enginery.core.durable import replace_synced
 from enginery.core.errors import EngineryError, os_errors_as
 
 PREFIX = ".tmp-"
@@ -91,8 +91,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         if os.name == "nt":  # an open file cannot be renamed there
             _close(handle)
             handle = _NO_HANDLE
-        os.replace(fresh, path)
-        sync_directory(path.parent)
+        replace_synced(fresh, path)
     finally:
         with suppress(OSError):  # renamed; or the disk is broken, and the next run removes it
             fresh.unlink()

@@ -28,7 +28,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.durable import make_directory, sync_directory
+from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home, file_lock
 from enginery.core.json_file import json_bytes, read_document
@@ -215,9 +215,7 @@ class Journal:
             stream.write(json_bytes(report.as_json()))
             stream.flush()
             os.fsync(stream.fileno())
-        place = sidecar(Path(report.output))
-        os.replace(fresh, place)
-        sync_directory(place.parent)  # before the parts are removed
+        replace_synced(fresh, sidecar(Path(report.output)))  # before the parts are removed
 
     def _write_part(
         self,

@@ -31,7 +31,7 @@ import numpy as np
 from enginery.core.closing import Closeable
 from enginery.core.datasets.arrow_arrays import numeric_view
 from enginery.core.datasets.batches import RAW_LINE
-from enginery.core.durable import sync_directory
+from enginery.core.durable import replace_synced
 from enginery.core.errors import InputError
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
@@ -114,8 +114,7 @@ def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: An
             stream.flush()
             os.fsync(stream.fileno())
         digest = file_sha256(fresh)
-        os.replace(fresh, output)
-        sync_directory(output.parent)
+        replace_synced(fresh, output)
     except OSError as error:
         raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
     finally:

@@ -63,11 +63,15 @@ class Sandbox:
         }
 
     def check_finished(self, scenario: Scenario) -> None:
-        """Assert that the results are the new ones and that nothing else is left."""
+        """Assert that the results are the new ones and that nothing else is left.
+
+        Logs are not synced, so a power failure may take one of an earlier run.
+        """
         assert scenario.results(self.root) == self.after[scenario.name]
         left = self.names() - self.files[scenario.name]
         assert left == set(), f"left over: {sorted(left)}"
-        assert self.files[scenario.name] - self.names() == set()
+        lost = self.files[scenario.name] - self.names()
+        assert {name for name in lost if not name.startswith("home/logs")} == set()
 
     def names(self) -> set[str]:
         """Return the paths of all files and directories.

@@ -80,8 +80,8 @@ BREAKS = [
     Break(
         "the rename of a manifest is not synced",
         "core/temporary.py",
-        "        sync_directory(path.parent)\n    finally:",
-        "    finally:",
+        "        replace_synced(fresh, path)\n",
+        "        os.replace(fresh, path)\n",
         POWER,
         "every_moment and annotate",
     ),
@@ -105,8 +105,8 @@ BREAKS = [
     Break(
         "the report of an output is not synced before its parts are removed",
         "predict/journal.py",
-        "        sync_directory(place.parent)  # before the parts are removed\n",
-        "",
+        "        replace_synced(fresh, sidecar(Path(report.output)))",
+        "        os.replace(fresh, sidecar(Path(report.output)))",
         POWER,
         "every_moment and predict",
     ),
