@@ -38,13 +38,16 @@ FREEING = frozenset({"unlink", "rmdir"})
 
 @dataclass(frozen=True)
 class FailOnce:
-    """The operation with this number fails, and all others work."""
+    """The operation with this number fails, and all others work.
+
+    A lock that is denied (EACCES) is one that another process holds, which is no fault.
+    """
 
     number: int
     code: int
 
     def strike(self, number: int, kind: str, act: Callable[[], object]) -> None:
-        if number == self.number:
+        if number == self.number and (kind, self.code) != ("lock", errno.EACCES):
             raise OSError(self.code, os.strerror(self.code))
 
 

@@ -39,14 +39,14 @@ def strike(sandbox, scenario, kind, number):
     sandbox.restore(scenario)
     fault = FAULTS[kind](number)
     if kind == "killed":
-        fired = run_and_stop(sandbox, scenario, fault)
+        is_there = run_and_stop(sandbox, scenario, fault)
     else:
-        fired = run_and_fail(sandbox, scenario, fault)
+        is_there = run_and_fail(sandbox, scenario, fault)
     sandbox.check(scenario)
-    if fired:
+    if is_there:
         scenario.run(sandbox.root)
     sandbox.check_finished(scenario)
-    return fired
+    return is_there
 
 
 def run_and_fail(sandbox, scenario, fault):
@@ -55,7 +55,7 @@ def run_and_fail(sandbox, scenario, fault):
     assert operations.fired or not said, "nothing was wrong"
     assert not said or os.strerror(fault.code) in said, f"the cause is not named: {said}"
     assert not said or str(sandbox.root) in said, f"no path is named: {said}"
-    return operations.fired
+    return operations.count >= fault.number
 
 
 def error_of(scenario, sandbox):

@@ -65,7 +65,7 @@ def test_prune_removes_what_killed_runs_left_in_the_store_and_the_temporary_fold
         scenario.run(sandbox.root)
     sandbox.restore(scenario)
     seen = set()
-    for number in range(1, operations.count, 3):
+    for number in range(1, operations.count, operations.count // 12):
         run_and_stop(sandbox, scenario, Stop(number))
         seen |= set(temporary(sandbox))
     assert seen
