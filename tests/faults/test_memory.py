@@ -57,7 +57,7 @@ from enginery.core.shapes import Profile
 from enginery.runtime.tensorrt.process import build_plan
 path, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
-    build_plan(path, [Profile.parse("batch=1:4:8")], capabilities=["8.9"], isolated=False)
+    build_plan(path, profiles=[Profile.parse("batch=1:4:8")], isolated=False)
     print(resident(), flush=True)
 """
 
