@@ -22,11 +22,18 @@ from typing import TYPE_CHECKING, Any, cast
 from enginery.core.artifact.artifact import REPORTS, Artifact, check_overwritable
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.errors import ArtifactError, OptionError, SourceError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    OptionError,
+    SourceError,
+    os_errors_as,
+)
 from enginery.core.model.files import ModelConfig, module_kinds
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.store import ARTIFACTS, Store
+from enginery.core.temporary import remove_leftovers, remove_scratch
 from enginery.engine.config import BuildConfig
 from enginery.export.config import ExportConfig, check_options
 from enginery.export.tasks import inferred_task, task_name
@@ -106,31 +113,34 @@ def run_cached(
         EngineryError: the stage failed; see its `run`. Nothing is left then.
     """
     started = time.monotonic()
-    if out:
-        check_out(Path(out))
-    plan: _Plan | None
-    if isinstance(config, ExportConfig):
-        plan = _plan_export(str(source), config, progress)
-    else:
-        artifact = cast("Artifact", source)
-        allow_failed = allow_failed or getattr(config, "allow_failed", False)
-        artifact.require_passed(allow_failed=allow_failed)
-        if isinstance(config, OptimizeConfig):
-            plan = _plan_optimize(artifact, config, progress, allow_failed=allow_failed)
-        elif isinstance(config, QuantizeConfig):
-            plan = _plan_quantize(artifact, config, progress, calibration)
+    remove_scratch()  # a stage that has nothing to do would not
+    name = source if isinstance(source, str) else source.path
+    with os_errors_as(EngineryError, f"{name} cannot be used"):
+        if out:
+            check_out(Path(out))
+        plan: _Plan | None
+        if isinstance(config, ExportConfig):
+            plan = _plan_export(str(source), config, progress)
         else:
-            plan = _plan_build(artifact, config, progress, out=str(out), force=force)
-    if plan is None:
-        stage, made, worked = "build", artifact, False
-    else:
-        stage = plan.key.stage
-        made, worked = Store().obtain(
-            ARTIFACTS, plan.key, plan.name, plan.make, force=force, progress=progress
-        )
-    if out:
-        made = deliver(made, Path(out), progress)
-    return StageResult(stage, made, worked, time.monotonic() - started)
+            artifact = cast("Artifact", source)
+            allow_failed = allow_failed or getattr(config, "allow_failed", False)
+            artifact.require_passed(allow_failed=allow_failed)
+            if isinstance(config, OptimizeConfig):
+                plan = _plan_optimize(artifact, config, progress, allow_failed=allow_failed)
+            elif isinstance(config, QuantizeConfig):
+                plan = _plan_quantize(artifact, config, progress, calibration)
+            else:
+                plan = _plan_build(artifact, config, progress, out=str(out), force=force)
+        if plan is None:
+            stage, made, worked = "build", artifact, False
+        else:
+            stage = plan.key.stage
+            made, worked = Store().obtain(
+                ARTIFACTS, plan.key, plan.name, plan.make, force=force, progress=progress
+            )
+        if out:
+            made = deliver(made, Path(out), progress)
+        return StageResult(stage, made, worked, time.monotonic() - started)
 
 
 def check_out(out: Path) -> None:
@@ -283,6 +293,7 @@ def deliver(
     a verdict from the same stage, the newer one stays. Verdicts from the stages in `checked`, which
     have just run, always replace those at `out`.
     """
+    remove_leftovers(out.parent, out.name)  # a copy that is up to date is not written again
     try:
         present = Artifact.open(out)
     except ArtifactError:

@@ -15,7 +15,6 @@ host memory.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,6 +56,7 @@ from enginery.core.artifact.reports import (
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 
@@ -111,16 +111,16 @@ def run(
     results: list[BenchCase] = []
     images: ImagesResult | None = None
     with (
-        tempfile.TemporaryDirectory(prefix="enginery-bench-") as scratch,
-        _start_processes(plans, by_name, config, left_out, Path(scratch), progress) as processes,
+        temporary_directory("bench") as scratch,
+        _start_processes(plans, by_name, config, left_out, scratch, progress) as processes,
     ):
         with progress.task(
             "measuring", total=len(cases) or len(inputs.files if inputs else ())
         ) as advance:
             if inputs:
-                images = measure_images(inputs, processes, config, Path(scratch), advance)
+                images = measure_images(inputs, processes, config, scratch, advance)
             for case in cases:
-                results.append(measure_case(case, processes, by_name, config, Path(scratch)))
+                results.append(measure_case(case, processes, by_name, config, scratch))
                 progress.say(f"measured {case}: {results[-1].rounds_ended}")
                 advance()
         records = [_record(one, by_name[one.plan.target]) for one in processes.values()]

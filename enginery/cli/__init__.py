@@ -5,7 +5,7 @@
     $ enginery validate build/name --profile batch=1:8:32,sequence=8:64:128
 
 Exit status: 0 for success, 1 if a check failed, 2 for an error, 3 if rows of predict have no
-result, 130 and 143 if SIGINT or SIGTERM ended the command.
+result, 130, 143 and 129 if SIGINT, SIGTERM or SIGHUP ended the command.
 """
 
 from enginery.cli.app import COMMANDS, commands, main

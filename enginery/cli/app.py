@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 
@@ -88,7 +88,8 @@ _OPTIMUM_OPTIONS = {
 """Options of optimum-cli that enginery does not have -> what to do instead."""
 _PLACEHOLDER = "file:///missing"
 """Replaces a missing argument while the others are checked: a path, a text and an address."""
-_TERMINATED = 128 + signal.SIGTERM
+_ENDING = ("SIGTERM", "SIGHUP")
+"""Signals that end a command with the status 128 + number."""
 
 
 def _format_default(value: Any) -> str | None:
@@ -160,30 +161,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_sigterm(given):
+    with _unwinding_on_signals(given):
         status = _run(given)
     sys.exit(status)
 
 
 @contextmanager
-def _unwinding_on_sigterm(arguments: Sequence[str]) -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, so that temporary files and child processes are removed.
+def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that files and child processes are removed.
 
-    `serve` handles the signal itself: it drains its requests.
+    A second Ctrl-C ends the process at once; the next run removes what is left then. `serve`
+    handles the signals itself: it drains its requests.
     """
     if arguments[:1] == ["serve"] or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would stop the cleanup
-        raise SystemExit(_TERMINATED)
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one would stop the cleanup
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, end_at_once)
+        raise KeyboardInterrupt
+
+    def end_at_once(number: int, _: object) -> None:
+        with suppress(OSError):  # standard error may be closed
+            os.write(2, b"error: interrupted twice.\n")
+        os._exit(128 + number)
+
+    before = {}
+    for name, handler in {**dict.fromkeys(_ENDING, end), "SIGINT": interrupt}.items():
+        if number := getattr(signal, name, None):  # Windows has no SIGHUP
+            found = signal.getsignal(number)
+            if found != signal.SIG_IGN:  # as `nohup` sets it
+                before[number] = found
+                signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, found in before.items():
+            signal.signal(number, found)
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -204,10 +223,11 @@ def _run(arguments: Sequence[str]) -> int:
         failure = EngineryError("interrupted.")
         failure.exit_code = 130
     except SystemExit as ended:
-        if ended.code != _TERMINATED:
+        name = next((n for n in _ENDING if ended.code == 128 + getattr(signal, n, -1000)), "")
+        if not name:
             raise
-        failure = EngineryError("ended by SIGTERM.")
-        failure.exit_code = _TERMINATED
+        failure = EngineryError(f"ended by {name}.")
+        failure.exit_code = cast("int", ended.code)
     else:
         return 0
     with suppress(OSError):  # standard error may be closed

@@ -51,7 +51,7 @@ def init(
     force
         Replace an existing file.
     """
-    from enginery.core.artifact.staging import write_atomically
+    from enginery.core.temporary import write_atomically
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
     from enginery.recipe.draft import draft_recipe

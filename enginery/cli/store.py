@@ -40,9 +40,9 @@ def prune(
 ) -> None:
     """Remove damaged entries and leftovers, then the least recently used down to a size.
 
-    The size is that of artifacts and engines together; files that they share count once. Temporary
-    files that killed runs of predict left beside their outputs are removed too; the finished parts
-    from which they resume stay.
+    The size is that of artifacts and engines together; files that they share count once. What
+    killed runs left in the temporary folder, and those of predict beside their outputs, is removed
+    too; the finished parts from which they resume stay. So are logs older than 30 days.
 
     Parameters
     ----------
@@ -54,6 +54,7 @@ def prune(
     from enginery.cli import render
     from enginery.cli.console import human_bytes, parse_bytes
     from enginery.core.store.store import Store
+    from enginery.core.temporary import remove_scratch
     from enginery.predict.journal import remove_leftovers
 
     if bool(max_size) == everything:
@@ -66,7 +67,7 @@ def prune(
     store, kept = Store(), 0 if everything else parse_bytes(max_size)
     before = store.size_bytes()
     removed = store.prune(max_size_bytes=kept)
-    freed = before - store.size_bytes() + remove_leftovers()
+    freed = before - store.size_bytes() + remove_leftovers() + remove_scratch()
     console.json({"removed": render.store_json(removed), "freed_bytes": freed})
     console.table("Removed", render.store_rows(removed))
     console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")

@@ -24,8 +24,11 @@ and `do`, and exits; any other exception is a bug.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """The control characters C0, DEL and C1, which make up terminal escape sequences."""
@@ -114,6 +117,35 @@ class BadRowsError(EngineryError):
     """Everything ran, and some rows have no result."""
 
     exit_code = 3
+
+
+_NO_SPACE = "Free disk space. --out, ENGINERY_HOME and TMPDIR name places on other disks."
+
+
+@contextmanager
+def os_errors_as(kind: type[EngineryError], what: str, *, do: str = "") -> Iterator[None]:
+    """Raise an EngineryError for an OSError of the block.
+
+    Args:
+        kind: class of the error.
+        what: start of the message, which the cause and the file follow.
+        do: what the user can do about it, unless the disk is full.
+
+    >>> with os_errors_as(InputError, "data 'reviews.csv' cannot be read"):
+    ...     open("/missing")
+    Traceback (most recent call last):
+    enginery.core.errors.InputError: data 'reviews.csv' cannot be read: No such file or directory: \
+/missing.
+    """
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or str(error)
+        # An error of a write, or of a call with a descriptor, has no path.
+        named = isinstance(error.filename, str | bytes | os.PathLike)
+        file = f": {os.fsdecode(error.filename)}" if named else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise kind(f"{what}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
 
 
 def join_problems(problems: Iterable[OptionError]) -> OptionError:

@@ -15,7 +15,9 @@ from pathlib import Path
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, os_errors_as
+
+REMEDY = "Set ENGINERY_HOME to a directory that you can write."
 
 
 def enginery_home() -> Path:
@@ -36,11 +38,6 @@ def file_lock(name: str, *, home: Path | None = None, timeout_seconds: float = -
         EngineryError: the store cannot be written.
     """
     locks = (home or enginery_home()) / "locks"
-    try:
+    with os_errors_as(EngineryError, f"{locks.parent} cannot be used as the store", do=REMEDY):
         locks.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EngineryError(
-            f"{locks.parent} cannot be used as the store: {error.strerror}.",
-            do="Set ENGINERY_HOME to a directory that you can write.",
-        ) from error
     return FileLock(locks / f"{name}.lock", timeout=timeout_seconds)

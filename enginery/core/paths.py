@@ -1,4 +1,4 @@
-"""Check names from untrusted files (a manifest, an index, a registry) and names for registries.
+"""List directories; check names from untrusted files (a manifest, an index, a registry).
 
 >>> resolve_inside(Path("minilm"), "reports/validation.json", what="the artifact").as_posix()
 'minilm/reports/validation.json'
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path, PurePath
 
@@ -41,6 +42,25 @@ def require_relative_path(name: str) -> str:
     if not is_relative_path(name):
         raise ValueError(f"{name!r} is not a safe path in the directory: {_EXPECTED}")
     return name
+
+
+def list_tree(directory: Path) -> list[Path]:
+    """Return every file and directory below a directory, without following links to directories.
+
+    `Path.rglob` leaves out what is in a directory that cannot be listed, without a word.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+    found: list[Path] = []
+    if directory.is_dir():
+        for place, directories, files in os.walk(directory, onerror=_raise):
+            found += [Path(place, name) for name in (*directories, *files)]
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def resolve_inside(root: Path, name: str, *, what: str) -> Path:

@@ -21,7 +21,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,6 +30,7 @@ from typing import Any, NoReturn
 from enginery.core import errors
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError
+from enginery.core.temporary import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
 """Environment variable with the descriptor of the pipe whose other end the parent holds."""
@@ -74,8 +74,8 @@ def run_in_subprocess(
         else:
             stream.write(line)
 
-    with tempfile.TemporaryDirectory(prefix="enginery-child-") as scratch:
-        request_file, result_file = Path(scratch, "request.json"), Path(scratch, "result.json")
+    with temporary_directory("child") as scratch:
+        request_file, result_file = scratch / "request.json", scratch / "result.json"
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
             status = run_module(module, str(request_file), str(result_file), on_line=on_line)

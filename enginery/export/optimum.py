@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
+from enginery.core.temporary import temporary_directory
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs
@@ -234,14 +234,14 @@ def _processor_alone(
     if not file.is_file() and settings.merged().image_size is None:
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_directory("processor") as folder:
         if file.is_file():
             shutil.copy(file, folder)
         else:
             size = {name: limits.sizes[name] for name in ("height", "width")}
             processor = transformers.ViTImageProcessor(size=size)
             processor.save_pretrained(folder)
-        yield Path(folder)
+        yield folder
 
 
 @contextmanager

@@ -16,7 +16,6 @@ FP16 graph in FP32 on the CPU and would hide an overflow.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from enginery.core.errors import ExportError
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import (
     OutputComparison,
@@ -161,15 +161,15 @@ def cast_guarded(
         ProviderError: ONNX Runtime cannot load a graph.
         InputError: a graph fails on the feeds.
     """
-    with tempfile.TemporaryDirectory(prefix="enginery-guard-") as scratch:
+    with temporary_directory("guard") as scratch:
         return _cast_guarded(
-            _with_unique_names(fp32, Path(scratch)),
+            _with_unique_names(fp32, scratch),
             out,
             precision,
             batches,
             config,
             feeds_origin,
-            Path(scratch),
+            scratch,
             progress,
         )
 

@@ -8,7 +8,6 @@ and the report names the node at which the outputs diverge.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,6 +29,7 @@ from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
+from enginery.core.temporary import temporary_directory
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord, describe_origin
@@ -119,10 +119,10 @@ def run(
         )
     with (
         staging(out) as directory,
-        tempfile.TemporaryDirectory(prefix="enginery-optimize-") as scratch,
+        temporary_directory("optimize") as scratch,
     ):
         artifact.copy_side_files(directory)
-        optimized = optimize_graphs(artifact, config, directory, Path(scratch), progress=progress)
+        optimized = optimize_graphs(artifact, config, directory, scratch, progress=progress)
         seconds = round(time.monotonic() - started, 3)
         report = OptimizationReport(
             passed=optimized.passed,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,10 +28,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home, file_lock
-from enginery.core.json_file import json_bytes
+from enginery.core.json_file import json_bytes, read_document
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import remove_leftovers as remove_temporary
+from enginery.core.temporary import write_atomically
 from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
@@ -63,8 +65,8 @@ def lock_output(output: Path) -> Iterator[None]:
         ) from None
     note = _notes() / _output_id(output)
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_bytes(os.fsencode(output.resolve()))
+        make_directory(note.parent)
+        write_atomically(note, os.fsencode(output.resolve()))
         yield
     finally:
         if not parts_directory(output).exists():
@@ -78,11 +80,13 @@ def remove_leftovers() -> int:
     Finished parts stay, so that the same command can resume, and so do the files of runs that
     still write.
     """
-    freed = 0
+    freed = remove_temporary(_notes())
     for note in _notes().iterdir() if _notes().is_dir() else ():
-        with suppress(FileNotFoundError):  # of a run that has just ended
-            # The note is empty if the run was killed while writing it, before any other file.
-            output = Path(os.fsdecode(note.read_bytes()) or note)
+        with suppress(OSError):  # of a run that has just ended, or of another user
+            output = Path(os.fsdecode(read_document(note).replace(b"\0", b"")))
+            if _output_id(output) != note.name:  # it was damaged
+                note.unlink()
+                continue
             with suppress(Timeout), _lock(output):
                 freed += _clear(output)
                 if not parts_directory(output).exists():
@@ -145,7 +149,7 @@ class Journal:
             found = _read(directory, head)
             if found is not None:
                 return found
-            directory.mkdir(exist_ok=True)
+            make_directory(directory)
             for path in [directory / _JOURNAL, *directory.glob(f"{_PART}*")]:
                 path.unlink(missing_ok=True)
             journal = cls(directory, [])
@@ -211,7 +215,7 @@ class Journal:
             stream.write(json_bytes(report.as_json()))
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(fresh, sidecar(Path(report.output)))
+        replace_synced(fresh, sidecar(Path(report.output)))  # before the parts are removed
 
     def _write_part(
         self,
@@ -241,7 +245,7 @@ class Journal:
                     break
         if not counts.rows:
             return False
-        _sync(self.directory)
+        sync_directory(self.directory)
         entry = {"part": len(self.parts), "sha256": file_sha256(path), "first_bad": first_bad}
         self._append({**entry, "counts": asdict(counts)})
         self.parts.append(counts)
@@ -261,10 +265,17 @@ def parts_directory(output: Path) -> Path:
 
 
 def remove_parts(output: Path) -> None:
-    """Remove the parts of an assembled output."""
+    """Remove the parts of an assembled output; what cannot be removed is left to the next run."""
     directory = parts_directory(output)
-    if (directory / _JOURNAL).is_file():
-        shutil.rmtree(directory, ignore_errors=True)
+    journal = directory / _JOURNAL
+    with suppress(OSError):
+        if journal.is_file():
+            for path in directory.iterdir():
+                if path != journal:
+                    path.unlink()
+            sync_directory(directory)  # parts without a journal would be taken for foreign files
+            journal.unlink()
+        directory.rmdir()
 
 
 def is_complete(output: Path, fingerprint: Fingerprint) -> bool:
@@ -357,14 +368,3 @@ def _output_id(output: Path) -> str:
 
 def _lock(output: Path) -> FileLock:
     return file_lock(f"predict-{_output_id(output)}", timeout_seconds=0)
-
-
-def _sync(directory: Path) -> None:
-    """Sync a directory, so that its file names survive a power failure."""
-    if os.name == "nt":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

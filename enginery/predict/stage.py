@@ -16,7 +16,6 @@ finished part. Memory use does not depend on the size of the input.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -36,17 +35,18 @@ from enginery.core.artifact.fingerprint import (
     sha256_of,
     tool_versions,
 )
-from enginery.core.artifact.staging import write_atomically
 from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
 from enginery.core.datasets.folders import FolderReader
 from enginery.core.datasets.parquet import ParquetReader
 from enginery.core.datasets.reader import detect_format, open_dataset
-from enginery.core.errors import EngineryError, InputError, OptionError
+from enginery.core.durable import make_directory, replace_synced, sync_directory
+from enginery.core.errors import EngineryError, InputError, OptionError, os_errors_as
 from enginery.core.json_file import json_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
+from enginery.core.temporary import write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
@@ -128,7 +128,11 @@ def run(
         return _run_tensors(artifact, Path(source), output, config, force=force, progress=progress)
     kind = output_format(output)
     _make_output_directory(output)
-    with lock_output(output), input_file(source, output, config, stdin) as path:
+    with (
+        os_errors_as(InputError, f"output '{output}' cannot be written"),
+        lock_output(output),
+        input_file(source, output, config, stdin) as path,
+    ):
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         detect_format(path, options)
         if path.resolve() == output.resolve():
@@ -218,15 +222,15 @@ def _run_tensors(
         scratch = parts_directory(output)
         shutil.rmtree(scratch, ignore_errors=True)
         try:
-            scratch.mkdir()
-            made = write_tensors(artifact, source, scratch, config)
-            report = _tensors_report(artifact, output, made, key, started)
-            # The report is never beside an output of which it has another digest.
-            output.unlink(missing_ok=True)
-            write_atomically(sidecar(output), json_bytes(report.as_json()))
-            os.replace(made.path, output)
-        except OSError as error:
-            raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+            with os_errors_as(InputError, f"output '{output}' cannot be written"):
+                make_directory(scratch)
+                made = write_tensors(artifact, source, scratch, config)
+                report = _tensors_report(artifact, output, made, key, started)
+                # The report is never beside an output of which it has another digest.
+                output.unlink(missing_ok=True)
+                sync_directory(output.parent)
+                write_atomically(sidecar(output), json_bytes(report.as_json()))
+                replace_synced(made.path, output)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return report
@@ -266,6 +270,7 @@ def _write_output(
     """Assemble the output, write its report, then remove the parts. Each step is atomic."""
     # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
+    sync_directory(output.parent)
     digest = assemble(journal.paths(), output, kind, written.schema)
     complete = replace(
         report,
@@ -361,10 +366,8 @@ def _check_text_columns(reader: DatasetReader, columns: tuple[str, ...], path: P
 
 
 def _make_output_directory(output: Path) -> None:
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
+    with os_errors_as(InputError, f"output '{output}' cannot be written"):
+        make_directory(output.parent)
 
 
 def input_options(

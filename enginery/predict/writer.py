@@ -31,6 +31,7 @@ import numpy as np
 from enginery.core.closing import Closeable
 from enginery.core.datasets.arrow_arrays import numeric_view
 from enginery.core.datasets.batches import RAW_LINE
+from enginery.core.durable import replace_synced
 from enginery.core.errors import InputError
 
 OutputFormat = Literal["parquet", "csv", "jsonl"]
@@ -81,11 +82,11 @@ class PartWriter(Closeable):
         """Sync the file to the disk. A second call does nothing."""
         if self._stream.closed:
             return
-        if self._arrow is not None:
-            self._arrow.close()
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with self._stream:
+            if self._arrow is not None:
+                self._arrow.close()
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
 
 
 def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> str:
@@ -114,7 +115,7 @@ def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: An
             stream.flush()
             os.fsync(stream.fileno())
         digest = file_sha256(fresh)
-        os.replace(fresh, output)
+        replace_synced(fresh, output)
     except OSError as error:
         raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
     finally:

@@ -42,7 +42,7 @@ from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.artifact.manifest import FileRecord, GraphRecord, Manifest, Verdict
 from enginery.core.errors import ArtifactError, OptionError, nearest
 from enginery.core.json_file import load_json
-from enginery.core.paths import is_portable_name
+from enginery.core.paths import is_portable_name, list_tree
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
@@ -243,7 +243,7 @@ def _records(directory: Path) -> dict[str, FileRecord]:
         path.relative_to(directory).as_posix(): FileRecord(
             sha256=sha256_of(path), size_bytes=path.stat().st_size
         )
-        for path in sorted(directory.rglob("*"))
+        for path in sorted(list_tree(directory))
         if path.is_file()
     }
 

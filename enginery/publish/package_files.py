@@ -19,8 +19,9 @@ from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.staging import STAGING_PREFIX
 from enginery.core.errors import ArtifactError
+from enginery.core.paths import list_tree
+from enginery.core.temporary import PREFIX
 from enginery.publish.publication import CARD, LISTING
 
 _TOKENIZER = (
@@ -61,7 +62,7 @@ def write_file(file: PackageFile, target: Path) -> None:
     if target.is_file() and sha256_of(target, trust_stat=False) == file.sha256:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{STAGING_PREFIX}{target.name}")
+    part = target.with_name(f"{PREFIX}{target.name}")
     part.unlink(missing_ok=True)
     shutil.copyfile(file.path, part)
     with suppress(OSError):  # a network share without file modes
@@ -96,7 +97,7 @@ def collect_files(
         for name, record in manifest.reports.items()
     ]
     known = {file.name for file in files} | {LISTING}
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir()]
+    names = [path.relative_to(root).as_posix() for path in list_tree(root) if not path.is_dir()]
     return files, sorted(name for name in names if name not in known)
 
 

@@ -13,15 +13,21 @@ The same content is published as one version only.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact, staging
 from enginery.core.artifact.engine_record import engine_directories
-from enginery.core.artifact.staging import STAGING_PREFIX
-from enginery.core.errors import ArtifactError, OptionError, RegistryError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    OptionError,
+    RegistryError,
+    os_errors_as,
+)
+from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import PREFIX, temporary_directory
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import Published, open_destination
 from enginery.publish.layout import arrange, extract_variant
@@ -62,13 +68,14 @@ def run(
             option="layout",
         )
     destination = open_destination(url, config)
-    with tempfile.TemporaryDirectory(prefix="enginery-publish-") as scratch:
+    with (
+        os_errors_as(EngineryError, f"{artifact.path} cannot be published"),
+        temporary_directory("publish") as scratch,
+    ):
         with progress.task(f"checking {artifact.name}"):
             if config.layout == "hub":
-                artifact = _arranged(
-                    [artifact, *variants], Path(scratch, "layout"), config, progress
-                )
-            package = Package.of(artifact, config, Path(scratch))
+                artifact = _arranged([artifact, *variants], scratch / "layout", config, progress)
+            package = Package.of(artifact, config, scratch)
         if package.problem:
             progress.say(
                 f"publish: {package.problem}; published with --allow-failed, as the card says"
@@ -152,7 +159,7 @@ def pull(
 def _keep_variant(artifact: Artifact, variant: str) -> None:
     """Replace the content of an artifact's directory by one of its variants."""
     directory = artifact.path
-    fresh = directory / f"{STAGING_PREFIX}{variant}"
+    fresh = directory / f"{PREFIX}{variant}"
     extract_variant(artifact, variant, fresh)
     for path in directory.iterdir():
         if path != fresh:
@@ -164,7 +171,7 @@ def _keep_variant(artifact: Artifact, variant: str) -> None:
 
 def _remove_unlisted_files(directory: Path, publication: Publication, progress: Progress) -> None:
     """Remove files that are not in the listing; a registry may add files of its own."""
-    for path in sorted(directory.rglob("*"), reverse=True):
+    for path in sorted(list_tree(directory), reverse=True):
         name = path.relative_to(directory).as_posix()
         if path.is_dir() and not path.is_symlink():
             if not any(path.iterdir()):

@@ -8,8 +8,8 @@ rounded, and multiplied in FP32.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
+from enginery.core.temporary import temporary_directory
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.nodes import infer_types
 from enginery.passes.qdq.layers import Layer, operands
@@ -54,13 +55,14 @@ class LayerToggleModel(Closeable):
             bias_deltas: layer name -> correction added to its bias when it is quantized.
             scheme: the quantized type.
         """
-        self._scratch = tempfile.TemporaryDirectory(prefix="enginery-toggles-")
+        self._scratch = ExitStack()
+        directory = self._scratch.enter_context(temporary_directory("toggles"))
         self._toggles = {layer.name: f"toggle_{index}" for index, layer in enumerate(layers)}
         graph = read_graph(model)
         infer_types(graph)
         self.outputs = [value.name or "" for value in graph.graph.outputs]
         _insert_toggles(graph, layers, ranges, bias_deltas, self._toggles, scheme)
-        path = Path(self._scratch.name, "toggles.onnx")
+        path = directory / "toggles.onnx"
         write_graph(graph, path, max_inline_bytes=0)
         self._session: Any = open_in_memory(
             path.read_bytes(),
@@ -85,7 +87,7 @@ class LayerToggleModel(Closeable):
     def close(self) -> None:
         """Free the session and its temporary files."""
         self._session = None
-        self._scratch.cleanup()
+        self._scratch.close()
 
 
 def _insert_toggles(

@@ -8,7 +8,6 @@ graph and, unless `capabilities` is empty, builds a trial engine. Dynamic INT8, 
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +33,7 @@ from enginery.core.figures import NOT_DRAWN
 from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
+from enginery.core.temporary import temporary_directory
 from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.layer_errors import (
@@ -175,10 +175,10 @@ def run(
     with staging(out) as directory:
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
-        with tempfile.TemporaryDirectory(prefix="enginery-quantize-") as scratch:
+        with temporary_directory("quantize") as scratch:
             make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
             graphs, report, notes = make(
-                source, config, directory, data, key.fields, Path(scratch), progress
+                source, config, directory, data, key.fields, scratch, progress
             )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
 from enginery.core.model.source import ModelSource
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
+from enginery.core.temporary import temporary_directory
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
@@ -267,20 +267,16 @@ _idle_lock = threading.Lock()
 
 
 def _start_worker() -> WorkerProcess:
-    handle, name = tempfile.mkstemp(prefix="enginery-reference-", suffix=".log")
-    os.close(handle)
-    log = Path(name)
-    try:
-        return WorkerProcess(
-            "enginery.runtime.torch_reference",
-            log=log,
-            description="PyTorch",
-            error=ExportError,
-            environment={"TOKENIZERS_PARALLELISM": "false"},
-        )
-    finally:
-        # The child keeps the file open; its last lines are part of the error of a failed request.
-        atexit.register(log.unlink, missing_ok=True)
+    # The last lines of the log are part of the error of a failed request.
+    scratch = ExitStack()
+    atexit.register(scratch.close)
+    return WorkerProcess(
+        "enginery.runtime.torch_reference",
+        log=scratch.enter_context(temporary_directory("reference")) / "log",
+        description="PyTorch",
+        error=ExportError,
+        environment={"TOKENIZERS_PARALLELISM": "false"},
+    )
 
 
 def _take_worker() -> WorkerProcess:

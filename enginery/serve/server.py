@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ import uvicorn
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
 from enginery.core.errors import printable
+from enginery.core.temporary import temporary_directory
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
 from enginery.serve.http_sockets import bind, urls
 from enginery.serve.keys import ApiKeys
@@ -456,8 +456,8 @@ def _shared_metrics(processes: int) -> Iterator[None]:
     if processes == 1:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="enginery-metrics-") as directory:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
+    with temporary_directory("metrics") as directory:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(directory)
         try:
             yield
         finally:

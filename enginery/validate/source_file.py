@@ -37,7 +37,6 @@ themselves.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +49,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.closing import Closeable
 from enginery.core.errors import EngineryError, InputError, SourceError
 from enginery.core.model.feeds import Feeds
+from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.cast.simulation import simulate_cast
 from enginery.passes.cast.widening import widen
@@ -89,8 +89,8 @@ class SourceFile(Closeable):
         """
         self._outputs = [spec.name for spec in record.outputs]
         self._noise, self._seed = noise, seed
-        with tempfile.TemporaryDirectory(prefix="enginery-source-") as scratch:
-            file = _with_noise(path, Path(scratch, "model.onnx"), noise, seed)
+        with temporary_directory("source") as scratch:
+            file = _with_noise(path, scratch / "model.onnx", noise, seed)
             self._session: Any = open_session(file, choose_providers("cpu"), optimize=False)
         specs = [tensor_spec(value) for value in self._session.get_inputs()]
         self._types = {spec.name: spec.dtype for spec in specs}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,6 +51,7 @@ from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
+from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.decoder_graphs import DecoderGraphs, input_graph, is_past
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -194,7 +194,7 @@ def run(
     answers = AnswerComparison.of(artifact) if limits.accuracy else None
     labels = LabelComparison()
     results: list[ValidationCaseResult] = []
-    with tempfile.TemporaryDirectory(prefix="enginery-validate-") as scratch:
+    with temporary_directory("validate") as scratch:
         comparison = _Comparison(
             reference,
             config,
@@ -203,7 +203,7 @@ def run(
             answers,
             _layer_limits(artifact, config, limits),
             labels,
-            Path(scratch),
+            scratch,
             progress,
         )
         weights = comparison.weights = comparison.compare_weights()

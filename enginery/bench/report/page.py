@@ -42,12 +42,12 @@ from enginery.core.artifact.reports import (
     named_versions,
     worst_by_output,
 )
-from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
 from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
+from enginery.core.temporary import write_atomically
 
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"

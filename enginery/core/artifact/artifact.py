@@ -36,12 +36,13 @@ from enginery.core.artifact.staging import (
     MANIFEST,
     check_overwritable,
     staging,
-    write_atomically,
 )
-from enginery.core.errors import ArtifactError, RejectedArtifactError
+from enginery.core.durable import make_directory
+from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
 from enginery.core.home import file_lock
 from enginery.core.json_file import parse_json, read_document, verify_checksum
-from enginery.core.paths import resolve_inside
+from enginery.core.paths import list_tree, resolve_inside
+from enginery.core.temporary import write_atomically
 
 __all__ = [
     "MANIFEST",
@@ -80,20 +81,21 @@ class Artifact:
                 or one of its files is missing, truncated or altered; the message names the file.
         """
         path = Path(path)
-        manifest = _read_manifest(path)
-        _check_graphs(path, manifest)
-        _check_unlisted(path, manifest)
-        for name, record in manifest.files.items():
-            _check_file(path, name, record, verify=verify)
-        try:
-            _check_reports(path, manifest, verify=verify)
-        except ArtifactError:
-            # Another process may have written a report after the manifest was read.
-            if _read_manifest(path) == manifest:
-                raise
-            return cls.open(path, verify=verify)
-        if verify:
-            _check_published(path)
+        with os_errors_as(ArtifactError, f"{path} cannot be read"):
+            manifest = _read_manifest(path)
+            _check_graphs(path, manifest)
+            _check_unlisted(path, manifest)
+            for name, record in manifest.files.items():
+                _check_file(path, name, record, verify=verify)
+            try:
+                _check_reports(path, manifest, verify=verify)
+            except ArtifactError:
+                # Another process may have written a report after the manifest was read.
+                if _read_manifest(path) == manifest:
+                    raise
+                return cls.open(path, verify=verify)
+            if verify:
+                _check_published(path)
         return cls(path, manifest)
 
     @property
@@ -181,7 +183,7 @@ class Artifact:
         if verdict and report is not None:
             written[verdict.report] = report
         paths = {name: self._inside(name) for name in (*written, *removed)}
-        with self._lock():
+        with os_errors_as(ArtifactError, f"{self.path} cannot be written"), self._lock():
             current = _read_manifest(self.path)
             kept = {n: record for n, record in current.reports.items() if n not in paths}
             # Remove the records first: a report with an outdated record would look damaged.
@@ -190,7 +192,7 @@ class Artifact:
             for name in removed:
                 paths[name].unlink(missing_ok=True)
             for name, content in written.items():
-                paths[name].parent.mkdir(parents=True, exist_ok=True)
+                make_directory(paths[name].parent)
                 write_atomically(paths[name], content)
                 kept[name] = FileRecord(
                     sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
@@ -272,7 +274,7 @@ def commit_artifact(directory: Path, manifest: Manifest) -> None:
     """Hash every file of a staging directory and write its manifest."""
     files: dict[str, FileRecord] = {}
     reports: dict[str, FileRecord] = {}
-    for path in sorted(directory.rglob("*")):
+    for path in sorted(list_tree(directory)):
         name = path.relative_to(directory).as_posix()
         if not path.is_file() or name in (MANIFEST, CARD, LISTING):
             continue
@@ -340,7 +342,7 @@ def _check_graphs(root: Path, manifest: Manifest) -> None:
 
 def _check_unlisted(root: Path, manifest: Manifest) -> None:
     """Raise ArtifactError for a JSON file that is not in the manifest: loaders would read it."""
-    for path in sorted(root.rglob("*.json")):
+    for path in sorted(path for path in list_tree(root) if path.suffix == ".json"):
         inside = path.relative_to(root)
         if inside.parts[0] in (REPORTS, MANIFEST) or inside.parts[0].startswith("."):
             continue

@@ -24,6 +24,7 @@ from typing import Any
 
 from enginery.core.home import enginery_home
 from enginery.core.json_file import require_regular_file
+from enginery.core.paths import list_tree
 
 # The clock of file times ticks every 1 to 10 ms, so two quick edits may have equal times. Editing a
 # file that is at least this old changes its times.
@@ -117,7 +118,7 @@ def _settled_stat(path: Path) -> str:
 
 def data_sha256(data: Path) -> str:
     """Return one digest of a data file, or of the names and contents of all files in a folder."""
-    files = sorted(path for path in data.rglob("*") if path.is_file()) if data.is_dir() else [data]
+    files = sorted(path for path in list_tree(data) if path.is_file()) if data.is_dir() else [data]
     return combined_sha256(
         {str(path.relative_to(data)): sha256_of(path) for path in files if path.is_file()}
     )

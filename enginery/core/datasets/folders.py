@@ -15,6 +15,7 @@ from typing import Literal
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.datasets.batches import Item, ReadOptions, RowBatch, escape_invalid
 from enginery.core.errors import InputError
+from enginery.core.paths import list_tree
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3")
@@ -44,7 +45,7 @@ def media_kind(path: Path) -> MediaKind | None:
     if not path.is_dir():
         suffix = path.suffix.lower()
         return next((kind for kind, known in _SUFFIXES.items() if suffix in known), None)
-    found = {each.suffix.lower() for each in path.rglob("*")}
+    found = {each.suffix.lower() for each in list_tree(path)}
     audio_alone = found & set(AUDIO_SUFFIXES) and not found & set(IMAGE_SUFFIXES)
     return "audio" if audio_alone else "images"
 
@@ -58,7 +59,7 @@ def list_media(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
         found = "it is a file" if path.exists() else "no such file or folder"
         raise InputError(f"data '{path}': expected a folder of {kind}; {found}.")
     # macOS creates hidden files `._photo.jpg`, which are not images.
-    files = (p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file())
+    files = (p for p in list_tree(path) if p.suffix.lower() in suffixes and p.is_file())
     found_files = sorted(p for p in files if not p.name.startswith("."))
     if not found_files:
         raise InputError(f"data '{path}' has no {kind}; known suffixes: {', '.join(suffixes)}.")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.json_file import read_document
+from enginery.core.paths import list_tree
 
 # Files that loaders read settings from, in any folder of a model. Other JSON files are
 # vocabularies, tensor names or logs. `config.4.0.0.json` is for one version of transformers.
@@ -73,7 +74,7 @@ def screen_model(
     """
     if trust_remote_code:
         return
-    for path in directory.rglob("*"):
+    for path in list_tree(directory):
         # Weights may be links to other disks: they are parsed, but never copied.
         if path.is_symlink() and (path.suffix in _COPIED_SUFFIXES or path.is_dir()):
             refuse_linked_out(path, directory)
@@ -82,7 +83,7 @@ def screen_model(
                 f"{path} is a named pipe, a socket or a device: reading it may block forever.",
                 do=_DISTRUST,
             )
-    for path in sorted(directory.rglob("*.json")):
+    for path in sorted(path for path in list_tree(directory) if path.suffix == ".json"):
         inside = path.relative_to(directory)
         hidden = any(part.startswith(".") for part in inside.parts)
         if _SETTINGS.match(path.name) and not hidden:

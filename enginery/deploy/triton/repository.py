@@ -29,10 +29,12 @@ from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, link_or_copy
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory
+from enginery.core.artifact.staging import replace_directory
 from enginery.core.errors import ArtifactError
 from enginery.core.home import file_lock
 from enginery.core.json_file import json_bytes
+from enginery.core.paths import list_tree
+from enginery.core.temporary import PREFIX
 from enginery.deploy.triton.existing_model import (
     LISTING,
     check_newest,
@@ -125,7 +127,7 @@ def _locked(out: Path) -> Iterator[bool]:
 
 def _clear_leftovers(out: Path) -> None:
     """Restore the models that a killed export had moved, and remove its temporary files."""
-    name = re.compile(rf"{re.escape(STAGING_PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
+    name = re.compile(rf"{re.escape(PREFIX + out.name)}-[0-9a-f]{{12}}-triton")
     for leftover in [path for path in out.parent.iterdir() if name.fullmatch(path.name)]:
         _restore_moved(leftover, out)
         shutil.rmtree(leftover, ignore_errors=True)
@@ -148,7 +150,7 @@ def _install(
     made_from: str,
 ) -> None:
     # Beside the repository, not in it: a polling server would take the folder for a model.
-    fresh = out.parent / f"{STAGING_PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
+    fresh = out.parent / f"{PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
     for folder in ("new", _OLD, "gone"):
         (fresh / folder).mkdir(parents=True)
     try:
@@ -188,10 +190,10 @@ def _write(
         _copy(source, directory / file)
     if not any((directory / str(version)).iterdir()):
         (directory / str(version) / _KEPT).write_bytes(b"")
-    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    files = {p.relative_to(directory).as_posix(): p for p in list_tree(directory) if p.is_file()}
     (directory / LISTING).touch()
     # The server's user must be able to read the files.
-    for path in (directory, *directory.rglob("*")):
+    for path in (directory, *list_tree(directory)):
         if path.is_dir():
             path.chmod(0o755)
         elif path.stat().st_nlink == 1:  # a hard link shares its mode with the artifact's file

@@ -31,17 +31,20 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from enginery.core.artifact.artifact import MANIFEST
-from enginery.core.artifact.staging import STAGING_PREFIX, replace_directory, write_atomically
+from enginery.core.artifact.staging import replace_directory
+from enginery.core.durable import make_directory, sync_directory, sync_tree
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
     OptionError,
     RegistryError,
     nearest,
+    os_errors_as,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.paths import is_portable_name, resolve_inside
+from enginery.core.paths import is_portable_name, list_tree, resolve_inside
 from enginery.core.progress import Progress
+from enginery.core.temporary import PREFIX, remove_leftovers, write_atomically
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
@@ -93,8 +96,10 @@ class FolderRegistry:
                     repair_latest(folder, read_versions(folder))
                 if config.alias:
                     set_alias(folder, config.alias, version)
+                _remove_leftovers(folder)
             with _locked(root, progress):
                 write_index(root)
+                remove_leftovers(root)
         url = (folder / version).resolve().as_uri()
         return Published(url, version, is_new, package.notes)
 
@@ -107,15 +112,15 @@ class FolderRegistry:
         """Copy a version into `out` and return it; see `find_version` for addresses."""
         with _registry_errors(self.path):
             source, listing = find_version(self.url)
-            names = [*listing.files, LISTING]
-            with progress.task(f"copying {source.name}", total=len(names)) as advance:
-                for name in names:
-                    if not resolve_inside(source, name, what=self.url).is_file():
-                        raise ArtifactError(f"{self.url}: {name} is missing.", do=self.remedy)
-                    (out / name).parent.mkdir(parents=True, exist_ok=True)
-                    # Never a link: edits of the copy must not change the registry.
-                    shutil.copyfile(source / name, out / name)
-                    advance()
+        names = [*listing.files, LISTING]
+        with progress.task(f"copying {source.name}", total=len(names)) as advance:
+            for name in names:
+                if not resolve_inside(source, name, what=self.url).is_file():
+                    raise ArtifactError(f"{self.url}: {name} is missing.", do=self.remedy)
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                # Never a link: edits of the copy must not change the registry.
+                shutil.copyfile(source / name, out / name)
+                advance()
         return out
 
 
@@ -190,7 +195,7 @@ def _describe_changes(there: Publication, package: Package) -> str:
 @contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
     """Hold the lock in the registry's folder, so that only one process of any machine writes."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=_WAIT_SECONDS)
@@ -206,13 +211,8 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 @contextmanager
 def _registry_errors(place: Path) -> Iterator[None]:
     """Raise RegistryError for errors of the file system."""
-    try:
+    with os_errors_as(RegistryError, f"{place} cannot be used as a registry"):
         yield
-    except OSError as error:
-        raise RegistryError(
-            f"{place} cannot be used as a registry: {error.strerror or error}: "
-            f"{error.filename or place}."
-        ) from error
 
 
 def path_from_url(url: str) -> Path:
@@ -347,7 +347,7 @@ def set_alias(folder: Path, name: str, version: str) -> None:
     place = folder / name
     if read_aliases(folder).get(name) == version:
         return
-    fresh = folder / f"{STAGING_PREFIX}{name}"
+    fresh = folder / f"{PREFIX}{name}"
     fresh.unlink(missing_ok=True)
     try:
         fresh.symlink_to(version, target_is_directory=True)
@@ -355,6 +355,7 @@ def set_alias(folder: Path, name: str, version: str) -> None:
         write_atomically(place, f"{version}\n".encode())
         return
     fresh.replace(place)
+    sync_directory(folder)
 
 
 def repair_latest(folder: Path, versions: dict[str, Publication]) -> None:
@@ -450,13 +451,13 @@ def write_version(
             _write_file(package, file, part)
             advance()
     wanted = {file.name for file in package.files}
-    for path in part.rglob("*"):
+    for path in list_tree(part):
         if path.is_file() and path.relative_to(part).as_posix() not in wanted:
             path.unlink()
     Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
     stamp_ns = stamp_ns or _now_ns(folder)
     os.utime(part / LISTING, ns=(stamp_ns, stamp_ns))
-    _sync(part)
+    sync_tree(part)
     old = folder / f"{_OLD}{version}"
     replace_directory(part, folder / version, old=old)
     for left in (part, old):  # one of them has the damaged version
@@ -483,6 +484,17 @@ def restore_interrupted(folder: Path) -> None:
             old.replace(place)
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs have left in a model's folder; hold the lock."""
+    remove_leftovers(folder)
+    for name in (f"{_PART}*", f"{_OLD}*"):
+        for path in folder.glob(name):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f"{PREFIX}*"):
+        if path.is_symlink():
+            path.unlink()
+
+
 def _now_ns(folder: Path) -> int:
     """Return the current time, but later than that of all versions."""
     others = [published_ns(folder / version) for version in read_versions(folder)]
@@ -498,10 +510,3 @@ def _write_file(package: Package, file: PackageFile, part: Path) -> None:
         raise ArtifactError(
             f"{package.artifact.path}: {file.name} was removed while it was published."
         ) from error
-
-
-def _sync(directory: Path) -> None:
-    """Sync the files, so that the rename cannot reach the disk before the content."""
-    for path in (p for p in directory.rglob("*") if p.is_file()):
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())

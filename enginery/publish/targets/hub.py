@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from enginery.core.errors import (
     RegistryError,
 )
 from enginery.core.progress import Progress
+from enginery.core.temporary import temporary_directory
 from enginery.publish.config import LATEST, PublishConfig
 from enginery.publish.destination import Published
 from enginery.publish.package import Package
@@ -159,12 +159,12 @@ class HubRegistry:
             RegistryError: the repository has files that enginery did not publish.
         """
         if LISTING in files and commit:
-            with tempfile.TemporaryDirectory(prefix="enginery-hub-") as scratch:
+            with temporary_directory("hub") as scratch:
                 self._api.hf_hub_download(
                     self.repo, LISTING, revision=commit, local_dir=scratch, cache_dir=scratch
                 )
                 try:
-                    return Publication.read(Path(scratch), self.url)
+                    return Publication.read(scratch, self.url)
                 except ArtifactError:  # changed, or from a newer enginery: other content
                     return None
         foreign = sorted(set(files) - set(_HUB_FILES))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import InputError
+from enginery.core.temporary import temporary_directory
 
 Shape = tuple[int, ...]
 
@@ -230,13 +230,13 @@ def _profiled(
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )
-    with tempfile.TemporaryDirectory(prefix="enginery-profile-") as scratch:
+    with temporary_directory("profile") as scratch:
         try:
             events = profiled_run(
                 lambda: ort.InferenceSession(model, options, providers=["CPUExecutionProvider"]),
                 options,
                 feeds,
-                Path(scratch),
+                scratch,
             )
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the CPU does not run the graph: {error}") from error

@@ -12,7 +12,6 @@ down the start of the one that serves.
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
+from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
     NodeWork,
@@ -200,9 +200,9 @@ def read_placement(
         opened.append(new_session(model, providers, options))
         return opened[0]
 
-    with tempfile.TemporaryDirectory(prefix="enginery-placement-") as scratch:
+    with temporary_directory("placement") as scratch:
         try:
-            events = profiled_run(open_session, options, feeds, Path(scratch))
+            events = profiled_run(open_session, options, feeds, scratch)
         except ProviderError:
             raise
         except Exception as error:  # ONNX Runtime raises many unrelated types

@@ -11,7 +11,6 @@ child process frees the memory of a build, and turns a crash of TensorRT into an
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceE
 from enginery.core.home import enginery_home
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.core.subprocess import run_in_subprocess
+from enginery.core.temporary import final_name, temporary_directory
 from enginery.runtime.tensorrt.build import build_in_process
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields
@@ -162,8 +162,8 @@ def build_plan(
     }
     if plan_path is not None:
         return _build_in_child(path, flavor, request, plan_path)
-    with tempfile.TemporaryDirectory(prefix="enginery-plan-") as scratch:
-        written = Path(scratch, "plan")
+    with temporary_directory("plan") as scratch:
+        written = scratch / "plan"
         built = _build_in_child(path, flavor, request, written)
         return replace(built, held=written.read_bytes(), plan_path="")
 
@@ -180,7 +180,7 @@ def _build_in_child(
 
 def log_path(path: Path) -> Path:
     """Return the log file of TensorRT's last run on a graph, with the list of layers."""
-    folder = path.resolve().parent.name
+    folder = final_name(path.resolve().parent)
     return enginery_home() / "logs" / f"tensorrt-{folder}-{path.stem}.log"
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from enginery.core.artifact.staging import write_atomically
 from enginery.core.errors import OptionError, ProviderError
+from enginery.core.temporary import write_atomically
 from enginery.runtime.tensorrt.library import Messages
 from enginery.runtime.tensorrt.options import BuildOptions
 

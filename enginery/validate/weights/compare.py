@@ -16,7 +16,6 @@ How far a weight may differ depends on how it is stored:
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
@@ -128,11 +128,11 @@ def compare_weights(
     calibration = Calibration.of(artifact)
     comparisons = []
     with (
-        tempfile.TemporaryDirectory(prefix="enginery-weights-") as scratch,
+        temporary_directory("weights") as scratch,
         open_weights() as reference,
         progress.task("weights", total=len(graphs)) as advance,
     ):
-        parameters = Parameters(reference, Path(scratch))
+        parameters = Parameters(reference, scratch)
         for record in graphs:
             comparison = _GraphComparison(
                 record.file, artifact.manifest.float_precision, parameters, calibration

@@ -10,8 +10,8 @@ import pytest
 from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
-from enginery.core.artifact.staging import remove_leftovers, write_atomically
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
+from enginery.core.temporary import remove_leftovers, write_atomically
 from tests.core.artifacts import edit_manifest, fill, make, manifest, start, verdict
 
 STAGE_AND_WAIT = """
@@ -256,7 +256,7 @@ def test_a_rename_that_fails_leaves_the_earlier_artifact(tmp_path, monkeypatch):
 
     monkeypatch.setattr("enginery.core.artifact.staging._exchange", lambda *_: False)
     monkeypatch.setattr("enginery.core.artifact.staging.os.replace", fail_for_the_new_one)
-    with pytest.raises(OSError, match="no space"), staging(tmp_path / "out") as directory:
+    with pytest.raises(ArtifactError, match="no space"), staging(tmp_path / "out") as directory:
         (directory / "marker").touch()
     assert Artifact.open(tmp_path / "out").model.read_bytes() == b"graph"
     assert hidden(tmp_path) == []
@@ -470,10 +470,10 @@ def test_write_atomically_never_shows_a_part(tmp_path, monkeypatch):
     write_atomically(file, b"old")
     seen = []
     monkeypatch.setattr(
-        "enginery.core.artifact.staging.os.fsync", lambda _: seen.append(file.read_bytes())
+        "enginery.core.temporary.os.fsync", lambda _: seen.append(file.read_bytes())
     )
     write_atomically(file, b"new")
-    assert seen == [b"old"]
+    assert seen == [b"old", b"new"]  # the content is synced before the rename, the name after it
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
 

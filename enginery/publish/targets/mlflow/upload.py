@@ -12,17 +12,17 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from enginery.core.artifact.fingerprint import runtime_version
 from enginery.core.home import enginery_home
 from enginery.core.progress import Progress
+from enginery.core.temporary import temporary_directory
 from enginery.core.version import __version__
 from enginery.publish.package import Package
 from enginery.publish.publication import CARD
@@ -148,13 +148,13 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
             client.log_model_artifact(model_id, str(file.path), str(place.parent))
             advance()
     versions = runtime_version()
-    with tempfile.TemporaryDirectory(prefix="enginery-mlflow-") as scratch, _no_warnings():
-        artifact = Path(scratch, PurePosixPath(ARTIFACT).name)
+    with temporary_directory("mlflow") as scratch, _no_warnings():
+        artifact = scratch / PurePosixPath(ARTIFACT).name
         artifact.mkdir()
         card = next(file.path for file in package.files if file.name == CARD)
         shutil.copyfile(card, artifact / CARD)
         pyfunc.save_model(
-            path=str(Path(scratch, "model")),
+            path=str(scratch / "model"),
             loader_module="enginery.publish.pyfunc",
             data_path=str(artifact),
             mlflow_model=Model(model_id=model_id, run_id=run_id),
@@ -169,8 +169,8 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
             metadata=tags(package),
         )
         if checks_its_inputs(package.artifact.manifest):
-            let_loader_check_inputs(Path(scratch, "model", "MLmodel"))
-        client.log_model_artifacts(model_id, str(Path(scratch, "model")))
+            let_loader_check_inputs(scratch / "model" / "MLmodel")
+        client.log_model_artifacts(model_id, str(scratch / "model"))
 
 
 def _experiment(client: Any) -> str:

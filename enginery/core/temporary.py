@@ -1,0 +1,220 @@
+"""Temporary directories and files, locked by the process that uses them.
+
+>>> with temporary_directory("example") as scratch:
+...     _ = (scratch / "feeds.npz").write_bytes(b"feeds")
+>>> scratch.exists()
+False
+
+There are two kinds. What is renamed to its final name at the end lies beside it, as
+`.tmp-NAME-0123456789ab`. What is thrown away lies in the temporary folder (`TMPDIR`), as
+`enginery-PURPOSE-0123456789ab`.
+
+The kernel releases a lock when its process ends, even by SIGKILL. So what has no lock was left by a
+killed run, and `remove_leftovers` removes it. On file systems without locks nothing is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from enginery.core.durable import replace_synced
+from enginery.core.errors import EngineryError, os_errors_as
+
+PREFIX = ".tmp-"
+_NO_HANDLE = -1
+_BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
+_SCRATCH = re.compile(r"^enginery-(?P<target>[a-z-]+)-[0-9a-f]{12}$")
+
+
+@contextmanager
+def temporary_directory(purpose: str) -> Iterator[Path]:
+    """Yield an empty directory in the temporary folder, and remove it at the end.
+
+    What killed runs have left in the temporary folder is removed first.
+
+    Args:
+        purpose: part of the directory's name: lower-case letters and hyphens.
+
+    Raises:
+        EngineryError: the temporary folder cannot be written.
+    """
+    folder = Path(tempfile.gettempdir())
+    with os_errors_as(
+        EngineryError,
+        f"the temporary folder {folder} cannot be used",
+        do="Set TMPDIR to a directory that can be written.",
+    ):
+        _remove_unlocked(folder, _SCRATCH)
+        directory, handle = _create_locked(
+            lambda: folder / f"enginery-{purpose}-{_token()}", _make_private_directory
+        )
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        _close(handle)
+
+
+@contextmanager
+def directory_beside(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that may be renamed to `path`; remove it unless it was.
+
+    What killed runs have left beside `path` is removed first.
+    """
+    remove_leftovers(path.parent, path.name)
+    directory, handle = _create_locked(lambda: new_sibling(path), _make_directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        _close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file atomically and durably: readers see the old content or the new one."""
+    remove_leftovers(path.parent, path.name)
+    fresh, handle = _create_locked(lambda: new_sibling(path), _make_file)
+    try:
+        with os.fdopen(os.dup(handle), "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if os.name == "nt":  # an open file cannot be renamed there
+            _close(handle)
+            handle = _NO_HANDLE
+        replace_synced(fresh, path)
+    finally:
+        with suppress(OSError):  # renamed; or the disk is broken, and the next run removes it
+            fresh.unlink()
+        _close(handle)
+
+
+def remove_leftovers(parent: Path, target: str = "") -> int:
+    """Remove the temporary directories and files in `parent` that no process holds a lock on.
+
+    Args:
+        parent: directory to look in.
+        target: final name of what is removed; empty for any.
+
+    Returns:
+        The size of what was removed, in bytes.
+    """
+    return _remove_unlocked(parent, _BESIDE, target)
+
+
+def remove_scratch() -> int:
+    """Remove what killed runs have left in the temporary folder; return its size in bytes."""
+    return _remove_unlocked(Path(tempfile.gettempdir()), _SCRATCH)
+
+
+def new_sibling(path: Path) -> Path:
+    """Return a new hidden name in the same directory, so that a rename to `path` is atomic."""
+    return path.parent / f"{PREFIX}{path.name}-{_token()}"
+
+
+def final_name(path: Path) -> str:
+    """Return the name of a file or directory, or the one it will have if it is temporary.
+
+    >>> final_name(Path("artifacts/.tmp-minilm-0123456789ab"))
+    'minilm'
+    """
+    match = _BESIDE.match(path.name)
+    return match["target"] if match else path.name
+
+
+def _token() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def _remove_unlocked(parent: Path, pattern: re.Pattern[str], target: str = "") -> int:
+    freed = 0
+    with suppress(OSError):  # it cannot be listed: then nothing can be removed either
+        for path in parent.iterdir() if parent.is_dir() else ():
+            match = pattern.match(path.name)
+            if match and target in ("", match["target"]):
+                freed += _remove_if_unlocked(path)
+    return freed
+
+
+def _remove_if_unlocked(path: Path) -> int:
+    """Remove a directory or a file unless a process holds its lock; return the removed size."""
+    with suppress(OSError):  # locked, removed meanwhile, foreign, or no locks in this file system
+        mode = path.lstat().st_mode
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            return 0
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            _lock(handle, wait=False)
+            size_bytes = _size_bytes(path)
+            if stat.S_ISDIR(mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+            return size_bytes
+        finally:
+            os.close(handle)
+    return 0
+
+
+def _size_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.lstat().st_size for file in files if file.is_file())
+
+
+def _create_locked(new_name: Callable[[], Path], create: Callable[[Path], int]) -> tuple[Path, int]:
+    """Create a directory or a file; return it with the file descriptor that holds its lock."""
+    while True:
+        path = new_name()
+        handle = create(path)
+        with suppress(OSError):  # without locks, no process removes it either
+            _lock(handle, wait=True)
+        if path.exists():
+            return path, handle
+        _close(handle)  # another process removed it before it was locked
+
+
+def _make_directory(path: Path) -> int:
+    path.mkdir()
+    return _open_or_remove(path)
+
+
+def _make_private_directory(path: Path) -> int:
+    path.mkdir(mode=0o700)  # the temporary folder belongs to all users
+    return _open_or_remove(path)
+
+
+def _open_or_remove(directory: Path) -> int:
+    if os.name == "nt":  # directories cannot be opened there
+        return _NO_HANDLE
+    try:
+        return os.open(directory, os.O_RDONLY)
+    except OSError:
+        directory.rmdir()
+        raise
+
+
+def _make_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _close(handle: int) -> None:
+    if handle != _NO_HANDLE:
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> None:
+    """Lock a file or directory; raise OSError if it is locked (unless `wait`), or locks fail."""
+    if sys.platform == "win32":
+        raise OSError("a directory cannot be locked on Windows")
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

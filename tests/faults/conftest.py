@@ -1,0 +1,133 @@
+"""Fixtures: scenarios with their files before and after, in a root that holds everything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from enginery.core.artifact import fingerprint
+from tests.faults.scenarios import Scenario, scenarios
+from tests.tiny import tiny_artifact
+
+
+@dataclass
+class Sandbox:
+    """A directory that has all files of an operation: its inputs, the store and temporary files."""
+
+    root: Path
+    templates: Path
+    before: dict[str, dict[str, str]] = field(default_factory=dict)
+    after: dict[str, dict[str, str]] = field(default_factory=dict)
+    files: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the files after a run that nothing disturbed, by scenario."""
+
+    def prepare(self, scenario: Scenario) -> None:
+        """Write the files that a scenario starts from, and learn what it leaves."""
+        template = self.templates / scenario.name
+        if not template.exists():
+            self.empty()
+            scenario.prepare(self.root)
+            shutil.copytree(self.root, template, symlinks=True)
+            self.before[scenario.name] = scenario.results(self.root)
+            scenario.run(self.root)
+            self.after[scenario.name] = scenario.results(self.root)
+            self.files[scenario.name] = self.names()
+            assert self.after[scenario.name] != self.before[scenario.name]
+        self.restore(scenario)
+
+    def restore(self, scenario: Scenario) -> None:
+        """Write the files that a scenario starts from."""
+        shutil.rmtree(self.root)
+        shutil.copytree(self.templates / scenario.name, self.root, symlinks=True)
+
+    def check(self, scenario: Scenario) -> None:
+        """Assert that every result is the earlier or the new one, and that none is lost."""
+        before, after = self.before[scenario.name], self.after[scenario.name]
+        found = scenario.results(self.root)
+        for name in {**before, **after}:
+            allowed = (before.get(name, ""), after.get(name, ""))
+            assert found.get(name, "") in allowed, f"{name} is neither old nor new"
+        assert found.keys() <= {**before, **after}.keys()
+
+    def check_survived(self, scenario: Scenario) -> None:
+        """Assert that the results are the new ones."""
+        found, after = scenario.results(self.root), self.after[scenario.name]
+        assert {n: value for n, value in found.items() if value} == {
+            n: value for n, value in after.items() if value
+        }
+
+    def check_finished(self, scenario: Scenario) -> None:
+        """Assert that the results are the new ones and that nothing else is left.
+
+        Logs are not synced, so a power failure may take one of an earlier run.
+        """
+        assert scenario.results(self.root) == self.after[scenario.name]
+        left = self.names() - self.files[scenario.name]
+        assert left == set(), f"left over: {sorted(left)}"
+        lost = self.files[scenario.name] - self.names()
+        assert {name for name in lost if not name.startswith("home/logs")} == set()
+
+    def names(self) -> set[str]:
+        """Return the paths of all files and directories.
+
+        Without locks, which hold nothing, and graphs that are optimized for this processor, which
+        are made when there is time.
+        """
+        found = {path.relative_to(self.root).as_posix() for path in self.root.rglob("*")}
+        return {
+            name
+            for name in found
+            if not name.startswith(("home/locks", "home/graphs")) or ".tmp-" in name
+        }
+
+    def empty(self) -> None:
+        """Remove everything but the empty store and temporary folder."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        for name in ("home", "tmp"):
+            (self.root / name).mkdir(parents=True)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory):
+    """Return the directory of a tiny text classifier."""
+    out = tmp_path_factory.mktemp("classifier") / "bert"
+    return tiny_artifact("bert", "text-classification", out).path
+
+
+@pytest.fixture(scope="session")
+def shared_sandbox(tmp_path_factory):
+    """Return the sandbox of all tests, in memory if possible: every run syncs dozens of files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        memory = tmp_path_factory.mktemp("faults")
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory) as base:
+        yield Sandbox(Path(base, "root"), Path(base, "templates"))
+
+
+@pytest.fixture
+def sandbox(shared_sandbox, monkeypatch):
+    """Return the sandbox, with the store and the temporary files of this process in it.
+
+    The cache of hashes is left out: SQLite writes it, and it only saves time.
+    """
+    monkeypatch.setenv("ENGINERY_HOME", str(shared_sandbox.root / "home"))
+    monkeypatch.setenv("TMPDIR", str(shared_sandbox.root / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(shared_sandbox.root / "tmp"))
+    monkeypatch.setattr(fingerprint, "_query_cache", lambda *_: None)
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 0)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    return shared_sandbox
+
+
+@pytest.fixture
+def scenario(request, classifier, sandbox):
+    """Return the scenario with the name that the test asks for, prepared."""
+    found = next(each for each in scenarios(classifier) if each.name == request.param)
+    sandbox.prepare(found)
+    return found

@@ -1,0 +1,396 @@
+"""The operations that faults strike: each starts from a small tree of files and leaves another.
+
+    scenario.prepare(root)     # the files before
+    scenario.run(root)         # the operation, as a person runs it
+    scenario.results(root)     # name -> digest of each result; "" for one that is not there
+
+`results` opens everything that can be opened, verifies it, and raises AssertionError for a result
+that opens but is neither the earlier nor the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import ArtifactError
+from enginery.core.shapes import TensorSpec
+from enginery.core.store.store import ARTIFACTS, Store
+from enginery.optimize.config import OptimizeConfig
+from enginery.predict import stage as predict
+from enginery.predict.config import PredictConfig
+from enginery.predict.journal import Journal, remove_leftovers
+from enginery.predict.report import sidecar
+from enginery.publish.config import PublishConfig
+from enginery.publish.stage import pull
+from enginery.publish.stage import run as publish
+from enginery.publish.targets.folder import find_damage, read_aliases, read_versions
+from enginery.stages import run_cached
+from tests.core.artifacts import FINGERPRINT, make, manifest, validated, verdict
+from tests.export.test_onnx_file import linear
+
+OTHER = Fingerprint("export", {"model": "org/name", "opset": "17"})
+
+
+class Scenario:
+    """An operation, its files before, and its results."""
+
+    name = ""
+    """Distinguishes the scenarios in the names of tests."""
+    step = 1
+    """The quick suite lets a fault strike every `step`-th operation."""
+
+    def prepare(self, root: Path) -> None:
+        """Write the files that the operation starts from."""
+        raise NotImplementedError
+
+    def run(self, root: Path) -> None:
+        """Run the operation."""
+        raise NotImplementedError
+
+    def results(self, root: Path) -> dict[str, str]:
+        """Return the digest of each result; empty for one that does not open."""
+        raise NotImplementedError
+
+
+class Optimize(Scenario):
+    """`enginery optimize` into the store and to a new --out."""
+
+    name, step = "optimize", 40
+
+    def prepare(self, root: Path) -> None:
+        linear_artifact(root / "source")
+
+    def run(self, root: Path) -> None:
+        config = OptimizeConfig(target="tensorrt", precision="fp16")
+        run_cached(Artifact.open(root / "source"), config, out=root / "build" / "out")
+
+    def results(self, root: Path) -> dict[str, str]:
+        return {"out": opened(root / "build" / "out"), **stored()}
+
+
+class OptimizeAgain(Optimize):
+    """`enginery optimize` to an --out that has another artifact."""
+
+    name, step = "optimize over another artifact", 50
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        make(root / "build" / "out")
+
+
+class Obtain(Scenario):
+    """An entry of the store is made."""
+
+    name, step = "store", 4
+
+    def prepare(self, root: Path) -> None:
+        obtain(OTHER)
+
+    def run(self, root: Path) -> None:
+        obtain(FINGERPRINT)
+
+    def results(self, root: Path) -> dict[str, str]:
+        return stored()
+
+
+class Repair(Obtain):
+    """An entry of the store is damaged, and made again."""
+
+    name, step = "store with a damaged entry", 5
+
+    def prepare(self, root: Path) -> None:
+        path = obtain(FINGERPRINT)
+        (path / "model.onnx").write_bytes(b"grape")
+
+
+class Replace(Obtain):
+    """An entry of the store is made again with --force, and gets other content."""
+
+    name, step = "store with --force", 4
+
+    def prepare(self, root: Path) -> None:
+        obtain(FINGERPRINT)
+
+    def run(self, root: Path) -> None:
+        def build(out: Path) -> Artifact:
+            return make(out, graph=b"newer", fingerprint=FINGERPRINT)
+
+        Store().obtain(ARTIFACTS, FINGERPRINT, "m", build, force=True)
+
+
+class Annotate(Scenario):
+    """A verdict and its report are added to an artifact."""
+
+    name, step = "annotate", 3
+
+    def prepare(self, root: Path) -> None:
+        validated(make(root / "artifact"), report=b'{"old": 1}')
+
+    def run(self, root: Path) -> None:
+        artifact = Artifact.open(root / "artifact")
+        artifact.annotate(verdict(artifact, summary="new"), b'{"new": 1}')
+
+    def results(self, root: Path) -> dict[str, str]:
+        try:
+            artifact = Artifact.open(root / "artifact", verify=True)
+        except ArtifactError:
+            return {"verdict": ""}
+        report = artifact.report("validate.json")
+        kept = artifact.manifest.verdict("validate")
+        assert kept
+        # A killed run may lose the report, which the stage writes again, but no verdict.
+        if report is not None and "new" in report.read_text():
+            assert kept.summary == "new"
+        return {"verdict": kept.summary}
+
+
+class Predict(Scenario):
+    """`enginery predict` to a new file."""
+
+    name, step = "predict", 15
+    suffix = ".jsonl"
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def prepare(self, root: Path) -> None:
+        lines = [f"{n},the pump {n} is warm\n" for n in range(24)]
+        (root / "in.csv").write_text("id,text\n" + "".join(lines))
+
+    def run(self, root: Path, **options: int) -> None:
+        config = PredictConfig(**{"window": 8, "part_rows": 8, "workers": 1, **options})
+        predict.run(Artifact.open(self.model), str(root / "in.csv"), self.output(root), config)
+
+    def output(self, root: Path) -> Path:
+        return root / "made" / f"out{self.suffix}"
+
+    def results(self, root: Path) -> dict[str, str]:
+        output = self.output(root)
+        if not output.exists():
+            return {"output": ""}
+        found = digest(output)
+        if sidecar(output).exists():
+            assert json.loads(sidecar(output).read_bytes())["sha256"] == found
+        return {"output": found}
+
+
+class PredictParquet(Predict):
+    """`enginery predict` to a Parquet file."""
+
+    name, step = "predict to Parquet", 20
+    suffix = ".parquet"
+
+
+class Resume(Predict):
+    """`enginery predict` continues after two finished parts."""
+
+    name, step = "resumed predict", 15
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        write = Journal._write_part
+
+        def ending(journal: Journal, *others: object) -> bool:
+            if len(journal.parts) == 2:
+                raise KeyboardInterrupt
+            return write(journal, *others)
+
+        Journal._write_part = ending
+        try:
+            self.run(root)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            Journal._write_part = write
+        assert len(list(root.glob("made/out.jsonl.parts/part-*"))) == 2
+
+
+class PredictForced(Predict):
+    """`enginery predict --force` replaces an output."""
+
+    name, step = "predict over an older output", 20
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        text = (root / "in.csv").read_text()
+        (root / "in.csv").write_text(text.replace("pump", "engine"))
+        super().run(root)
+        (root / "in.csv").write_text(text)
+
+    def run(self, root: Path, **options: int) -> None:
+        config = PredictConfig(window=8, part_rows=8, workers=1)
+        artifact = Artifact.open(self.model)
+        predict.run(artifact, str(root / "in.csv"), self.output(root), config, force=True)
+
+
+class Publish(Scenario):
+    """`enginery publish` of a first version to a folder."""
+
+    name, step = "publish", 15
+
+    def prepare(self, root: Path) -> None:
+        validated(make(root / "artifact"), report=b"{}")
+
+    def run(self, root: Path) -> None:
+        config = PublishConfig(name="m", alias="best")
+        publish(Artifact.open(root / "artifact"), str(root / "registry"), config)
+
+    def results(self, root: Path) -> dict[str, str]:
+        folder = root / "registry" / "m"
+        aliases, versions = read_aliases(folder), read_versions(folder)
+        found = {
+            version: "" if find_damage(listing, folder / version) else listing.content_sha256
+            for version, listing in versions.items()
+        }
+        assert set(aliases.values()) <= set(found)
+        for version, content in found.items():
+            assert content, f"version {version} is damaged"
+        return {"1": "", "2": "", **found, "best": aliases.get("best", "")}
+
+
+class PublishSecond(Publish):
+    """`enginery publish` of a second version, which an alias moves to."""
+
+    name, step = "publish of a second version", 20
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        super().run(root)
+        made = make(root / "artifact", graph=b"newer")
+        validated(made, report=b"{}")
+
+
+class PublishRepair(Publish):
+    """`enginery publish` over a damaged version."""
+
+    name, step = "publish over a damaged version", 25
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        super().run(root)
+        (root / "registry" / "m" / "1" / "model.onnx").write_bytes(b"grape")
+
+    def results(self, root: Path) -> dict[str, str]:
+        folder = root / "registry" / "m"
+        found = {
+            version: "" if find_damage(listing, folder / version) else listing.content_sha256
+            for version, listing in read_versions(folder).items()
+        }
+        return {"1": "", **found}
+
+
+class Pull(Publish):
+    """`enginery pull` to a new directory."""
+
+    name, step = "pull", 10
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        super().run(root)
+
+    def run(self, root: Path) -> None:
+        pull(f"{root}/registry/m", root / "pulled", PublishConfig())
+
+    def results(self, root: Path) -> dict[str, str]:
+        return {"pulled": opened(root / "pulled")}
+
+
+class PullAgain(Pull):
+    """`enginery pull` over another artifact."""
+
+    name, step = "pull over another artifact", 12
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        make(root / "pulled", graph=b"older")
+
+
+class Prune(Scenario):
+    """`enginery store prune` of a store with a damaged entry and leftovers."""
+
+    name, step = "prune", 6
+
+    def prepare(self, root: Path) -> None:
+        obtain(FINGERPRINT)
+        path = obtain(OTHER)
+        (path / "model.onnx").write_bytes(b"grape")
+        (path.parent / ".tmp-export-m-0123456789ab").mkdir()
+        (path.parent / ".tmp-export-m-0123456789ab" / "half").write_bytes(b"half")
+
+    def run(self, root: Path) -> None:
+        Store().prune(max_size_bytes=1 << 40)
+        remove_leftovers()
+
+    def results(self, root: Path) -> dict[str, str]:
+        return stored()
+
+
+def scenarios(model: Path) -> list[Scenario]:
+    """Return all scenarios; `model` is the directory of a text classifier."""
+    return [
+        Optimize(),
+        OptimizeAgain(),
+        Obtain(),
+        Repair(),
+        Replace(),
+        Annotate(),
+        Predict(model),
+        PredictParquet(model),
+        PredictForced(model),
+        Resume(model),
+        Publish(),
+        PublishSecond(),
+        PublishRepair(),
+        Pull(),
+        PullAgain(),
+        Prune(),
+    ]
+
+
+def obtain(fingerprint: Fingerprint) -> Path:
+    """Make an entry of the store, or take it from there; return its path."""
+    artifact, _ = Store().obtain(
+        ARTIFACTS, fingerprint, "m", lambda out: make(out, fingerprint=fingerprint)
+    )
+    return artifact.path
+
+
+def stored() -> dict[str, str]:
+    """Return the digest of each entry of the store that opens."""
+    found = {}
+    for entry in Store().entries():
+        found[entry.path.name] = opened(entry.path)
+    return found
+
+
+def opened(path: Path) -> str:
+    """Return the digest of an artifact's content; empty if it does not open."""
+    try:
+        return Artifact.open(path, verify=True).content_sha256()
+    except ArtifactError:
+        return ""
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def linear_artifact(out: Path) -> Artifact:
+    """Write an artifact with a graph of one MatMul."""
+    graph = GraphRecord(
+        file="model.onnx",
+        opset=20,
+        inputs=(TensorSpec("x", "float32", ("batch", 4)),),
+        outputs=(TensorSpec("logits", "float32", ("batch", 3)),),
+        data_files=(),
+    )
+    with staging(out) as directory:
+        linear(directory / "model.onnx")
+        (directory / "config.json").write_text("{}")
+        commit_artifact(directory, manifest().model_copy(update={"graphs": (graph,)}))
+    return Artifact.open(out)

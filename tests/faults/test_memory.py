@@ -1,0 +1,107 @@
+"""Resident memory over time reaches a plateau. `pytest -s` prints the curve."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from enginery.runtime.tensorrt.process import has_tensorrt
+from tests.faults.scenarios import linear_artifact
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc"),
+]
+ROOT = Path(__file__).parents[2]
+SAMPLES = 40
+
+MEASURE = """
+import sys
+from pathlib import Path
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+"""
+LOAD = """
+from enginery import load_model
+path, rounds, samples = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+for number in range(rounds):
+    with load_model(path) as model:
+        model.classify(["the pump is warm"] * 4)
+    if number % (rounds // samples) == 0:
+        print(resident(), flush=True)
+"""
+PREDICT = """
+import threading
+from enginery.core.artifact.artifact import Artifact
+from enginery.predict.config import PredictConfig
+from enginery.predict.stage import run
+path, source, out = sys.argv[1:]
+ended = threading.Event()
+def watch():
+    while not ended.wait(0.25):
+        print(resident(), flush=True)
+watcher = threading.Thread(target=watch)
+watcher.start()
+run(Artifact.open(path), source, Path(out), PredictConfig(workers=1))
+ended.set()
+"""
+BUILD = """
+from enginery.core.shapes import Profile
+from enginery.runtime.tensorrt.process import build_plan
+path, rounds = Path(sys.argv[1]), int(sys.argv[2])
+for number in range(rounds):
+    build_plan(path, profiles=[Profile.parse("batch=1:4:8")], isolated=False)
+    print(resident(), flush=True)
+"""
+
+
+def curve(home, code, *arguments) -> list[float]:
+    """Run a program that prints its resident memory; return the values in MiB."""
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE + code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ENGINERY_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [int(line) / 2**20 for line in result.stdout.split()]
+
+
+def assert_plateau(found, what, *, slack_mib) -> None:
+    """Assert that the last third is hardly above the third before."""
+    step = max(len(found) // SAMPLES, 1)
+    print(f"\n{what}, MiB:", *(f"{value:.0f}" for value in found[::step]))  # noqa: T201
+    third = len(found) // 3
+    before, after = median(found[third : 2 * third]), median(found[2 * third :])
+    assert after <= before + slack_mib, f"{before:.0f} MiB, then {after:.0f} MiB"
+
+
+def test_memory_of_a_thousand_models_that_are_loaded_and_closed(classifier, tmp_path):
+    found = curve(tmp_path, LOAD, classifier, 1000, SAMPLES)
+    assert len(found) >= SAMPLES
+    assert_plateau(found, "1,000 models loaded and closed", slack_mib=10)
+
+
+def test_memory_of_predict_over_many_rows(classifier, tmp_path):
+    source = tmp_path / "in.csv"
+    with source.open("w") as stream:
+        stream.write("id,text\n")
+        stream.writelines(f"{number},the pump {number} is warm\n" for number in range(300_000))
+    found = curve(tmp_path, PREDICT, classifier, source, tmp_path / "out.parquet")
+    assert len(found) > 9
+    assert_plateau(found, "300,000 rows predicted", slack_mib=40)
+
+
+@pytest.mark.skipif(not has_tensorrt(), reason="needs TensorRT for RTX")
+def test_memory_of_two_hundred_engines_that_one_process_builds(tmp_path):
+    artifact = linear_artifact(tmp_path / "linear")
+    found = curve(tmp_path, BUILD, artifact.model, 200)
+    assert len(found) == 200
+    assert_plateau(found, "200 engines built", slack_mib=20)
