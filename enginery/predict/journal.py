@@ -70,7 +70,8 @@ def lock_output(output: Path) -> Iterator[None]:
         yield
     finally:
         if not parts_directory(output).exists():
-            note.unlink(missing_ok=True)
+            with suppress(OSError):  # the next run removes it
+                note.unlink()
         lock.release()
 
 
@@ -88,7 +89,7 @@ def remove_leftovers() -> int:
                 note.unlink()
                 continue
             with suppress(Timeout), _lock(output):
-                freed += _clear(output)
+                freed += _clear(output) + remove_temporary(output.parent, output.name)
                 if not parts_directory(output).exists():
                     note.unlink(missing_ok=True)
     return freed

@@ -46,7 +46,7 @@ from enginery.core.json_file import json_bytes
 from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
-from enginery.core.temporary import write_atomically
+from enginery.core.temporary import directory_beside, write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
@@ -214,25 +214,21 @@ def _run_tensors(
     if not source.exists():
         raise InputError(f"data '{source}': no such file or folder.")
     _make_output_directory(output)
-    with lock_output(output):
+    with (
+        os_errors_as(InputError, f"output '{output}' cannot be written"),
+        lock_output(output),
+        directory_beside(output) as scratch,
+    ):
         key = fingerprint(artifact, source, NPZ, config)
         if done := find_finished_report(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             return done
-        scratch = parts_directory(output)
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            with os_errors_as(InputError, f"output '{output}' cannot be written"):
-                make_directory(scratch)
-                made = write_tensors(artifact, source, scratch, config)
-                report = _tensors_report(artifact, output, made, key, started)
-                # The report is never beside an output of which it has another digest.
-                output.unlink(missing_ok=True)
-                sync_directory(output.parent)
-                write_atomically(sidecar(output), json_bytes(report.as_json()))
-                replace_synced(made.path, output)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        made = write_tensors(artifact, source, scratch, config)
+        report = _tensors_report(artifact, output, made, key, started)
+        # First the report: without its output, the next run writes both again, and beside an
+        # earlier output its digest is another.
+        write_atomically(sidecar(output), json_bytes(report.as_json()))
+        replace_synced(made.path, output)
         return report
 
 

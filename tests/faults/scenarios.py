@@ -14,6 +14,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
+
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import GraphRecord
@@ -228,6 +230,45 @@ class PredictForced(Predict):
         predict.run(artifact, str(root / "in.csv"), self.output(root), config, force=True)
 
 
+class PredictTensors(Predict):
+    """`enginery predict` of a graph's own outputs."""
+
+    name, step = "predict to .npz", 15
+    suffix = ".npz"
+
+    def prepare(self, root: Path) -> None:
+        self.write_input(root, 3)
+
+    def write_input(self, root: Path, token: int) -> None:
+        inputs = Artifact.open(self.model).manifest.graphs[0].inputs
+        ids = {spec.name: np.full((6, 4), token % 2, np.int64) for spec in inputs}
+        np.savez(root / "in.npz", **{**ids, "input_ids": np.full((6, 4), token, np.int64)})
+
+    def run(self, root: Path, *, force: bool = False) -> None:
+        config = PredictConfig(batch_rows=2)
+        artifact = Artifact.open(self.model)
+        predict.run(artifact, str(root / "in.npz"), self.output(root), config, force=force)
+
+    def results(self, root: Path) -> dict[str, str]:
+        # Its report is written first, and beside an earlier output it is another's.
+        output = self.output(root)
+        return {"output": digest(output) if output.exists() else ""}
+
+
+class PredictTensorsForced(PredictTensors):
+    """`enginery predict --force` of a graph's own outputs replaces older ones."""
+
+    name, step = "predict to an older .npz", 15
+
+    def prepare(self, root: Path) -> None:
+        self.write_input(root, 5)
+        super().run(root)
+        self.write_input(root, 3)
+
+    def run(self, root: Path, *, force: bool = True) -> None:
+        super().run(root, force=force)
+
+
 class Publish(Scenario):
     """`enginery publish` of a first version to a folder."""
 
@@ -343,6 +384,8 @@ def scenarios(model: Path) -> list[Scenario]:
         PredictParquet(model),
         PredictForced(model),
         Resume(model),
+        PredictTensors(model),
+        PredictTensorsForced(model),
         Publish(),
         PublishSecond(),
         PublishRepair(),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from enginery import export_model, predict_file
 from enginery.core.errors import EngineryError, InputError
-from enginery.predict import stage, tensors
+from enginery.predict import tensors
 
 FLOAT = onnx.TensorProto.FLOAT
 
@@ -175,7 +175,7 @@ def test_a_run_that_fails_while_writing_keeps_the_earlier_output(halves, tmp_pat
     assert out.read_bytes() == before
     monkeypatch.undo()
     assert not predict_file(artifact, tmp_path / "x.npz", out).worked
-    assert not stage.parts_directory(out).exists()
+    assert not list(tmp_path.glob(".tmp-*"))
 
 
 def test_images_for_a_graph_that_was_imported_without_their_settings(halves, images, tmp_path):
