@@ -195,23 +195,48 @@ def missing_for(name: str) -> dict[str, str]:
 
 
 def preload_nvidia() -> None:
-    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels.
+    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels, if they are installed as wheels.
 
-    ONNX Runtime does not find them, because the loader does not search site-packages.
+    ONNX Runtime does not find them, because the loader does not search site-packages. Its own
+    `preload_dlls` only searches beside its package, and loads the system's libraries otherwise.
     """
-    # It prints missing libraries; `missing_libraries` reports those that matter, and
-    # `unavailable_reason` a broken onnxruntime.
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(ImportError, AttributeError),
-    ):
-        import onnxruntime
+    if sys.platform == "win32":
+        with (
+            contextlib.redirect_stdout(io.StringIO()),  # it prints missing libraries
+            contextlib.suppress(ImportError, AttributeError),
+        ):
+            import onnxruntime
 
-        onnxruntime.preload_dlls()
-    tensorrt = [d for d in libraries.wheel_directories() if d.name == "tensorrt_libs"]
-    for name in libraries.needed_libraries(provider_library(TENSORRT)):
-        if any((directory / name).is_file() for directory in tensorrt):
-            libraries.load_error(name, tensorrt)
+            onnxruntime.preload_dlls()
+        return
+    directories = libraries.wheel_directories()
+    for name in (*_cuda_libraries(cuda_major()), *_tensorrt_libraries()):
+        if any((directory / name).is_file() for directory in directories):
+            libraries.load_error(name, directories)  # `missing_libraries` reports errors
+
+
+def _cuda_libraries(major: int) -> list[str]:
+    """Return the libraries that the CUDA provider links or opens, in the order of their needs.
+
+    Source of the names: `_get_nvidia_dll_paths` of onnxruntime 1.31.
+    """
+    if not major:
+        return []
+    cufft = 12 if major >= 13 else 11
+    return [
+        f"libcudart.so.{major}",
+        f"libcublasLt.so.{major}",
+        f"libcublas.so.{major}",
+        f"libnvrtc.so.{major}",
+        "libcurand.so.10",
+        f"libcufft.so.{cufft}",
+        _CUDNN,
+    ]
+
+
+def _tensorrt_libraries() -> list[str]:
+    needed = libraries.needed_libraries(provider_library(TENSORRT))
+    return [name for name in needed if name.startswith("libnv")]
 
 
 def plugin_installed(name: str) -> bool:
