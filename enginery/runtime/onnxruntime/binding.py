@@ -240,13 +240,13 @@ class DeviceBinding(Closeable):
             bucket.bound.bind_ortvalue_input(spec.name, held)
             return
         if spec.name not in bucket.inputs:
-            buffer = new_buffer(spec.dtype, shape_of(value), self.device)
-            bucket.inputs[spec.name] = buffer
-            bucket.bound.bind_ortvalue_input(spec.name, buffer)
-        elif bucket.held.pop(spec.name, None) is not None:
-            # An earlier run has bound a tensor of the caller instead.
-            bucket.bound.bind_ortvalue_input(spec.name, bucket.inputs[spec.name])
-        bucket.inputs[spec.name].update_inplace(value)
+            bucket.inputs[spec.name] = new_buffer(spec.dtype, shape_of(value), self.device)
+        buffer = bucket.inputs[spec.name]
+        buffer.update_inplace(value)
+        # Bind after every update: if the first node that reads the input is on the CPU, ONNX
+        # Runtime copies the buffer when it is bound, and does not see what is written later.
+        bucket.bound.bind_ortvalue_input(spec.name, buffer)
+        bucket.held.pop(spec.name, None)
 
     def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:
         """Allocate outputs of known shape; ONNX Runtime allocates the others in each run."""
