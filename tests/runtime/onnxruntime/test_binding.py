@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import onnxruntime as ort
@@ -13,6 +14,7 @@ from onnx import TensorProto, helper
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.binding import DeviceBinding
+from enginery.runtime.onnxruntime.capture_lock import CaptureLock
 from enginery.runtime.onnxruntime.device_values import Device, device_of
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tolerances import OUTPUTS
@@ -508,3 +510,85 @@ def test_memory_of_cuda_that_the_host_reads_is_an_input(doubling, kind):
 def test_memory_of_another_vendor_is_rejected(doubling):
     with pytest.raises(InputError, match="x is on a device of DLPack type 10"):
         DeviceBinding(doubling, [X], [Y])({"x": OfKind(rows(2), 10)})
+
+
+class RecordedByThread:
+    """A session that keeps the CUDA graphs of each thread, as ONNX Runtime does.
+
+    While one is recorded, a run of another session fails, as CUDA's error 900.
+    """
+
+    recording = threading.Lock()
+
+    def __init__(self, session):
+        self._session = session
+        self._graphs = threading.local()
+        self.recorded = []
+
+    def io_binding(self):
+        return self._session.io_binding()
+
+    def run_with_iobinding(self, bound, options=None):
+        graph = options.get_run_config_entry("gpu_graph_id") if options else "-1"
+        own = self._graphs.__dict__.setdefault("own", set())
+        if graph == "-1" or graph in own:
+            if self.recording.locked():
+                raise RuntimeError("CUDA failure 900: operation not permitted")
+        else:
+            if not self.recording.acquire(blocking=False):
+                raise RuntimeError("CUDA failure 900: operation not permitted")
+            time.sleep(0.01)  # other threads run in the meantime
+            own.add(graph)
+            self.recorded.append((threading.get_ident(), graph))
+            self.recording.release()
+        self._session.run_with_iobinding(bound, options)
+
+
+def test_each_thread_records_its_graphs_while_no_session_runs(doubling):
+    session = RecordedByThread(doubling)
+    captured = DeviceBinding(session, [X], [Y], Device(), capture=True)
+    plain = DeviceBinding(RecordedByThread(doubling), [X], [Y], Device())
+    found, failed = [], []
+
+    def ask(binding, value):
+        try:
+            for count in (1, 2, 3, 1):
+                answer = binding({"x": rows(count, value)})["y"]
+                found.append((answer == 2 * value).all())
+        except InputError as error:
+            failed.append(error.message)
+
+    threads = [
+        threading.Thread(target=ask, args=(binding, value))
+        for value, binding in enumerate([captured, plain] * 4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert found == [True] * 32
+    assert len(session.recorded) == len(set(session.recorded)) == 12  # 4 threads, 3 shapes
+
+
+def test_a_capture_waits_for_runs_and_holds_back_new_ones():
+    lock, events = CaptureLock(), []
+
+    def capture():
+        with lock.capturing():
+            events.append("capture")
+
+    def run():
+        with lock.running():
+            events.append("second run")
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=run)]
+    with lock.running(), lock.running():
+        threads[0].start()
+        threads[0].join(timeout=0.05)
+        threads[1].start()
+        threads[1].join(timeout=0.05)
+        events.append("first run")
+    for thread in threads:
+        thread.join(timeout=10)
+    assert events == ["first run", "capture", "second run"]
