@@ -13,6 +13,8 @@ TEXT_MODELS = ("minilm", "bert-base")
 CONVOLUTIONS = "resnet"
 MODELS = (*TEXT_MODELS, CONVOLUTIONS)
 PRECISIONS = ("fp16", "fp32", "bf16")
+PACKED = "fp16-packed"
+"""FP16 that computes no padding, which runs on CUDA only."""
 SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.settings import CONVOLUTIONS, PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.settings import CONVOLUTIONS, PACKED, PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -32,7 +32,8 @@ def run(work: Work) -> None:
     work.case("onnx", partial(_export, work))
     if work.model in TEXT_MODELS:
         for precision in PRECISIONS:
-            work.case(precision, partial(_optimize, work, precision))
+            work.case(precision, partial(_optimize, work, precision, precision))
+        work.case(PACKED, partial(_optimize, work, PACKED, "fp16"))
 
 
 def _export(work: Work) -> None:
@@ -110,24 +111,25 @@ def _exported(work: Work, model: str, model_id: str) -> Artifact:
     return export_model(model_id, task=task, opset=_OPSET, out=out or "")
 
 
-def _optimize(work: Work, precision: str) -> None:
+def _optimize(work: Work, name: str, precision: str) -> None:
     """Fuse and cast the graph; FP16 graphs have FP16 inputs and outputs, as in PyTorch."""
-    out = _place(work, work.model, precision)
+    out = _place(work, work.model, name)
     artifact = _kept(work, out) or optimize_model(
         work.artifact("onnx"),
         target="cuda",
         precision=precision,
         io_dtype="same" if precision == "fp16" else "fp32",
+        packed=name == PACKED,
         out=out or "",
     )
     stage = artifact.manifest.stages[-1]
     verdict = artifact.failed_verdict()
     work.check(
-        f"optimize {work.model} for cuda in {precision}",
+        f"optimize {work.model} for cuda in {name}",
         passed=verdict is None,
         found=verdict.summary if verdict else "; ".join(stage.notes) or "made",
     )
-    work.set("artifacts", {precision: str(artifact.path)})
+    work.set("artifacts", {name: str(artifact.path)})
 
 
 def _place(work: Work, model: str, precision: str) -> Path | None:
