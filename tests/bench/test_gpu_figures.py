@@ -11,7 +11,7 @@ from enginery.bench.backends import worker
 from enginery.bench.backends.copies import Copies, measure_copies
 from enginery.bench.measurement.shapes import _gpu_of, _measure_on_gpu
 from enginery.core.errors import ProviderError
-from enginery.runtime.providers.nvml import Nvml, _bus_id
+from enginery.runtime.nvml import Nvml, _bus_id
 from tests.bench.sample_results import CPU, CUDA, save_detector
 
 

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from enginery.runtime.providers.nvml import Nvml
+from enginery.runtime.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.record import RequestRecord
-from tests.runtime.providers.fake_nvml import FakeNvml
+from tests.runtime.fake_nvml import FakeNvml
 from tests.serve.test_service import serving
 
 ROOT = Path(__file__).parents[2]

@@ -40,7 +40,7 @@ from enginery.core.subprocess import (  # noqa: E402
     peak_rss_bytes,
     serve_requests,
 )
-from enginery.runtime.providers.nvml import Nvml  # noqa: E402
+from enginery.runtime.nvml import Nvml  # noqa: E402
 
 
 def open_backend(

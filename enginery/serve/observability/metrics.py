@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from enginery.core.errors import ProviderError
+from enginery.runtime.nvml import Nvml
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
-from enginery.runtime.providers.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.record import RequestRecord, refusal_reason
 

@@ -13,10 +13,10 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.core.errors import ProviderError
-from enginery.runtime.providers.nvml import Nvml
+from enginery.runtime.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.metrics import Metrics
-from tests.runtime.providers.fake_nvml import FakeNvml
+from tests.runtime.fake_nvml import FakeNvml
 from tests.serve.observability.application import record
 
 

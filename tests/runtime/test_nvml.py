@@ -6,8 +6,8 @@ import os
 import pytest
 
 from enginery.core.errors import ProviderError
-from enginery.runtime.providers.nvml import GpuStatus, Nvml, _Process
-from tests.runtime.providers.fake_nvml import FakeNvml
+from enginery.runtime.nvml import GpuStatus, Nvml, _Process
+from tests.runtime.fake_nvml import FakeNvml
 
 
 def test_energy_is_in_joules():

@@ -1,6 +1,6 @@
 """A fake of NVML, the driver's library."""
 
-from enginery.runtime.providers.nvml import _Process
+from enginery.runtime.nvml import _Process
 
 
 class Function:
