@@ -674,7 +674,7 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     made = exported("bert", "feature-extraction")
     source = given.models / "bert-base-tiny-source"
     shutil.copytree(made.manifest.source.id, source)
-    for precision in ("onnx", "fp16", "fp32", "bf16"):
+    for precision in ("onnx", "fp16", "fp32", "bf16", "fp16-packed"):
         made.copy_to(given.models / f"bert-base-{precision}")
     for stage in ("export_model", "optimize_model"):
         monkeypatch.setattr(models, stage, None)
