@@ -93,6 +93,35 @@ def test_second_run_loads_no_framework(exported, tiny_model):
     assert found.splitlines()[-1].split() == ["heavy:"]
 
 
+BESIDE_TORCH = """
+import sys
+import numpy as np
+from enginery.core.artifact.artifact import Artifact
+from enginery.runtime.onnxruntime.runner import OrtRunner
+
+def outputs(runner, tensors):
+    on_device = runner.run_on_device(tensors)
+    return [*runner(feeds).values(), *(value.numpy().copy() for value in on_device.values())]
+
+with OrtRunner(Artifact.open({path!r})) as runner:
+    feeds = {{spec.name: np.ones((2, 6), np.int64) for spec in runner.record.inputs}}
+    alone = outputs(runner, feeds)
+    print("torch:", "torch" in sys.modules)
+    import torch
+    tensors = {{name: torch.from_numpy(array) for name, array in feeds.items()}}
+    product = torch.ones(64, 64) @ torch.ones(64, 64)
+    for one, other in zip(alone, outputs(runner, tensors), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    print("product:", float(product.sum()))
+"""
+
+
+def test_session_imports_no_torch_and_runs_beside_it(exported):
+    path = str(exported("bert", "feature-extraction").path)
+    found = run(BESIDE_TORCH.format(path=path))
+    assert found.splitlines() == ["torch: False", f"product: {64.0**3}"]
+
+
 def test_no_modules_of_serve_import_each_other_in_a_circle():
     graph = grimp.build_graph("enginery", exclude_type_checking_imports=False, cache_dir=None)
     modules = {name for name in graph.modules if name.startswith("enginery.serve")}

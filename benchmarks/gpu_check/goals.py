@@ -1,7 +1,6 @@
-"""Judge the speed goals for an H200.
+"""Judge the speed goals for an H200, where their cases ran.
 
-    goals = judge(points, ["minilm"], seconds=412, gpu="NVIDIA H200", max_minutes=8, shapes=9)
-    goals[0].verdict  # 'reached'
+    judge(results.document["parts"], gpu="NVIDIA H200")[0].verdict  # 'reached'
 
 A goal is reached if the whole interval meets it, and missed if no part of it does. Other GPUs get
 figures without a verdict.
@@ -9,21 +8,22 @@ figures without a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu_check.records import rows
+
 GPU = "H200"
 EAGER_SIDES = ("PyTorch eager", "PyTorch SDPA")
-COMPILED_SIDE = "torch.compile"
 OVER_EAGER: tuple[tuple[tuple[int, int], float], ...] = (((1, 128), 2.0), ((32, 128), 1.3))
 """Point -> required speedup of FP16 over PyTorch in eager mode."""
 BEHIND_COMPILED = 1.05
-"""Largest ratio of times to torch.compile, at every measured point."""
+"""Largest ratio of times to torch.compile in its fastest mode, at every measured point."""
 MINILM_MS = 0.5
 """Largest latency of MiniLM at 1×128."""
-
-_NOT_MEASURED = "not measured"
+REQUESTS_PER_SECOND = 5000.0
+"""Smallest rate of the server with MiniLM."""
 
 Points = Sequence[Mapping[str, Any]]
 
@@ -35,52 +35,35 @@ class Goal:
     goal: str
     figure: str
     verdict: str
-    """`reached`, `missed`, `not measured`, `not decided` if the interval contains the goal,
-    `reached at 7 of 9 points`, or `no verdict` with the reason."""
+    """`reached`, `missed`, `not decided` if the interval contains the goal, `reached at 4 of 5
+    points`, or `no verdict` with the reason."""
 
     def __str__(self) -> str:
         return f"{self.goal}: {self.figure}: {self.verdict}"
 
 
-def judge(
-    points: Points,
-    models: Iterable[str],
-    *,
-    seconds: float,
-    gpu: str,
-    max_minutes: float,
-    shapes: int,
-) -> list[Goal]:
-    """Judge every goal.
+def judge(parts: Mapping[str, Any], *, gpu: str) -> list[Goal]:
+    """Judge every goal of which a case ran.
 
     Args:
-        points: results of the part `speed` for all models.
-        models: models with goals.
-        seconds: duration of the whole run.
+        parts: results of the units.
         gpu: name of the GPU; empty for a dry run.
-        max_minutes: time limit of the whole run.
-        shapes: number of points of each model if all are measured.
     """
-    names = list(models)
+    points, compiled = rows(parts, "points"), rows(parts, "compiled")
+    models = dict.fromkeys(point["model"] for point in (*points, *compiled))
     goals = [
         goal
-        for model in names
+        for model in models
         for place in ("host", "device")
-        for goal in _of_model(points, model, place, shapes)
-    ]
-    goals.append(_minilm(points))
-    took = seconds / 60
-    goals.append(
-        Goal(
-            f"the whole run in {max_minutes:g} minutes",
-            f"{took:.1f} minutes",
-            _verdict(reached=took < max_minutes),
+        for goal in (
+            *_over_eager(points, model, place),
+            *_behind_compiled(compiled, model, place),
         )
-    )
+    ]
+    goals += [*_minilm(points), *_served(rows(parts, "served"))]
     if GPU in gpu:
         return goals
-    why = f"no verdict: goals apply to an {GPU}"
-    return [Goal(g.goal, g.figure, g.verdict if g.verdict == _NOT_MEASURED else why) for g in goals]
+    return [Goal(g.goal, g.figure, f"no verdict: goals apply to an {GPU}") for g in goals]
 
 
 def fastest_enginery(point: Mapping[str, Any], place: str) -> tuple[str, float] | None:
@@ -93,33 +76,47 @@ def fastest_enginery(point: Mapping[str, Any], place: str) -> tuple[str, float] 
     return min(found.items(), key=lambda pair: pair[1]) if found else None
 
 
-def _of_model(points: Points, model: str, place: str, shapes: int) -> Iterator[Goal]:
-    mine = [point for point in points if point["model"] == model]
+def _over_eager(points: Points, model: str, place: str) -> Iterator[Goal]:
     for (batch, length), wanted in OVER_EAGER:
-        goal = f"{model} at {batch}×{length}, {place}: {wanted:g} × PyTorch's eager mode"
-        at = next((p for p in mine if (p["batch"], p["sequence"]) == (batch, length)), None)
-        ratio = _ratio(at, place, EAGER_SIDES) if at else None
-        yield _goal(goal, ratio, wanted)
-    goal = f"{model}, {place}: at most 5 % slower than torch.compile at every point"
-    compared = [
-        (ratio, point) for point in mine if (ratio := _ratio(point, place, (COMPILED_SIDE,)))
-    ]
-    if not compared:
-        yield Goal(goal, "–", _NOT_MEASURED)
+        point = _at(points, model, batch, length)
+        ratio = _ratio(point, place, EAGER_SIDES) if point else None
+        if ratio is None:
+            continue
+        figure = f"{ratio['speedup']:.2f} × {ratio['theirs']}, {ratio['words']} ({ratio['ours']})"
+        yield Goal(
+            f"{model} at {batch}×{length}, {place}: {wanted:g} × PyTorch's eager mode",
+            figure,
+            _of_interval(ratio["interval"], least=wanted),
+        )
+
+
+def _behind_compiled(compiled: Points, model: str, place: str) -> Iterator[Goal]:
+    """Judge each shape against the fastest mode that was measured there."""
+    closest: dict[tuple[int, int], Mapping[str, Any]] = {}
+    for point in compiled:
+        ratio = _ratio(point, place, ("torch.compile",))
+        if point["model"] != model or ratio is None:
+            continue
+        shape = (point["batch"], point["sequence"])
+        found = {**ratio, "mode": point["mode"], "shape": f"{shape[0]}×{shape[1]}"}
+        closest[shape] = min(closest.get(shape, found), found, key=lambda r: r["speedup"])
+    if not closest:
         return
-    verdicts = [_of_interval(ratio["interval"], least=1 / BEHIND_COMPILED) for ratio, _ in compared]
+    verdicts = [_of_interval(r["interval"], least=1 / BEHIND_COMPILED) for r in closest.values()]
     reached = verdicts.count("reached")
-    worst, point = min(compared, key=lambda pair: pair[0]["speedup"])
+    worst = min(closest.values(), key=lambda r: r["speedup"])
+    whole = "missed" if "missed" in verdicts else f"reached at {reached} of {len(verdicts)} points"
     yield Goal(
-        goal,
-        f"at worst {worst['words']} ({worst['ours']}) at {point['batch']}×{point['sequence']}, "
-        f"of {len(compared)} points compared",
-        "missed"
-        if "missed" in verdicts
-        else "reached"
-        if reached >= shapes
-        else f"reached at {reached} of {shapes} points",
+        f"{model}, {place}: at most 5 % slower than torch.compile at every point",
+        f"at worst {worst['words']} ({worst['ours']}, {worst['mode']}) at {worst['shape']}, of "
+        f"{len(closest)} points compared",
+        "reached" if reached == len(verdicts) else whole,
     )
+
+
+def _at(points: Points, model: str, batch: int, length: int) -> Mapping[str, Any] | None:
+    shape = (model, batch, length)
+    return next((p for p in points if (p["model"], p["batch"], p["sequence"]) == shape), None)
 
 
 def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mapping[str, Any] | None:
@@ -133,26 +130,29 @@ def _ratio(point: Mapping[str, Any], place: str, sides: Sequence[str]) -> Mappin
     return min(rivals, key=lambda r: r["speedup"], default=None)
 
 
-def _goal(goal: str, ratio: Mapping[str, Any] | None, wanted: float) -> Goal:
-    if ratio is None:
-        return Goal(goal, "–", _NOT_MEASURED)
-    figure = f"{ratio['speedup']:.2f} × {ratio['theirs']}, {ratio['words']} ({ratio['ours']})"
-    return Goal(goal, figure, _of_interval(ratio["interval"], least=wanted))
-
-
-def _minilm(points: Points) -> Goal:
-    goal = f"minilm at 1×128, host: at most {MINILM_MS} ms"
-    at = next(
-        (p for p in points if (p["model"], p["batch"], p["sequence"]) == ("minilm", 1, 128)), None
-    )
-    best = fastest_enginery(at, "host") if at else None
-    if at is None or best is None:
-        return Goal(goal, "–", _NOT_MEASURED)
-    span = at["latency"][f"{best[0]}, host"]["interval_ms"]
+def _minilm(points: Points) -> Iterator[Goal]:
+    point = _at(points, "minilm", 1, 128)
+    best = fastest_enginery(point, "host") if point else None
+    if point is None or best is None:
+        return
+    span = point["latency"][f"{best[0]}, host"]["interval_ms"]
     # A shorter time is better, so the negative time is compared.
     verdict = _of_interval(span and (-span[1], -span[0]), least=-MINILM_MS)
     within = f", {span[0]:.3f} to {span[1]:.3f}" if span else ""
-    return Goal(goal, f"{best[1]:.3f} ms{within} ({best[0]})", verdict)
+    figure = f"{best[1]:.3f} ms{within} ({best[0]})"
+    yield Goal(f"minilm at 1×128, host: at most {MINILM_MS} ms", figure, verdict)
+
+
+def _served(served: Points) -> Iterator[Goal]:
+    mine = [row for row in served if row["model"] == "minilm"]
+    if not mine:
+        return
+    best = max(mine, key=lambda row: row["per_second"])
+    yield Goal(
+        f"the server with minilm: {REQUESTS_PER_SECOND:.0f} requests/s",
+        f"{best['per_second']:.0f} requests/s with {best['connections']} connections",
+        "reached" if best["per_second"] >= REQUESTS_PER_SECOND else "missed",
+    )
 
 
 def _of_interval(interval: Sequence[float] | None, *, least: float) -> str:
@@ -163,7 +163,3 @@ def _of_interval(interval: Sequence[float] | None, *, least: float) -> str:
     if low >= least:
         return "reached"
     return "missed" if high < least else "not decided: the interval contains the goal"
-
-
-def _verdict(*, reached: bool) -> str:
-    return "reached" if reached else "missed"

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.gpu_check.goals import fastest_enginery
+from benchmarks.gpu_check.records import rows
+
 Document = Mapping[str, Any]
 _NOTHING = "–"
 
@@ -20,7 +23,6 @@ def page(document: Document) -> str:
         *_head(document),
     ]
     parts = document["parts"]
-    found = {name: part["found"] for name, part in parts.items()}
     lines += _section(
         "Goals",
         ("goal", "figure", "verdict"),
@@ -28,23 +30,66 @@ def page(document: Document) -> str:
     )
     lines += _section(
         "Parts",
-        ("part", "status", "seconds", "problem"),
-        ((n, p["status"], f"{p['seconds']:.0f}", p["problem"]) for n, p in parts.items()),
+        ("part", "status", "cases", "seconds", "problem"),
+        (
+            (n, p["status"], str(len(p["cases"])), f"{p['seconds']:.0f}", p["problem"])
+            for n, p in parts.items()
+        ),
     )
     lines += _section(
         "Checks",
         ("check", "", "found"),
         (
             (c["check"], "ok" if c["passed"] else "**failed**", c["found"])
-            for one in found.values()
-            for c in one["checks"]
+            for c in rows(parts, "checks")
+        ),
+    )
+    lines += _section("Models", ("model", "source"), rows(parts, "sources"))
+    lines += _speed(rows(parts, "points"), document)
+    lines += _compiled(rows(parts, "compiled"))
+    lines += _speedups(rows(parts, "speedups"))
+    lines += _agreement(rows(parts, "agreements"))
+    lines += _placement(rows(parts, "placed"))
+    lines += _images(rows(parts, "searches"))
+    lines += _section(
+        "Server",
+        ("model", "connections", "requests/s", "p50 ms", "p99 ms", "refused"),
+        (
+            (
+                r["model"],
+                str(r["connections"]),
+                f"{r['per_second']:.0f}",
+                _figure(r["latency_ms"]["p50"]),
+                _figure(r["latency_ms"]["p99"]),
+                str(r["refused"]),
+            )
+            for r in rows(parts, "served")
         ),
     )
     lines += _section(
-        "Models", ("model", "source"), found.get("models", {}).get("sources", {}).items()
+        "Predict",
+        ("model", "way", "rows", "rows/s", "workers"),
+        (
+            (r["model"], r["way"], str(r["rows"]), f"{r['per_second']:.0f}", str(r["workers"]))
+            for r in rows(parts, "predicted")
+        ),
     )
-    lines += _speed([p for one in found.values() for p in one.get("points", [])], document)
+    lines += _section("TensorRT", ("flavor", "outcome"), rows(parts, "flavors"))
     lines += _section(
+        "Notes",
+        ("part", "case", "note"),
+        (
+            (name, title, note)
+            for name, part in parts.items()
+            for title, case in part["cases"].items()
+            for note in case["notes"]
+        ),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _agreement(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return _section(
         "Agreement with PyTorch FP32",
         ("model", "precision", "batch×sequence", "largest error", "allowed", "cosine", "verdict"),
         (
@@ -57,10 +102,13 @@ def page(document: Document) -> str:
                 _figure(r["cosine"], "{:.7f}"),
                 r["problem"] or "ok",
             )
-            for r in found.get("agreement", {}).get("agreements", [])
+            for r in found
         ),
     )
-    lines += _section(
+
+
+def _placement(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return _section(
         "Placement",
         (
             "model",
@@ -79,17 +127,54 @@ def page(document: Document) -> str:
                 ", ".join(node["name"] for node in r["fallen"]) or "none",
                 str(len(r["copies"])),
             )
-            for r in found.get("placement", {}).get("placed", [])
+            for r in found
         ),
     )
-    lines += _images(found.get("convolutions", {}))
-    flavors = found.get("tensorrt", {}).get("flavors", {})
-    lines += _section(
-        "TensorRT", ("flavor", "outcome"), ((name, one["outcome"]) for name, one in flavors.items())
+
+
+def _compiled(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row for each mode, shape and place."""
+    return _section(
+        "torch.compile",
+        (
+            "model",
+            "batch×sequence",
+            "mode",
+            "compiled in s",
+            "place",
+            "speedup of enginery's fastest",
+        ),
+        (
+            (
+                p["model"],
+                f"{p['batch']}×{p['sequence']}",
+                p["mode"],
+                f"{p['compile_seconds']:.1f}",
+                place,
+                _beside(p, place),
+            )
+            for p in found
+            for place in ("host", "device")
+        ),
     )
-    notes = [(name, note) for name, one in found.items() for note in one["notes"]]
-    lines += _section("Notes", ("part", "note"), notes)
-    return "\n".join(lines) + "\n"
+
+
+def _speedups(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row for each shape: the time per phrase on the CPU and on the GPU."""
+    names = dict.fromkeys(name for row in found for name in row["latency"])
+    return _section(
+        "CPU and GPU, ms per run, host to host",
+        ("model", "batch×sequence", *(n.removesuffix(", host") for n in names), "GPU over CPU"),
+        (
+            (
+                r["model"],
+                f"{r['batch']}×{r['sequence']}",
+                *(_ms(r["latency"].get(name)) for name in names),
+                "not measured" if r["speedup"] is None else f"{r['speedup']:.1f} ×",
+            )
+            for r in found
+        ),
+    )
 
 
 def _head(document: Document) -> Iterator[str]:
@@ -104,7 +189,7 @@ def _head(document: Document) -> Iterator[str]:
         yield f"**Every figure is {document['dry_run']}.**"
         yield ""
     if not document["complete"]:
-        yield "**This page was written before the run ended.**"
+        yield "**Some cases have not run yet.**"
         yield ""
     failed = len(document["failures"])
     yield f"{failed} failures." if failed else "No check failed."
@@ -130,10 +215,10 @@ def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[
                     if name.endswith(f", {place}")
                 )
             )
-            rows = []
+            table = []
             for point in sorted(mine, key=lambda p: (p["sequence"], p["batch"])):
                 medians = {s: point["latency"].get(f"{s}, {place}") for s in sides}
-                rows.append(
+                table.append(
                     (
                         f"{point['batch']}×{point['sequence']}",
                         *(_ms(one) for one in medians.values()),
@@ -145,27 +230,12 @@ def _speed(points: Sequence[Mapping[str, Any]], document: Document) -> Iterator[
             yield from _section(
                 f"{title}, median in ms{note}",
                 ("batch×sequence", *sides, "speedup of enginery's fastest"),
-                rows,
+                table,
             )
-    compiled = [
-        (
-            p["model"],
-            f"{p['batch']}×{p['sequence']}",
-            p["compile"].get("mode", "none"),
-            _figure(p["compile"].get("seconds"), "{:.1f}"),
-            "; ".join(p["compile"].get("tried", [])) or p["left out"].get("torch.compile", ""),
-        )
-        for p in points
-    ]
-    yield from _section(
-        "torch.compile", ("model", "batch×sequence", "mode", "seconds", "not used"), compiled
-    )
 
 
 def _beside(point: Mapping[str, Any], place: str) -> str:
     """Return `2.10 × PyTorch SDPA (2.05 to 2.15)` for each of PyTorch's ways."""
-    from benchmarks.gpu_check.goals import fastest_enginery
-
     best = fastest_enginery(point, place)
     said = []
     for ratio in point["ratios"]:
@@ -176,28 +246,23 @@ def _beside(point: Mapping[str, Any], place: str) -> str:
     return "; ".join(said) or _NOTHING
 
 
-def _images(found: Mapping[str, Any]) -> Iterator[str]:
+def _images(searches: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Return a row for each image size, with the first run and the steady time of each search."""
-    searches = found.get("searches", {})
     if not searches:
         return
-    columns = [f"{name}, {what}" for name in searches for what in ("first run", "steady")]
-    rows = []
-    for index, (height, width) in enumerate(found["images"]):
-        cells = [
-            _figure(dict(enumerate(one[key])).get(index))
-            for one in searches.values()
-            for key in ("first_ms", "ms")
-        ]
-        rows.append((f"{height}×{width}", *cells))
-    totals = [_figure(sum(one[key])) for one in searches.values() for key in ("first_ms", "ms")]
-    rows.append(("all", *totals))
-    yield from _section("ResNet over image sizes, ms", ("height×width", *columns), rows)
+    columns = [f"{one['search']}, {what}" for one in searches for what in ("first run", "steady")]
+    times = [one[key] for one in searches for key in ("first_ms", "ms")]
+    cells = [
+        (f"{height}×{width}", *(_figure(values[index]) for values in times))
+        for index, (height, width) in enumerate(searches[0]["images"])
+    ]
+    cells.append(("all", *(_figure(sum(values)) for values in times)))
+    yield from _section("ResNet over image sizes, ms", ("height×width", *columns), cells)
 
 
-def _section(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _section(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     """Return a table with a title; empty without rows."""
-    found = [[_cell(cell) for cell in row] for row in rows]
+    found = [[_cell(cell) for cell in line] for line in lines]
     if not found:
         return []
     table = [list(columns), ["-" * 3] * len(columns), *found]

@@ -1,7 +1,7 @@
-"""The parts in their order, the models and the shapes, for a GPU and for a dry run.
+"""The parts in the order of their value, the models and the shapes, for a GPU and for a dry run.
 
-settings_for(quick=False).points[0], [part.name for part in PARTS][:2]
-# ((1, 128), ['doctor', 'models'])
+[unit.name for unit in chosen_units("speed:minilm")]
+# ['models:minilm', 'speed:minilm']
 """
 
 from __future__ import annotations
@@ -9,34 +9,79 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+TEXT_MODELS = ("minilm", "bert-base")
+CONVOLUTIONS = "resnet"
+MODELS = (*TEXT_MODELS, CONVOLUTIONS)
+PRECISIONS = ("fp16", "fp32", "bf16")
+PACKED = "fp16-packed"
+"""FP16 that computes no padding, which runs on CUDA only."""
+SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+
 
 @dataclass(frozen=True)
 class Part:
-    """A part, which runs in its own process."""
+    """A part of the check."""
 
     name: str
-    least_seconds: float
-    """Time that earlier parts must leave for it, of eight minutes."""
-    needs_models: bool = False
-    by_model: bool = False
-    """True to start a process for each text model."""
+    models: tuple[str, ...] = ()
+    """Models that it runs on, each in its own process."""
+    case_seconds: float = 90.0
+    """Longest time of one case; then its process is ended, and the next case runs in a new one."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process does: a part, of one model if the part has any."""
+
+    part: Part
+    model: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.name}:{self.model}" if self.model else self.part.name
 
 
 PARTS = (
-    Part("doctor", 15),
-    Part("models", 60),
-    Part("placement", 20, needs_models=True),
-    Part("agreement", 30, needs_models=True),
-    Part("speed", 130, needs_models=True, by_model=True),
-    Part("convolutions", 40, needs_models=True),
-    Part("tensorrt", 40, needs_models=True),
+    Part("doctor"),
+    Part("models", MODELS, case_seconds=240),
+    Part("smoke", ("minilm",)),
+    Part("agreement", TEXT_MODELS),
+    Part("placement", TEXT_MODELS),
+    Part("speed", TEXT_MODELS),
+    Part("convolutions", (CONVOLUTIONS,), case_seconds=180),
+    Part("serve", ("minilm",)),
+    Part("predict", ("minilm",)),
+    Part("speedup", TEXT_MODELS),
+    Part("compiled", TEXT_MODELS, case_seconds=300),
+    Part("tensorrt", ("minilm",), case_seconds=240),
 )
-"""The parts in their order. Goals are judged from their results."""
+"""The parts in the order of their value; models are made before the first part that needs them."""
 
-PRECISIONS = ("fp16", "fp32", "bf16")
-TEXT_MODELS = ("minilm", "bert-base")
-CONVOLUTIONS = "resnet"
-SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+
+def chosen_units(names: str = "") -> list[Unit]:
+    """Return the units of `--only` and the models they need, in their order; all by default.
+
+    Args:
+        names: names of parts or units, separated by commas: `doctor,speed:minilm`.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    units = [Unit(part, model) for part in PARTS for model in part.models or ("",)]
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    known = [part.name for part in PARTS] + [unit.name for unit in units if unit.model]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"unknown part '{unknown[0]}', expected one of {', '.join(known)}.")
+    chosen = [u for u in units if not wanted or u.name in wanted or u.part.name in wanted]
+    ordered: list[Unit] = []
+    for unit in chosen:
+        made = next((u for u in units if u.name == f"models:{unit.model}"), unit)
+        if unit == made and any(u.model == unit.model for u in chosen if u != unit):
+            continue  # made when it is needed
+        ordered += dict.fromkeys(u for u in (made, unit) if u not in ordered)
+    return ordered
+
+
 Point = tuple[int, int]
 """Batch and sequence."""
 
@@ -60,12 +105,12 @@ _MINILM = {
     "num_attention_heads": 12,
     "intermediate_size": 1536,
 }
+# The vocabulary has BERT's size, so that the ids of real texts fit.
 _TINY = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 64,
-    "vocab_size": 300,
     "max_position_embeddings": 64,
 }
 _TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
@@ -76,22 +121,28 @@ class Settings:
     """Sizes of a full run or a dry run."""
 
     points: tuple[Point, ...]
-    """The most important first: torch.compile runs in this order until its time is used."""
-    must_points: int
-    """Number of points with goals of their own."""
+    """Shapes of the speed of text models, those with goals first."""
     agreement: tuple[Point, ...]
+    speedup: tuple[Point, ...]
+    """Shapes at which the GPU is compared with the CPU."""
     images: tuple[tuple[int, int], ...]
     """Height and width."""
+    clients: tuple[int, ...]
+    """Numbers of connections to the server."""
+    load_seconds: float
+    rows: int
+    """Rows of the file that `predict` reads."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments of the models' configurations; empty for transformers' defaults."""
     min_rounds: int = 6
     """Enough for an interval at 95 %, see bench/measurement/statistics.py."""
     max_rounds: int = 8
-    point_seconds: float = 10.0
+    point_seconds: float = 15.0
     most_runs: int = 1000
     """Maximum number of runs in a turn, which takes 50 ms: bench/measurement/rounds.py."""
     warm_up_seconds: float = 1.0
-    compile_backend: str = "inductor"
+    compile_modes: tuple[str, ...] = ("reduce-overhead", "max-autotune")
+    """Modes of torch.compile, the fastest to compile first."""
 
 
 def settings_for(*, quick: bool) -> Settings:
@@ -99,9 +150,12 @@ def settings_for(*, quick: bool) -> Settings:
     if quick:
         return Settings(
             points=((1, 8), (2, 16)),
-            must_points=1,
             agreement=((1, 8), (2, 16)),
+            speedup=((1, 16),),
             images=((64, 64), (96, 64)),
+            clients=(1, 4),
+            load_seconds=0.5,
+            rows=200,
             configs={
                 "minilm": _TINY,
                 "bert-base": {**_TINY, "num_hidden_layers": 3},
@@ -111,15 +165,16 @@ def settings_for(*, quick: bool) -> Settings:
             most_runs=3,
             point_seconds=60.0,
             warm_up_seconds=0.1,
-            compile_backend="aot_eager",
+            compile_modes=("aot_eager",),
         )
-    rest = tuple((batch, length) for length in (512, 16, 128) for batch in (1, 32, 8))
-    must = ((1, 128), (32, 128))
     return Settings(
-        points=(*must, *(point for point in rest if point not in must)),
-        must_points=2,
+        points=((1, 128), (32, 128), (1, 16), (8, 128), (32, 512)),
         agreement=((1, 16), (8, 128), (32, 512)),
+        speedup=((1, 16), (32, 128)),
         images=_SIZES,
+        clients=(1, 16, 64, 256),
+        load_seconds=5.0,
+        rows=50_000,
         # bert-base is transformers' own default, and so is ResNet-50.
         configs={"minilm": _MINILM, "bert-base": {}, CONVOLUTIONS: {}},
     )

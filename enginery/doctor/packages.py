@@ -6,14 +6,17 @@ Only metadata is read. Nothing is imported, so a broken package cannot break the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
+    OnnxRuntimeBuild,
     cuda_major,
+    hidden_remedy,
     installed_onnxruntimes,
     provider_library,
     reinstall,
@@ -98,7 +101,7 @@ def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
 
 def _own_packages() -> list[PackageStatus]:
     statuses = []
-    builds = list(installed_onnxruntimes())
+    builds = installed_onnxruntimes()
     for extra, requirement in _requirements("enginery"):
         if extra in _NOT_FOR_USERS or requirement.name == "enginery":
             continue
@@ -106,7 +109,7 @@ def _own_packages() -> list[PackageStatus]:
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
         asked = str(requirement.specifier)
         # The extras [cpu] and [gpu] are alternatives: two builds overwrite each other.
-        other = builds[0] if extra in ("cpu", "gpu") and not version and builds else ""
+        other = builds[0].name if extra in ("cpu", "gpu") and not version and builds else ""
         statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
     return statuses
 
@@ -181,16 +184,32 @@ def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
 
 def _conflicting_onnxruntimes() -> Iterator[Finding]:
     builds = installed_onnxruntimes()
-    if len(builds) > 1:
-        keep = "onnxruntime-gpu" if "onnxruntime-gpu" in builds else next(iter(builds))
+    for _, group in groupby(builds, key=lambda build: build.directory):
+        together = tuple(group)
+        names = [build.name for build in together]
+        if len(names) > 1:
+            keep = "onnxruntime-gpu" if "onnxruntime-gpu" in names else names[0]
+            yield Finding(
+                "error",
+                f"{' and '.join(names)} are installed together",
+                "all of them install the module 'onnxruntime': the last one overwrites the "
+                f"others, and removing any of them breaks the rest ({_listed(together)})",
+                reinstall(keep),
+            )
+    imported = [build for build in builds if build.directory == builds[0].directory]
+    for build in builds[len(imported) :]:
+        is_wanted = build.name == "onnxruntime-gpu" and build.name not in [b.name for b in imported]
         yield Finding(
-            "error",
-            f"{' and '.join(builds)} are installed together",
-            "all of them install the module 'onnxruntime': the last one overwrites the others, and "
-            "removing any of them breaks the rest "
-            f"({', '.join(f'{name} {version}' for name, version in builds.items())})",
-            reinstall(keep),
+            "warning" if is_wanted else "note",
+            f"{_listed(imported)} hides {build}",
+            f"both have the module 'onnxruntime', and {imported[0].directory} precedes "
+            f"{build.directory} on Python's path",
+            hidden_remedy(build) if is_wanted else "Nothing needs to be done.",
         )
+
+
+def _listed(builds: Iterable[OnnxRuntimeBuild]) -> str:
+    return ", ".join(map(str, builds))
 
 
 def _wrong_tensorrt_version() -> Iterator[Finding]:

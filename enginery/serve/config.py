@@ -43,6 +43,8 @@ class ServeConfig:
     them. Empty for `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
     provider_option: tuple[str, ...] = ()
     """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    shrink_arena: bool = False
+    """After each batch, free the memory that it took beyond the arena's initial chunk."""
     allow_fallback: bool = False
     """Use the next provider if the first is unavailable; /health and /info report it."""
     allow_failed: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,94 +9,10 @@ import pytest
 
 from enginery.bench.backends import worker
 from enginery.bench.backends.copies import Copies, measure_copies
-from enginery.bench.backends.nvml import Nvml, _bus_id, _Process
 from enginery.bench.measurement.shapes import _gpu_of, _measure_on_gpu
 from enginery.core.errors import ProviderError
+from enginery.runtime.nvml import Nvml, _bus_id
 from tests.bench.sample_results import CPU, CUDA, save_detector
-
-
-class Function:
-    def __init__(self, call):
-        self._call = call
-        self.restype = None
-
-    def __call__(self, *arguments):
-        return self._call(*arguments)
-
-
-class FakeNvml:
-    """NVML; the functions in `failing` return an error."""
-
-    def __init__(self, *, failing=(), pids=()):
-        self.failing = failing
-        self.pids = pids
-        self.millijoules = 5_000
-        self.shutdowns = 0
-        self.nvmlErrorString = Function(lambda code: b"Not Supported")
-
-    def __getattr__(self, name):
-        if not name.startswith("nvml"):
-            raise AttributeError(name)
-        return Function(lambda *arguments: self._do(name, arguments))
-
-    def _do(self, name, arguments):
-        if name in self.failing:
-            return 3
-        if name == "nvmlShutdown":
-            self.shutdowns += 1
-        if name == "nvmlDeviceGetTotalEnergyConsumption":
-            arguments[1]._obj.value = self.millijoules
-        if name == "nvmlDeviceGetComputeRunningProcesses_v3":
-            capacity = arguments[1]._obj
-            too_small = len(self.pids) > capacity.value
-            capacity.value = len(self.pids)
-            if too_small:
-                return 7
-            for index, (pid, size) in enumerate(self.pids):
-                arguments[2][index] = _Process(pid, size, 0, 0)
-        return 0
-
-
-def test_energy_is_in_joules():
-    with Nvml(FakeNvml(), b"0000:65:00.0") as nvml:
-        assert nvml.energy_joules() == 5.0
-
-
-def test_memory_is_that_of_the_process():
-    others = [(pid, 1 << 20) for pid in range(2, 102)]
-    with Nvml(FakeNvml(pids=[*others, (os.getpid(), 3 << 30)]), b"") as nvml:
-        assert nvml.memory_bytes(os.getpid()) == 3 << 30
-
-
-@pytest.mark.parametrize("pids", [[], [(1, 2**64 - 1)]], ids=["hidden", "unknown"])
-def test_unknown_memory_is_an_error(pids):
-    with Nvml(FakeNvml(pids=pids), b"") as nvml, pytest.raises(ProviderError, match="not list"):
-        nvml.memory_bytes(1)
-
-
-@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetHandleByPciBusId_v2"])
-def test_error_of_nvml_is_quoted(failing):
-    with pytest.raises(ProviderError, match="Not Supported"):
-        Nvml(FakeNvml(failing=[failing]), b"")
-
-
-def test_missing_energy_is_an_error():
-    library = FakeNvml(failing=["nvmlDeviceGetTotalEnergyConsumption"])
-    with Nvml(library, b"") as nvml, pytest.raises(ProviderError, match="not report its energy"):
-        nvml.energy_joules()
-
-
-def test_close_shuts_nvml_down_once():
-    library = FakeNvml()
-    nvml = Nvml(library, b"")
-    nvml.close()
-    nvml.close()
-    assert library.shutdowns == 1
-
-
-def test_process_structure_has_the_layout_of_nvml():
-    # nvml.h: unsigned int, 4 bytes of padding, unsigned long long, two unsigned ints.
-    assert ctypes.sizeof(_Process) == 24
 
 
 class NvmlDouble:

@@ -1,5 +1,7 @@
 """Package problems, with real metadata directories that precede the installed ones."""
 
+import sys
+
 import pytest
 
 from enginery.doctor import packages
@@ -48,6 +50,29 @@ def test_openvino_and_directml_builds_conflict_as_well(site):
     (finding,) = findings("installed together")
     assert "onnxruntime-directml" in finding.problem
     assert "onnxruntime-openvino" in finding.problem
+
+
+def test_build_in_another_directory_is_hidden_and_no_error(site, tmp_path, monkeypatch):
+    site("onnxruntime-gpu", "1.31.1")
+    image = tmp_path / "image"
+    (image / "onnxruntime-1.30.0.dist-info").mkdir(parents=True)
+    (image / "onnxruntime-1.30.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: onnxruntime\nVersion: 1.30.0\n"
+    )
+    # Behind the wheels of the project, as on a machine whose image has the CPU's build.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(image)])
+    assert not findings("installed together")
+    (finding,) = findings("hides onnxruntime 1.30.0")
+    assert (finding.severity, finding.problem) == (
+        "note",
+        "onnxruntime-gpu 1.31.1 hides onnxruntime 1.30.0",
+    )
+    assert f"{tmp_path} precedes {image}" in finding.evidence
+    # In front of them it hides the build with CUDA.
+    monkeypatch.setattr(sys, "path", [str(image), *sys.path])
+    (hidden,) = [f for f in findings("onnxruntime 1.30.0 hides") if str(tmp_path) in f.remedy]
+    assert hidden.severity == "warning"
+    assert hidden.remedy.startswith(f"Put {tmp_path} first on PYTHONPATH")
 
 
 def test_packages_with_other_modules_do_not_conflict(site):

@@ -15,10 +15,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from enginery.runtime.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.record import RequestRecord
+from tests.runtime.fake_nvml import FakeNvml
 from tests.serve.test_service import serving
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +35,7 @@ class Hosted:
 
     def info(self):
         return {
-            "providers": [{"name": "CPUExecutionProvider"}],
+            "providers": [{"name": "CUDAExecutionProvider", "options": {}}],
             "precision": "fp32",
             "task": self.task,
             "engines": [],
@@ -53,7 +55,10 @@ def exposed_metrics():
     metrics.observe_batch("minilm", BatchStatistics(1, 1, 1, 0.1))
     record.status, record.timings = 429, None
     metrics.observe(record)
-    families = text_string_to_metric_families(metrics.exposition()[0].decode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nvml, "open", lambda device: Nvml(FakeNvml(), b""))
+        body = metrics.exposition()[0].decode()
+    families = text_string_to_metric_families(body)
     samples = [sample for family in families for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples}
 

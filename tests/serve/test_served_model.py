@@ -411,6 +411,21 @@ def test_threads_spin_only_if_they_have_the_cores_alone(
     assert opened == [(threads, spinning)]
 
 
+@pytest.mark.parametrize("shrink", [True, False])
+def test_arena_shrinks_after_each_batch_if_the_option_is_set(exported, monkeypatch, shrink):
+    opened = []
+
+    class Recorded(OrtRunner):
+        def __init__(self, artifact, **given):
+            opened.append(given["shrink_arena"])
+            super().__init__(artifact, **given)
+
+    monkeypatch.setattr("enginery.serve.models.served_model.OrtRunner", Recorded)
+    path = exported("bert", "feature-extraction").path
+    ModelBackend.open(path, ServeConfig(shrink_arena=shrink, workers=1)).close()
+    assert opened == [shrink]
+
+
 def test_batch_is_reported_after_its_requests(exported):
     async def scenario():
         async with serving(exported("bert", "feature-extraction"), workers=1) as served:

@@ -30,7 +30,6 @@ from enginery.bench.backends.backend import (  # noqa: E402
     plan_providers,
 )
 from enginery.bench.backends.copies import measure_copies  # noqa: E402
-from enginery.bench.backends.nvml import Nvml  # noqa: E402
 from enginery.bench.backends.warmup import take_turn, warm_up  # noqa: E402
 from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
@@ -41,6 +40,7 @@ from enginery.core.subprocess import (  # noqa: E402
     peak_rss_bytes,
     serve_requests,
 )
+from enginery.runtime.nvml import Nvml  # noqa: E402
 
 
 def open_backend(

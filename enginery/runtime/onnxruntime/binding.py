@@ -10,7 +10,8 @@ once, and inputs from the host are copied into existing buffers. The most recent
 kept.
 
 With `capture`, the run of a bucket is recorded as a CUDA graph and replayed. Then every input is
-copied, because a replay uses the addresses of the recording.
+copied, because a replay uses the addresses of the recording. ONNX Runtime keeps the graphs of each
+thread separately, so the first run of a bucket in another thread records it again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.runtime.engines.padding import dim_sizes
+from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import (
     ELEMENTS,
     Device,
@@ -60,6 +62,13 @@ class _Bucket:
     held: dict[str, Any] = field(default_factory=dict)
     """Inputs that are bound without a copy; they must outlive the run."""
     graph: str = _NO_CAPTURE
+
+
+class _Recorded(threading.local):
+    """The CUDA graphs that the current thread has recorded."""
+
+    def __init__(self) -> None:
+        self.graphs: set[str] = set()
 
 
 class DeviceBinding(Closeable):
@@ -111,6 +120,7 @@ class DeviceBinding(Closeable):
         self._buckets: OrderedDict[tuple[tuple[int, ...], ...], _Bucket] = OrderedDict()
         self._captured: dict[tuple[tuple[int, ...], ...], _Bucket] = {}
         self._graphs = 0
+        self._recorded = _Recorded()
         self._lock = threading.Lock()
         self._shapes_vary = False
 
@@ -124,12 +134,13 @@ class DeviceBinding(Closeable):
         with self._lock:
             found = self._run(feeds)
             on_host = self.device.kind == "cpu"
-            # On the host `numpy()` returns the buffer itself, which the next run overwrites; from a
-            # GPU it returns a copy.
-            return {
-                name: np.array(value.numpy()) if on_host else value.numpy()
-                for name, value in found.items()
-            }
+            with CAPTURE_LOCK.running():
+                # On the host `numpy()` returns the buffer itself, which the next run overwrites;
+                # from a GPU it returns a copy.
+                return {
+                    name: np.array(value.numpy()) if on_host else value.numpy()
+                    for name, value in found.items()
+                }
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph and leave the outputs on the device.
@@ -172,16 +183,16 @@ class DeviceBinding(Closeable):
     def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:
             raise ProviderError("the binding is closed.")
-        given = self._given(feeds)
-        key = tuple(shape_of(given[spec.name]) for spec in self._inputs)
-        bucket = self._bucket(key, given)
-        for spec in self._inputs:
-            self._bind_input(bucket, spec, given[spec.name])
-        self._bind_free(bucket)
-        try:
+        with CAPTURE_LOCK.running():
+            given = self._given(feeds)
+            key = tuple(shape_of(given[spec.name]) for spec in self._inputs)
+            bucket = self._bucket(key, given)
+            for spec in self._inputs:
+                self._bind_input(bucket, spec, given[spec.name])
+            self._bind_free(bucket)
             bucket.bound.synchronize_inputs()
-            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
-            bucket.bound.synchronize_outputs()
+        try:
+            self._run_bound(bucket)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             if self._try_without_buffers(bucket):
                 return self._found(bucket)
@@ -192,6 +203,18 @@ class DeviceBinding(Closeable):
             )
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         return self._found(bucket)
+
+    def _run_bound(self, bucket: _Bucket) -> None:
+        """Run the session, alone in this process if the run records a CUDA graph."""
+        recorded = self._recorded.graphs
+        if bucket.graph == _NO_CAPTURE or bucket.graph in recorded:
+            lock = CAPTURE_LOCK.running()
+        else:
+            lock = CAPTURE_LOCK.capturing()
+        with lock:
+            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
+            bucket.bound.synchronize_outputs()
+        recorded.add(bucket.graph)
 
     def _found(self, bucket: _Bucket) -> dict[str, Any]:
         # Outputs come in the order of binding, which is that of the graph.
@@ -240,13 +263,13 @@ class DeviceBinding(Closeable):
             bucket.bound.bind_ortvalue_input(spec.name, held)
             return
         if spec.name not in bucket.inputs:
-            buffer = new_buffer(spec.dtype, shape_of(value), self.device)
-            bucket.inputs[spec.name] = buffer
-            bucket.bound.bind_ortvalue_input(spec.name, buffer)
-        elif bucket.held.pop(spec.name, None) is not None:
-            # An earlier run has bound a tensor of the caller instead.
-            bucket.bound.bind_ortvalue_input(spec.name, bucket.inputs[spec.name])
-        bucket.inputs[spec.name].update_inplace(value)
+            bucket.inputs[spec.name] = new_buffer(spec.dtype, shape_of(value), self.device)
+        buffer = bucket.inputs[spec.name]
+        buffer.update_inplace(value)
+        # Bind after every update: if the first node that reads the input is on the CPU, ONNX
+        # Runtime copies the buffer when it is bound, and does not see what is written later.
+        bucket.bound.bind_ortvalue_input(spec.name, buffer)
+        bucket.held.pop(spec.name, None)
 
     def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:
         """Allocate outputs of known shape; ONNX Runtime allocates the others in each run."""
@@ -279,8 +302,7 @@ class DeviceBinding(Closeable):
         bucket.free = [spec.name for spec in self._outputs]
         self._bind_free(bucket)
         try:
-            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
-            bucket.bound.synchronize_outputs()
+            self._run_bound(bucket)
         except Exception:  # the caller reports the first failure
             return False
         self._shapes_vary = True

@@ -35,8 +35,10 @@ ELEMENTS = {
     "uint64": 13,
     "bfloat16": 16,
 }
-# DLDeviceType of dlpack.h: CPU and CUDA host memory; CUDA device and managed memory.
-_HOST, _ON_CUDA = (1, 3), (2, 13)
+# DLDeviceType of dlpack.h: kDLCPU, kDLCUDA; kDLCUDAHost and kDLCUDAManaged.
+_CPU, _CUDA = 1, 2
+_READ_BY_HOST = (3, 13)
+"""Memory of CUDA that the host reads too. ONNX Runtime 1.31 rejects it, numpy does not."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
     Args:
         spec: spec of the input; dtype and rank are checked.
         value: an array, a list, an OrtValue or another object with DLPack.
-        device: device of the session. Values on the host are accepted for every device.
+        device: device of the session. Values on the host are accepted for every device; pinned
+            and managed memory of CUDA counts as the host's.
 
     Raises:
         InputError: the value is not a tensor, is on another device, or has another dtype or rank.
@@ -80,14 +83,16 @@ def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
             "that supports DLPack."
         )
     kind, index = (int(part) for part in value.__dlpack_device__())
-    there = Device("cuda", index) if kind in _ON_CUDA else Device()
-    if kind not in (*_HOST, *_ON_CUDA) or there not in (Device(), device):
-        name = str(there) if kind in _ON_CUDA else f"a device of DLPack type {kind}"
+    there = Device("cuda", index) if kind == _CUDA else Device()
+    if kind not in (_CPU, _CUDA, *_READ_BY_HOST) or there not in (Device(), device):
+        name = str(there) if kind == _CUDA else f"a device of DLPack type {kind}"
         raise InputError(f"{spec.name} is on {name}, but the session is on {device}.")
     _synchronize(value)
     if isinstance(value, ort.OrtValue):
         return _checked(spec, value)
     try:
+        if kind in _READ_BY_HOST:
+            return _checked(spec, np.ascontiguousarray(np.from_dlpack(value)))
         # ONNX Runtime does not support strides; torch can make tensors contiguous.
         whole = value.contiguous() if hasattr(value, "contiguous") else value
         found = _bool_tensor(whole) or ort.OrtValue.from_dlpack(whole)
@@ -154,9 +159,7 @@ def is_on(value: Any, device: Device) -> bool:
     if isinstance(value, np.ndarray):
         return device.kind == "cpu"
     kind, index = value.__dlpack_device__()
-    return (kind in _ON_CUDA and Device("cuda", index) == device) or (
-        kind in _HOST and device.kind == "cpu"
-    )
+    return (Device("cuda", index) if kind == _CUDA else Device()) == device
 
 
 def _synchronize(value: Any) -> None:

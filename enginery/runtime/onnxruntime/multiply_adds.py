@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import InputError
 from enginery.core.temporary import temporary_directory
+from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 
 Shape = tuple[int, ...]
 
@@ -266,7 +267,8 @@ def profiled_run(
     options.enable_profiling = True
     options.profile_file_prefix = str(scratch / "run")
     session = open_session()
-    session.run(None, dict(feeds))
+    with CAPTURE_LOCK.running():
+        session.run(None, dict(feeds))
     events = json.loads(Path(session.end_profiling()).read_bytes())
     return [
         (event["name"].removesuffix("_kernel_time"), event["args"])

@@ -37,6 +37,7 @@ RECORD = "session.record_ep_graph_assignment_info"
 
 _COPIES = ("MemcpyFromHost", "MemcpyToHost")
 _CONTROL = ("If", "Loop", "Scan")
+_WAITING = ("RemovePadding",)  # for the number of tokens, the size of its output
 _SHOWN = 5
 # A fused node is named after one of the nodes that it replaces: `…/MatMulAddFusion`.
 _FUSED = "/"
@@ -110,15 +111,16 @@ class Placement:
     def uncapturable(self) -> tuple[PlacedNode, ...]:
         """Return the nodes that prevent capturing a run as a CUDA graph.
 
-        These are control flow, and compute nodes on other providers; shapes may be computed on the
-        CPU.
+        These are control flow, nodes that wait for a size, and compute nodes on other providers;
+        shapes may be computed on the CPU.
         Source: onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using CUDA
         Graphs".
         """
         return tuple(
             node
             for node in self.nodes
-            if node.op_type in _CONTROL or (node.provider != self.head and not node.for_shapes)
+            if node.op_type in (*_CONTROL, *_WAITING)
+            or (node.provider != self.head and not node.for_shapes)
         )
 
     def as_json(self) -> dict[str, Any]:

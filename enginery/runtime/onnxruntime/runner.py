@@ -12,6 +12,7 @@ inputs and outputs are bound to buffers on the GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_prof
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
+from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
 from enginery.runtime.onnxruntime.device_values import (
     Device,
@@ -89,7 +91,9 @@ class OrtRunner(Closeable):
             threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
             io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
             cuda_graph: record the run of each shape as a CUDA graph and replay it. The graph is
-                loaded twice, first for a run on synthetic inputs that checks the placement.
+                loaded twice, first for a run on synthetic inputs that checks the placement. Each
+                thread records its own, and while it does, other CUDA work of the process fails;
+                only that of this package's sessions is held back.
             shrink_arena: after each run free the memory beyond the arena's first chunk, so that one
                 large batch does not occupy it forever. Each run allocates again.
             keep_optimized: on the CPU, load the graph that ONNX Runtime has optimized for this
@@ -152,10 +156,10 @@ class OrtRunner(Closeable):
         self._buckets = buckets
         self._shrink = shrink_arena
         self._bindings: dict[int, DeviceBinding] = {}
-        if io_binding:
+        self._on_gpu = self.device.kind != "cpu"
+        if io_binding and self._on_gpu:
             for index, session in enumerate(self._sessions):
-                if device_of(session).kind != "cpu":
-                    self._bindings[index] = self._bind(session)
+                self._bindings[index] = self._bind(session)
 
     def __call__(self, feeds: Feeds) -> Outputs:
         """Run the graph.
@@ -188,7 +192,8 @@ class OrtRunner(Closeable):
         # A session does not accept None as run options.
         options = [run_options(self._run_config(session))] if self._shrink else []
         try:
-            values = session.run(names, arrays, *options)
+            with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+                values = session.run(names, arrays, *options)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
@@ -377,7 +382,8 @@ def run_values(session: Any, values: Mapping[str, Any], outputs: Sequence[str]) 
         binding.bind_ortvalue_input(name, value)
     for name in outputs:
         binding.bind_output(name, device.kind, device.index)
-    session.run_with_iobinding(binding)
+    with CAPTURE_LOCK.running():
+        session.run_with_iobinding(binding)
     return dict(zip(outputs, binding.get_outputs(), strict=True))
 
 

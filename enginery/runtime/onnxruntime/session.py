@@ -17,6 +17,7 @@ from enginery.core.artifact.reports import Advice
 from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
+from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin
 from enginery.runtime.providers.known import CPU, TENSORRT_RTX
@@ -55,7 +56,6 @@ def new_session(
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
     check_allocations(path, record=record)
-    import onnxruntime as ort
 
     options.log_severity_level = 4  # errors come back as exceptions
     use_exact_int8(options)
@@ -72,14 +72,8 @@ def new_session(
             options.add_provider_for_devices(devices, dict(provider.options))
             wanted = None
     try:
-        try:
-            session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
-        except Exception as error:
-            # ONNX Runtime's fusions pass FP8 tensors to kernels that only support INT8.
-            if "float8" not in str(error):
-                raise
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-            session = ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+        with CAPTURE_LOCK.running():  # a GPU's session allocates memory
+            session = _opened(path, options, wanted)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
     session.disable_fallback()  # run() has its own fallback
@@ -92,6 +86,19 @@ def new_session(
                 do="Run: enginery doctor",
             )
     return session
+
+
+def _opened(path: Path, options: Any, wanted: list[tuple[str, dict[str, str]]] | None) -> Any:
+    import onnxruntime as ort
+
+    try:
+        return ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+    except Exception as error:
+        # ONNX Runtime's fusions pass FP8 tensors to kernels that only support INT8.
+        if "float8" not in str(error):
+            raise
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        return ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
 
 
 _REMEDY = "The manifest belongs to another graph; make the artifact again."

@@ -137,17 +137,35 @@ def _not_installed() -> Unavailable:
     )
 
 
-def installed_onnxruntimes() -> dict[str, str]:
-    """Return the version of every installed build of ONNX Runtime; more than one is an error."""
+@dataclass(frozen=True)
+class OnnxRuntimeBuild:
+    """An installed package that has the module `onnxruntime`."""
+
+    name: str
+    version: str
+    directory: Path
+    """Directory that it is installed in; builds in one directory overwrite each other."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def installed_onnxruntimes() -> tuple[OnnxRuntimeBuild, ...]:
+    """Return every installed build of ONNX Runtime, by directory in the order of the import path.
+
+    Only the builds in the first directory can be imported.
+    """
     # These packages have other modules.
     others = ("onnxruntime-ep-", "onnxruntime-extensions", "onnxruntime-genai")
-    found = {}
+    found: dict[Path, dict[str, OnnxRuntimeBuild]] = {}
     for dist in metadata.distributions():
         name = (dist.metadata["Name"] or "").lower().replace("_", "-")
         is_build = name == "onnxruntime" or name.startswith("onnxruntime-")
         if is_build and not name.startswith(others):
-            found[name] = dist.version
-    return dict(sorted(found.items()))
+            directory = Path(str(dist.locate_file(""))).resolve()
+            builds = found.setdefault(directory, {})
+            builds[name] = OnnxRuntimeBuild(name, dist.version, directory)
+    return tuple(b for builds in found.values() for _, b in sorted(builds.items()))
 
 
 def cuda_major() -> int:
@@ -174,9 +192,15 @@ def provider_library(name: str) -> Path:
     return capi_directory() / f"libonnxruntime_providers_{stem}.so"
 
 
+def hidden_remedy(build: OnnxRuntimeBuild) -> str:
+    """Return how to import a build that another one hides."""
+    return f"Put {build.directory} first on PYTHONPATH, or uninstall the other package."
+
+
 def reinstall(package: str) -> str:
     """Return the command that replaces all builds, which overwrite each other, by one."""
-    installed = " ".join(installed_onnxruntimes()) or package
+    names = dict.fromkeys(build.name for build in installed_onnxruntimes())
+    installed = " ".join(names) or package
     version = ">=1.31,<1.32" if package == "onnxruntime-gpu" else ""
     return f"Run: pip uninstall -y {installed} && pip install '{package}{version}'"
 
@@ -195,23 +219,48 @@ def missing_for(name: str) -> dict[str, str]:
 
 
 def preload_nvidia() -> None:
-    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels.
+    """Load CUDA, cuDNN and TensorRT from NVIDIA's wheels, if they are installed as wheels.
 
-    ONNX Runtime does not find them, because the loader does not search site-packages.
+    ONNX Runtime does not find them, because the loader does not search site-packages. Its own
+    `preload_dlls` only searches beside its package, and loads the system's libraries otherwise.
     """
-    # It prints missing libraries; `missing_libraries` reports those that matter, and
-    # `unavailable_reason` a broken onnxruntime.
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.suppress(ImportError, AttributeError),
-    ):
-        import onnxruntime
+    if sys.platform == "win32":
+        with (
+            contextlib.redirect_stdout(io.StringIO()),  # it prints missing libraries
+            contextlib.suppress(ImportError, AttributeError),
+        ):
+            import onnxruntime
 
-        onnxruntime.preload_dlls()
-    tensorrt = [d for d in libraries.wheel_directories() if d.name == "tensorrt_libs"]
-    for name in libraries.needed_libraries(provider_library(TENSORRT)):
-        if any((directory / name).is_file() for directory in tensorrt):
-            libraries.load_error(name, tensorrt)
+            onnxruntime.preload_dlls()
+        return
+    directories = libraries.wheel_directories()
+    for name in (*_cuda_libraries(cuda_major()), *_tensorrt_libraries()):
+        if any((directory / name).is_file() for directory in directories):
+            libraries.load_error(name, directories)  # `missing_libraries` reports errors
+
+
+def _cuda_libraries(major: int) -> list[str]:
+    """Return the libraries that the CUDA provider links or opens, in the order of their needs.
+
+    Source of the names: `_get_nvidia_dll_paths` of onnxruntime 1.31.
+    """
+    if not major:
+        return []
+    cufft = 12 if major >= 13 else 11
+    return [
+        f"libcudart.so.{major}",
+        f"libcublasLt.so.{major}",
+        f"libcublas.so.{major}",
+        f"libnvrtc.so.{major}",
+        "libcurand.so.10",
+        f"libcufft.so.{cufft}",
+        _CUDNN,
+    ]
+
+
+def _tensorrt_libraries() -> list[str]:
+    needed = libraries.needed_libraries(provider_library(TENSORRT))
+    return [name for name in needed if name.startswith("libnv")]
 
 
 def plugin_installed(name: str) -> bool:
@@ -312,13 +361,21 @@ def describe_missing(missing: Mapping[str, str]) -> str:
 
 def _not_compiled(name: str) -> Unavailable:
     builds = installed_onnxruntimes()
-    listed = ", ".join(f"{build} {version}" for build, version in builds.items())
     known = known_provider(name)
     package = known.package
-    if len(builds) > 1 and package in builds:
+    imported = [build for build in builds if build.directory == builds[0].directory]
+    listed = ", ".join(map(str, imported))
+    if len(imported) > 1 and package in [build.name for build in imported]:
         return Unavailable(
-            f"{' and '.join(builds)} are installed together and overwrite each other",
+            f"{' and '.join(build.name for build in imported)} are installed together and "
+            "overwrite each other",
             reinstall(package),
+        )
+    hidden = next((b for b in builds if b.name == package and b not in imported), None)
+    if hidden:
+        return Unavailable(
+            f"{listed} in {imported[0].directory} hides {hidden} in {hidden.directory}",
+            hidden_remedy(hidden),
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
     if wrong_platform := known.wrong_platform(sys.platform):

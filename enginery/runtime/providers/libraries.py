@@ -9,9 +9,10 @@ Loading a library is the only reliable check, so libraries that are found stay l
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
-import sysconfig
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,8 +73,12 @@ def missing_libraries(path: Path, directories: Iterable[Path] = ()) -> dict[str,
 def load_error(name: str, directories: Iterable[Path] = ()) -> str:
     """Load a library by name; return the loader's error, or an empty text on success.
 
-    A library that was loaded from a full path is also found by later libraries that need it.
+    A copy that this process has loaded already, such as torch's, is used; a second one would have
+    a CUDA runtime of its own. A library that was loaded from a full path is also found by later
+    libraries that need it.
     """
+    if _is_loaded(name):
+        return ""
     beside = next((d / name for d in directories if (d / name).is_file()), None)
     try:
         ctypes.CDLL(str(beside or name))
@@ -82,9 +87,24 @@ def load_error(name: str, directories: Iterable[Path] = ()) -> str:
     return ""
 
 
+def _is_loaded(name: str) -> bool:
+    """Return True if this process has loaded a library with this soname."""
+    if sys.platform == "win32":
+        return False
+    try:
+        ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True
+
+
 def wheel_directories() -> list[Path]:
-    """Return the folders with libraries of NVIDIA's wheels: `nvidia/*/lib`, `tensorrt_libs`."""
-    roots = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    """Return the folders with libraries of NVIDIA's wheels: `nvidia/*/lib`, `tensorrt_libs`.
+
+    They are searched on the whole import path, because `pip install --target` and PYTHONPATH put
+    wheels outside of site-packages.
+    """
+    roots = dict.fromkeys(Path(entry) for entry in sys.path if entry)
     found = [d for root in roots for d in sorted((root / "nvidia").glob("*/lib"))]
     return found + [root / "tensorrt_libs" for root in roots if (root / "tensorrt_libs").is_dir()]
 

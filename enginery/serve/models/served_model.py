@@ -183,6 +183,7 @@ class ModelBackend:
                 providers=providers,
                 allow_fallback=options.allow_fallback,
                 threads=threads,
+                shrink_arena=options.shrink_arena,
                 keep_optimized=options.optimized_graph,
                 # Spinning threads of several workers would take the cores from each other.
                 spinning=threads == 1 or (on_cpu and alone),

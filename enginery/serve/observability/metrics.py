@@ -28,6 +28,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from enginery.core.errors import ProviderError
+from enginery.runtime.nvml import Nvml
+from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.record import RequestRecord, refusal_reason
 
@@ -64,6 +67,8 @@ RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 NO_MODEL = ""
 """Label of requests that name no served model; names from requests never become labels."""
 _BY_MODEL = ("model",)
+_LOADED = ("ready", "stuck")
+"""States of a model that has providers and a queue."""
 
 
 @dataclass(slots=True)
@@ -100,6 +105,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._models = _ModelCollector()
         self._registry.register(self._models)
+        self._registry.register(_GpuCollector(self._models.gpus))
         ProcessCollector(registry=self._registry)
         self._requests: dict[tuple[str, str, int], Histogram] = {}
         self._inferences: dict[str, _InferenceMetrics] = {}
@@ -329,6 +335,17 @@ class _ModelCollector(Collector):
         self.models: Callable[[], Iterable[ServedModel]] = tuple
         self.dropped: Callable[[], int] = int
 
+    def gpus(self) -> list[int]:
+        """Return the CUDA device ids of the providers of all loaded models."""
+        providers = [
+            provider
+            for model in self.models()
+            if model.state in _LOADED
+            for provider in model.info()["providers"]
+            if provider["name"] in (CUDA, TENSORRT, TENSORRT_RTX)
+        ]
+        return sorted({int(provider["options"].get("device_id", 0)) for provider in providers})
+
     def collect(self) -> Iterator[Metric]:
         """Yield the current gauges."""
         ready = GaugeMetricFamily(
@@ -356,7 +373,7 @@ class _ModelCollector(Collector):
         for model in self.models():
             name, state = model.name, model.state
             ready.add_metric([name], 1.0 if state == "ready" else 0.0)
-            if state not in ("ready", "stuck"):  # not loaded
+            if state not in _LOADED:
                 continue
             info = model.info()
             queue = info["queue"]
@@ -377,6 +394,50 @@ class _ModelCollector(Collector):
             "Lines of the access log that were dropped.",
             value=self.dropped(),
         )
+
+
+class _GpuCollector(Collector):
+    """The load of the GPUs that served models run on, read from NVML at each scrape.
+
+    There is nothing without a GPU, and nothing of what a GPU does not report.
+    """
+
+    def __init__(self, devices: Callable[[], Iterable[int]]) -> None:
+        self._devices = devices
+        self._opened: dict[int, Nvml | None] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current gauges."""
+        found = {
+            str(device): nvml.status() for device in self._devices() if (nvml := self._open(device))
+        }
+        for name, text in _GPU_GAUGES.items():
+            gauge = GaugeMetricFamily(f"enginery_gpu_{name}", text, labels=("device",))
+            for device, status in found.items():
+                value = getattr(status, name)
+                if value is not None:
+                    gauge.add_metric([device], value)
+            if gauge.samples:
+                yield gauge
+
+    def _open(self, device: int) -> Nvml | None:
+        """Return the GPU, which stays open; None if NVML cannot be used here."""
+        if device not in self._opened:
+            try:
+                self._opened[device] = Nvml.open(device)
+            except ProviderError:
+                self._opened[device] = None
+        return self._opened[device]
+
+
+_GPU_GAUGES = {
+    "memory_used_bytes": "Memory of the GPU that all processes use.",
+    "memory_total_bytes": "Memory of the GPU.",
+    "utilization_ratio": "Share of the last sample period in which a kernel ran on the GPU.",
+    "temperature_celsius": "Temperature of the GPU.",
+    "power_watts": "Power that the GPU draws.",
+}
+"""Fields of `GpuStatus`, with their descriptions."""
 
 
 class _WithoutCreated(Collector):

@@ -1,8 +1,10 @@
 """Bound inputs and outputs, on the CPU: buffers that are used again, DLPack, buckets, the arena."""
 
+import ctypes
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import onnxruntime as ort
@@ -12,6 +14,7 @@ from onnx import TensorProto, helper
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.binding import DeviceBinding
+from enginery.runtime.onnxruntime.capture_lock import CaptureLock
 from enginery.runtime.onnxruntime.device_values import Device, device_of
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tolerances import OUTPUTS
@@ -401,13 +404,196 @@ def test_a_large_batch_is_not_held_where_the_arena_shrinks(tiny):
     assert shrunk < kept // 4
 
 
-def test_host_and_device_inputs_may_take_turns(doubling, monkeypatch):
+@pytest.fixture
+def copied(monkeypatch):
     """As on a GPU: what comes from the host is copied into a buffer, a tensor there is bound."""
     monkeypatch.setattr(
         "enginery.runtime.onnxruntime.binding.is_on",
         lambda value, device: isinstance(value, ort.OrtValue),
     )
+
+
+@pytest.mark.usefixtures("copied")
+def test_host_and_device_inputs_may_take_turns(doubling):
     binding = DeviceBinding(doubling, [X], [Y])
     given = [rows(2, 1), ort.OrtValue.ortvalue_from_numpy(rows(2, 2)), rows(2, 3)]
     answers = [float(binding({"x": value})["y"][0, 0]) for value in given]
     assert answers == [2, 4, 6]
+
+
+class CopiedWhenBound:
+    """An IOBinding that copies inputs when they are bound, for a first node on another device."""
+
+    def __init__(self, bound):
+        self._bound = bound
+
+    def bind_ortvalue_input(self, name, value):
+        self._bound.bind_ortvalue_input(
+            name, ort.OrtValue.ortvalue_from_numpy(np.array(value.numpy()))
+        )
+
+    def __getattr__(self, name):
+        return getattr(self._bound, name)
+
+
+class FirstNodeElsewhere:
+    """A session whose inputs are read first by a node on another device than the buffers'."""
+
+    def __init__(self, session):
+        self._session = session
+
+    def io_binding(self):
+        return CopiedWhenBound(self._session.io_binding())
+
+    def run_with_iobinding(self, bound, options=None):
+        self._session.run_with_iobinding(bound._bound, options)
+
+
+@pytest.mark.usefixtures("copied")
+@pytest.mark.parametrize("capture", [False, True])
+def test_updates_reach_a_node_on_another_device(doubling, capture):
+    binding = DeviceBinding(FirstNodeElsewhere(doubling), [X], [Y], Device(), capture=capture)
+    assert [float(binding({"x": rows(2, n)})["y"][0, 0]) for n in (1, 2, 3)] == [2, 4, 6]
+
+
+class _DlTensor(ctypes.Structure):
+    """DLManagedTensor of dlpack.h, with its DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class OfKind:
+    """A float32 array that says by DLPack that it is in memory of this kind."""
+
+    def __init__(self, array, kind):
+        self._array, self._kind = array, kind
+        self._shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+        self._tensor = _DlTensor(
+            array.ctypes.data, kind, 0, array.ndim, 2, 32, 1, self._shape, None, 0, None, None
+        )
+
+    def __dlpack_device__(self):
+        return self._kind, 0
+
+    def __dlpack__(self, **_):
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = (
+            ctypes.py_object,
+            [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+        )
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize("kind", [3, 13], ids=["pinned", "managed"])
+def test_memory_of_cuda_that_the_host_reads_is_an_input(doubling, kind):
+    given = OfKind(rows(2, 3), kind)
+    # The reason why it does not go to ONNX Runtime as it is.
+    with pytest.raises(Exception, match=r"(?i)device"):
+        ort.OrtValue.from_dlpack(given)
+    found = DeviceBinding(doubling, [X], [Y])({"x": given})["y"]
+    np.testing.assert_array_equal(found, rows(2, 6))
+
+
+def test_memory_of_another_vendor_is_rejected(doubling):
+    with pytest.raises(InputError, match="x is on a device of DLPack type 10"):
+        DeviceBinding(doubling, [X], [Y])({"x": OfKind(rows(2), 10)})
+
+
+class RecordedByThread:
+    """A session that keeps the CUDA graphs of each thread, as ONNX Runtime does.
+
+    While one is recorded, a run of another session fails, as CUDA's error 900.
+    """
+
+    recording = threading.Lock()
+
+    def __init__(self, session):
+        self._session = session
+        self._graphs = threading.local()
+        self.recorded = []
+
+    def io_binding(self):
+        return self._session.io_binding()
+
+    def run_with_iobinding(self, bound, options=None):
+        graph = options.get_run_config_entry("gpu_graph_id") if options else "-1"
+        own = self._graphs.__dict__.setdefault("own", set())
+        if graph == "-1" or graph in own:
+            for _ in range(2):
+                if self.recording.locked():
+                    raise RuntimeError("CUDA failure 900: operation not permitted")
+                time.sleep(0.001)  # a recording must not begin in the meantime
+        else:
+            if not self.recording.acquire(blocking=False):
+                raise RuntimeError("CUDA failure 900: operation not permitted")
+            time.sleep(0.01)  # other threads run in the meantime
+            own.add(graph)
+            self.recorded.append((threading.get_ident(), graph))
+            self.recording.release()
+        self._session.run_with_iobinding(bound, options)
+
+
+def test_each_thread_records_its_graphs_while_no_session_runs(doubling):
+    sessions = [RecordedByThread(doubling) for _ in range(3)]
+    bindings = [
+        DeviceBinding(session, [X], [Y], Device(), capture=session is not sessions[0])
+        for session in sessions
+    ]
+    found, failed = [], []
+
+    def ask(binding, value):
+        try:
+            for count in (1, 2, 3, 1):
+                answer = binding({"x": rows(count, value)})["y"]
+                found.append((answer == 2 * value).all())
+        except InputError as error:
+            failed.append(error.message)
+
+    threads = [
+        threading.Thread(target=ask, args=(binding, value))
+        for value, binding in enumerate(bindings * 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert found == [True] * 36
+    for session in sessions[1:]:
+        assert len(session.recorded) == len(set(session.recorded)) == 9  # 3 threads, 3 shapes
+
+
+def test_a_capture_waits_for_runs_and_holds_back_new_ones():
+    lock, events = CaptureLock(), []
+
+    def capture():
+        with lock.capturing():
+            events.append("capture")
+
+    def run():
+        with lock.running():
+            events.append("second run")
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=run)]
+    with lock.running(), lock.running():
+        threads[0].start()
+        threads[0].join(timeout=0.05)
+        threads[1].start()
+        threads[1].join(timeout=0.05)
+        events.append("first run")
+    for thread in threads:
+        thread.join(timeout=10)
+    assert events == ["first run", "capture", "second run"]

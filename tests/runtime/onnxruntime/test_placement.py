@@ -276,6 +276,14 @@ def test_nodes_that_prevent_a_cuda_graph_are_named():
     assert [node.name for node in placed.uncapturable()] == ["MatMulInteger_7", "loop"]
 
 
+def test_node_that_waits_for_the_number_of_tokens_prevents_a_capture():
+    nodes = tuple(
+        PlacedNode(name, name, "com.microsoft", CUDA, 0, for_shapes=False)
+        for name in ("RemovePadding", "PackedAttention", "RestorePadding")
+    )
+    assert [node.name for node in Placement(CUDA, nodes).uncapturable()] == ["RemovePadding"]
+
+
 def test_cuda_graph_error_names_nodes_and_copies(monkeypatch):
     copied = Placement(CUDA, UNDER_CUDA.nodes, copies=("Memcpy_token_1",))
     monkeypatch.setattr(f"{CUDA_GRAPH}.read_placement", lambda *_: copied)

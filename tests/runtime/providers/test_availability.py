@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from enginery.runtime.providers import availability, libraries
+from enginery.runtime.providers.availability import OnnxRuntimeBuild
 from enginery.runtime.providers.gpus import CudaDriver
 from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers.selection import Provider, choose_providers
@@ -53,10 +55,25 @@ def test_a_provider_that_is_not_compiled_in_names_the_build_that_has_it(machine)
 
 
 def test_builds_installed_together_are_the_reason_when_cuda_is_gone(machine, monkeypatch):
-    both = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
     monkeypatch.setattr(availability, "compiled_providers", lambda: [CPU])
-    monkeypatch.setattr(availability, "installed_onnxruntimes", lambda: both)
+    install_onnxruntimes(monkeypatch, onnxruntime="/site", onnxruntime_gpu="/site")
     assert "onnxruntime and onnxruntime-gpu are installed together" in refusal("cuda").message
+
+
+def test_build_that_another_one_hides_is_the_reason_when_cuda_is_gone(machine, monkeypatch):
+    monkeypatch.setattr(availability, "compiled_providers", lambda: [CPU])
+    install_onnxruntimes(monkeypatch, onnxruntime="/image", onnxruntime_gpu="/site")
+    error = refusal("cuda")
+    assert "onnxruntime 1.31.1 in /image hides onnxruntime-gpu 1.31.1 in /site" in error.message
+    assert "Put /site first on PYTHONPATH" in error.do
+
+
+def install_onnxruntimes(monkeypatch, **directories):
+    builds = tuple(
+        OnnxRuntimeBuild(name.replace("_", "-"), "1.31.1", Path(directory))
+        for name, directory in directories.items()
+    )
+    monkeypatch.setattr(availability, "installed_onnxruntimes", lambda: builds)
 
 
 def test_a_lost_provider_library_is_a_broken_installation(machine):

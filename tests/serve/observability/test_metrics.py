@@ -12,22 +12,26 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from enginery.core.errors import ProviderError
+from enginery.runtime.nvml import Nvml
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
 from enginery.serve.observability.metrics import Metrics
+from tests.runtime.fake_nvml import FakeNvml
 from tests.serve.observability.application import record
 
 
 class Hosted:
     """What metrics read of a hosted model."""
 
-    def __init__(self, name, state="ready", engines=()):
+    def __init__(self, name, state="ready", engines=(), provider="CPUExecutionProvider", **options):
         self.name, self.task, self.state = name, "feature-extraction", state
         self.engines = engines
+        self.provider = {"name": provider, "reason": "requested", "options": options}
 
     def info(self):
         assert self.state != "loading", "there is nothing to ask yet"
         return {
-            "providers": [{"name": "CPUExecutionProvider", "reason": "requested"}],
+            "providers": [self.provider],
             "precision": "fp32",
             "task": self.task,
             "engines": [{"key": key} for key in self.engines],
@@ -266,3 +270,45 @@ def test_nothing_is_lost_between_threads_and_scrapes(metrics):
     assert value(metrics, "batch_inputs_sum", model="minilm") == 8000
     labels = {"route": "/embed", "model": "minilm", "status": "200"}
     assert value(metrics, "request_duration_seconds_count", **labels) == 4000
+
+
+def on_gpus():
+    return [
+        Hosted("minilm", provider="CUDAExecutionProvider", device_id="1"),
+        Hosted("other", provider="CUDAExecutionProvider", device_id="1"),
+        Hosted("waits", "loading", provider="CUDAExecutionProvider", device_id="0"),
+        Hosted("cpu"),
+    ]
+
+
+def test_load_of_the_gpus_of_loaded_models_is_shown(metrics, monkeypatch):
+    opened = []
+
+    def open_gpu(device):
+        opened.append(device)
+        return Nvml(FakeNvml(failing=["nvmlDeviceGetTemperature"]), b"")
+
+    monkeypatch.setattr(Nvml, "open", open_gpu)
+    metrics.watch_models(on_gpus)
+    for _ in range(2):
+        found = {key: value for key, value in samples(metrics).items() if "_gpu_" in key[0]}
+    device = (("device", "1"),)
+    assert found == {
+        ("enginery_gpu_memory_used_bytes", device): 3 << 30,
+        ("enginery_gpu_memory_total_bytes", device): 80 << 30,
+        ("enginery_gpu_utilization_ratio", device): 0.63,
+        ("enginery_gpu_power_watts", device): 213.5,
+    }
+    assert opened == [1]
+
+
+def test_nothing_is_said_of_gpus_without_nvml_or_without_a_model_on_one(metrics, monkeypatch):
+    monkeypatch.setattr(Nvml, "open", lambda device: pytest.fail(f"{device} was opened"))
+    assert not any("_gpu_" in name for name, _ in samples(metrics))
+
+    def missing(device):
+        raise ProviderError("libnvidia-ml.so.1 was not found.")
+
+    monkeypatch.setattr(Nvml, "open", missing)
+    metrics.watch_models(on_gpus)
+    assert not any("_gpu_" in name for name, _ in samples(metrics))

@@ -1,18 +1,20 @@
 """Export MiniLM, BERT base and a ResNet, and optimize them for CUDA.
 
 MiniLM is the installed package if there is one. Artifacts are kept in the store, or in `--models`.
-Random weights come from a fixed seed, and the page names the models that have them.
+Random weights come from a fixed seed, and the page names the models that have them. Text models
+have MiniLM's tokenizer, which is BERT's.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.settings import CONVOLUTIONS, PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.settings import CONVOLUTIONS, PACKED, PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -26,22 +28,21 @@ _OPSET = 20
 
 
 def run(work: Work) -> None:
-    """Make every artifact; one that fails is a failed check, and the others are still made."""
-    work.found["artifacts"] = made = {}
-    work.found["sources"] = sources = {}
-    # FP16 is what is measured, so that every model has it before any has another precision.
-    for model in (*TEXT_MODELS, CONVOLUTIONS):
-        with work.step(f"export {model}"):
-            model_id, path = source_of(work, model)
-            artifact = _exported(work, model, model_id)
-            check_same_weights(artifact, path)
-            sources[model] = _described(artifact, quick=work.quick)
-            made[model] = {"source": str(path), "onnx": str(artifact.path)}
-            if model in TEXT_MODELS:
-                _optimize(work, model, "fp16", made[model])
-    for model in [name for name in TEXT_MODELS if name in made]:
-        for precision in PRECISIONS[1:]:
-            _optimize(work, model, precision, made[model])
+    """Make the model's artifacts, FP16 first."""
+    work.case("onnx", partial(_export, work))
+    if work.model in TEXT_MODELS:
+        for precision in PRECISIONS:
+            work.case(precision, partial(_optimize, work, precision, precision))
+        work.case(PACKED, partial(_optimize, work, PACKED, "fp16"))
+
+
+def _export(work: Work) -> None:
+    """Export the model; if it fails, nothing else can be made of it."""
+    model_id, path = source_of(work, work.model)
+    artifact = _exported(work, work.model, model_id)
+    check_same_weights(artifact, path)
+    work.set("artifacts", {"source": str(path), "onnx": str(artifact.path)})
+    work.add("sources", [work.model, _described(artifact, quick=work.quick)])
 
 
 def source_of(work: Work, model: str) -> tuple[str, Path]:
@@ -97,6 +98,9 @@ def _save_random(model: str, config: dict[str, Any], path: Path) -> None:
     else:
         made = transformers.BertModel(transformers.BertConfig(**config))
     made.eval().save_pretrained(path)
+    if model in TEXT_MODELS and find_spec(PACKAGE) is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copy(resolve_source(f"package:{PACKAGE}").path / name, path)
 
 
 def _exported(work: Work, model: str, model_id: str) -> Artifact:
@@ -107,26 +111,25 @@ def _exported(work: Work, model: str, model_id: str) -> Artifact:
     return export_model(model_id, task=task, opset=_OPSET, out=out or "")
 
 
-def _optimize(work: Work, model: str, precision: str, made: dict[str, str]) -> None:
+def _optimize(work: Work, name: str, precision: str) -> None:
     """Fuse and cast the graph; FP16 graphs have FP16 inputs and outputs, as in PyTorch."""
-    with work.step(f"optimize {model} for cuda in {precision}"):
-        out = _place(work, model, precision)
-        artifact = _kept(work, out) or optimize_model(
-            made["onnx"],
-            target="cuda",
-            precision=precision,
-            io_dtype="same" if precision == "fp16" else "fp32",
-            out=out or "",
-        )
-        stage = artifact.manifest.stages[-1]
-        verdict = artifact.failed_verdict()
-        work.check(
-            f"optimize {model} for cuda in {precision}",
-            passed=verdict is None,
-            found=verdict.summary if verdict else "; ".join(stage.notes) or "made",
-        )
-        made[precision] = str(artifact.path)
-        work.save()
+    out = _place(work, work.model, name)
+    artifact = _kept(work, out) or optimize_model(
+        work.artifact("onnx"),
+        target="cuda",
+        precision=precision,
+        io_dtype="same" if precision == "fp16" else "fp32",
+        packed=name == PACKED,
+        out=out or "",
+    )
+    stage = artifact.manifest.stages[-1]
+    verdict = artifact.failed_verdict()
+    work.check(
+        f"optimize {work.model} for cuda in {name}",
+        passed=verdict is None,
+        found=verdict.summary if verdict else "; ".join(stage.notes) or "made",
+    )
+    work.set("artifacts", {name: str(artifact.path)})
 
 
 def _place(work: Work, model: str, precision: str) -> Path | None:

@@ -7,6 +7,7 @@ the first run and the steady time at every size are measured. The CPU runs the s
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,52 +28,46 @@ _WARM_SIZE = (96, 96)
 
 
 def run(work: Work) -> None:
-    """Measure the CPU, whose outputs are the reference, and then each kind of search."""
-    work.found["images"] = [list(size) for size in work.settings.images]
-    work.found["searches"] = {}
-    artifact = work.artifact(CONVOLUTIONS, "onnx")
-    if artifact is None:
-        return
-    expected: list[NDArray[Any]] | None = None
-    with work.step(f"{CONVOLUTIONS} on the CPU"):
-        expected = _measure(work, artifact, "cpu", parse_providers("cpu"))
+    """Measure the CPU, and then each kind of search, whose outputs are compared with the CPU's."""
+    work.case("cpu", partial(_measure, work, "cpu", parse_providers("cpu")))
     # The one that takes longest is the last, so that the others are measured whatever it takes.
-    for search in reversed(SEARCHES) if work.on_gpu else ():
-        with work.step(f"{CONVOLUTIONS} on cuda, {search}"):
-            specs = parse_providers("cuda", [f"cuda.cudnn_conv_algo_search={search}"])
-            found = _measure(work, artifact, search, specs)
-            if expected is not None:
-                _compare(work, search, expected, found)
+    for search in reversed(SEARCHES):
+        work.case(search, partial(_search, work, search))
+
+
+def _search(work: Work, search: str) -> None:
     if not work.on_gpu:
-        work.note(f"{', '.join(SEARCHES)}: left out, cuDNN needs an NVIDIA GPU")
+        work.note(f"{search}: left out, cuDNN needs an NVIDIA GPU")
+        return
+    specs = parse_providers("cuda", [f"cuda.cudnn_conv_algo_search={search}"])
+    found = _measure(work, search, specs)
+    artifact = work.artifact("onnx")
+    with OrtRunner(artifact, providers="cpu") as runner:
+        expected = [
+            next(iter(runner(_image(artifact, size)).values())) for size in work.settings.images
+        ]
+    _compare(work, search, expected, found)
 
 
-def _measure(
-    work: Work, artifact: Artifact, name: str, specs: tuple[ProviderSpec, ...]
-) -> list[NDArray[Any]]:
-    """Measure first and steady times; return the outputs at the sizes for which there was time."""
-    found: dict[str, Any] = {"first_ms": [], "ms": []}
-    work.found["searches"][name] = found
+def _measure(work: Work, name: str, specs: tuple[ProviderSpec, ...]) -> list[NDArray[Any]]:
+    """Measure first and steady times; return the outputs."""
+    artifact = work.artifact("onnx")
+    first_ms, steady_ms = [], []
     answers: list[NDArray[Any]] = []
     with OrtRunner(artifact, providers=specs) as runner:
         runner(_image(artifact, _WARM_SIZE))
         feeds = [_image(artifact, size) for size in work.settings.images]
         for one in feeds:
-            if work.left() < 10:
-                work.note(f"{name}: {len(feeds) - len(answers)} sizes left out, no time left")
-                break
             before = time.perf_counter()
             (answer,) = runner(one).values()
-            found["first_ms"].append((time.perf_counter() - before) * 1e3)
+            first_ms.append((time.perf_counter() - before) * 1e3)
             answers.append(answer)
-            work.save()
-        for one in feeds[: len(answers)]:
-            if work.left() < 5:
-                work.note(f"{name}: steady times of some sizes left out, no time left")
-                break
+        for one in feeds:
             runner(one)
-            found["ms"].append(median(_timed(runner, one) for _ in range(_RUNS)))
-    work.save()
+            steady_ms.append(median(_timed(runner, one) for _ in range(_RUNS)))
+    sizes = [list(size) for size in work.settings.images]
+    row = {"search": name, "images": sizes, "first_ms": first_ms, "ms": steady_ms}
+    work.add("searches", row)
     return answers
 
 

@@ -1,4 +1,4 @@
-"""Compare the outputs on the GPU with PyTorch in FP32 on the same GPU.
+"""Compare the outputs on the GPU with PyTorch in FP32 on the same GPU, on real sentences.
 
 The tolerances are those of `enginery validate`: they follow from PyTorch's own error at the same
 precision. ONNX Runtime multiplies FP32 in TensorFloat-32 by default, so FP32 is checked with TF32
@@ -8,6 +8,7 @@ off, and again with TF32 on and FP16's tolerance, which has as many mantissa bit
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check import pytorch
-from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.inputs import text_feeds
+from benchmarks.gpu_check.settings import PACKED, PRECISIONS
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.errors import InputError
-from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
+from enginery.core.model.feeds import Feeds
 from enginery.core.tolerance import Tolerance
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
@@ -30,54 +31,39 @@ _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
 
 def run(work: Work) -> None:
-    """Compare every precision of each model, then the ways of running FP16."""
+    """Compare every precision of the model, then the ways of running FP16."""
     pytorch.require_device(work.device)
-    work.found["agreements"] = []
-    for model in TEXT_MODELS:
-        with work.step(f"agreement of {model}"):
-            _compare_model(work, model)
-
-
-def _compare_model(work: Work, model: str) -> None:
-    artifacts = {
-        precision: found for precision in PRECISIONS if (found := work.artifact(model, precision))
-    }
-    if not artifacts:
-        return
-    source = Path(work.artifacts[model]["source"])
-    cases = [
-        feeds_at(next(iter(artifacts.values())), point, seed=7) for point in work.settings.agreement
-    ]
-    expected = _answers(source, "fp32", work.device, cases)
-    for precision, artifact in artifacts.items():
+    for precision in PRECISIONS:
         if precision == "bf16" and not work.on_gpu:
-            work.note(f"{model} in bf16: left out, ONNX Runtime's CPU has no BF16 kernels")
-            continue
-        with work.step(f"{model} in {precision} agrees with PyTorch FP32"):
-            noise = _answers(source, _NOISE[precision], work.device, cases)
-            exact = work.on_gpu and precision == "fp32"
-            specs = parse_providers(work.provider, ["cuda.use_tf32=false"] if exact else [])
-            _judge(work, model, precision, artifact, cases, expected, noise, specs, precision)
-            if exact:
-                narrow = _answers(source, "fp16", work.device, cases)
-                _judge(
-                    work,
-                    model,
-                    "fp32 by TF32",
-                    artifact,
-                    cases,
-                    expected,
-                    narrow,
-                    parse_providers(work.provider),
-                    "fp16",
-                )
-    if "fp16" in artifacts:
-        _compare_ways(work, model, artifacts["fp16"])
+            work.case("bf16", lambda: work.note("left out: ONNX Runtime's CPU has no BF16 kernels"))
+        else:
+            work.case(precision, partial(_compare, work, precision))
+    if work.on_gpu:
+        work.case("fp32 by TF32", partial(_compare, work, "fp32", tf32=True))
+        work.case(PACKED, partial(_compare, work, PACKED))
+    for way, options in (("IOBinding", {}), ("CUDA graph", {"cuda_graph": True})):
+        if work.on_gpu or way == "IOBinding":
+            for places in ("host", "device", "host and device by turns"):
+                compare = partial(_compare_ways, work, f"{way}, {places}", places, options)
+                work.case(f"{way}, {places}", compare)
+
+
+def _compare(work: Work, precision: str, *, tf32: bool = False) -> None:
+    """Compare a precision at every shape; FP32 without TF32, or with it as if it were FP16."""
+    artifact = work.artifact(precision)
+    source = Path(work.results.artifacts(work.model)["source"])
+    cases = [text_feeds(artifact, point) for point in work.settings.agreement]
+    expected = _answers(source, "fp32", work.device, cases)
+    as_precision = "fp16" if tf32 or precision == PACKED else precision
+    noise = _answers(source, _NOISE[as_precision], work.device, cases)
+    exact = work.on_gpu and precision == "fp32" and not tf32
+    specs = parse_providers(work.provider, ["cuda.use_tf32=false"] if exact else [])
+    label = "fp32 by TF32" if tf32 else precision
+    _judge(work, label, artifact, cases, expected, noise, specs, as_precision)
 
 
 def _judge(
     work: Work,
-    model: str,
     label: str,
     artifact: Artifact,
     cases: list[Feeds],
@@ -110,7 +96,7 @@ def _judge(
                 )
                 worst.append(
                     {
-                        "model": model,
+                        "model": work.model,
                         "precision": label,
                         "batch": point[0],
                         "sequence": point[1],
@@ -118,10 +104,11 @@ def _judge(
                         **asdict(found),
                     }
                 )
-    work.found["agreements"] += worst
+    for row in worst:
+        work.add("agreements", row)
     one = max(worst, key=lambda row: row["limit_ratio"])
     work.check(
-        f"{model} in {label} agrees with PyTorch FP32",
+        f"{work.model} in {label} agrees with PyTorch FP32",
         passed=not any(row["problem"] for row in worst),
         found=one["problem"]
         or f"largest error {one['max_abs']:.3g} of {one['limit']:.3g} "
@@ -129,36 +116,34 @@ def _judge(
     )
 
 
-def _compare_ways(work: Work, model: str, artifact: Artifact) -> None:
-    """Check that all ways of running FP16 give the same outputs, also after other inputs."""
+def _compare_ways(work: Work, way: str, places: str, options: dict[str, Any]) -> None:
+    """Check that a way of running FP16 gives the outputs of a plain run, also after other inputs.
+
+    Args:
+        work: the unit.
+        way: name of the way.
+        places: where inputs and outputs are.
+        options: options of the runner.
+    """
+    artifact = work.artifact("fp16")
     point = work.settings.agreement[-1]
-    first, second = feeds_at(artifact, point, seed=1), feeds_at(artifact, point, seed=2)
+    first, second = text_feeds(artifact, point), text_feeds(artifact, point, first=50)
     with OrtRunner(artifact, providers=[work.provider], io_binding=False) as runner:
         expected = [runner(feeds) for feeds in (first, second)]
-    ways: dict[str, dict[str, Any]] = {"IOBinding": {}}
-    if work.on_gpu:
-        ways["CUDA graph"] = {"cuda_graph": True}
-    for way, options in ways.items():
-        for places in ("host", "device", "host and device by turns"):
-            name = f"{model}: {way}, {places}"
-            with (
-                work.step(name),
-                OrtRunner(artifact, providers=[work.provider], **options) as runner,
-            ):
-                same = 0.0
-                # Twice the first, so that a graph is captured; then inputs that it was not
-                # captured with, after others in the same buffers or in tensors of their own.
-                for turn, feeds in enumerate((first, first, second, first, second)):
-                    on_device = places == "device" or (places != "host" and turn % 2 == 1)
-                    found = _ask(runner, feeds, work.device, on_device=on_device)
-                    wanted = expected[0 if feeds is first else 1]
-                    same = max(same, _largest_difference(wanted, found))
-                work.check(
-                    name,
-                    passed=same <= 0.01,
-                    found="the largest difference from plain "
-                    f"runs is {same:.2g} of the largest value",
-                )
+    same = 0.0
+    with OrtRunner(artifact, providers=[work.provider], **options) as runner:
+        # Twice the first, so that a graph is captured; then inputs that it was not captured with,
+        # after others in the same buffers or in tensors of their own.
+        for turn, feeds in enumerate((first, first, second, first, second)):
+            on_device = places == "device" or (places != "host" and turn % 2 == 1)
+            found = _ask(runner, feeds, work.device, on_device=on_device)
+            wanted = expected[0 if feeds is first else 1]
+            same = max(same, _largest_difference(wanted, found))
+    work.check(
+        f"{work.model}: {way}",
+        passed=same <= 0.01,
+        found=f"the largest difference from plain runs is {same:.2g} of the largest value",
+    )
 
 
 def _ask(runner: OrtRunner, feeds: Feeds, device: str, *, on_device: bool) -> dict[str, Any]:
@@ -180,14 +165,3 @@ def _largest_difference(expected: dict[str, Any], found: dict[str, Any]) -> floa
 def _answers(source: Path, precision: str, device: str, cases: list[Feeds]) -> list[dict[str, Any]]:
     model = pytorch.load_text_model(source, "eager", precision, device)
     return [pytorch.answer(model, feeds, device) for feeds in cases]
-
-
-def feeds_at(artifact: Artifact, point: tuple[int, int], *, seed: int) -> Feeds:
-    """Return random inputs with different padding in each row."""
-    record = artifact.manifest.graphs[0]
-    limits = FeedLimits.from_artifact(artifact)
-    sizes = dict(zip(("batch", "sequence"), point, strict=True))
-    found = make_feeds(record.inputs, sizes, limits, seed=seed, ragged=True)
-    if not found:
-        raise InputError(f"{artifact.path} has no inputs.")
-    return found

@@ -7,12 +7,13 @@ that is supported and fails to build, run or agree is.
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_check.agreement import feeds_at
+from benchmarks.gpu_check.inputs import text_feeds
 from benchmarks.gpu_check.work import Work
 from enginery import build_engine, optimize_model
 from enginery.core.artifact.artifact import Artifact
@@ -23,31 +24,26 @@ from enginery.runtime.providers.availability import unavailable_reason
 from enginery.runtime.providers.gpus import CudaGpu, visible_gpus
 from enginery.runtime.tensorrt.options import FLAVORS, Flavor
 
-_MODEL = "minilm"
 _POINTS = ((1, 16), (8, 128))
 _QUICK_POINTS = ((1, 8), (2, 16))
 
 
 def run(work: Work) -> None:
     """Try each flavor."""
-    work.found["flavors"] = {}
-    onnx = work.artifact(_MODEL, "onnx")
-    if onnx is None:
-        return
     for flavor in FLAVORS.values():
-        found: dict[str, Any] = {"outcome": ""}
-        work.found["flavors"][flavor.name] = found
-        if (gpu := unsupported(flavor)) is not None:
-            with work.step(f"{flavor.title} rejects {gpu.name}"):
-                found["outcome"] = _refusal(work, onnx, flavor, gpu)
-            continue
-        if reason := skip_reason(flavor):
-            found["outcome"] = reason
-            work.note(f"{flavor.title}: {reason}")
-            continue
-        with work.step(f"{flavor.title} builds and runs {_MODEL}"):
-            found["outcome"] = "failed"
-            _build_and_run(work, onnx, flavor, found)
+        work.case(flavor.name, partial(_try, work, flavor))
+
+
+def _try(work: Work, flavor: Flavor) -> None:
+    onnx = work.artifact("onnx")
+    if (gpu := unsupported(flavor)) is not None:
+        outcome = _refusal(work, onnx, flavor, gpu)
+    elif reason := skip_reason(flavor):
+        outcome = reason
+        work.note(f"{flavor.title}: {reason}")
+    else:
+        outcome = _build_and_run(work, onnx, flavor)
+    work.add("flavors", [flavor.name, outcome])
 
 
 def skip_reason(flavor: Flavor) -> str:
@@ -84,7 +80,8 @@ def _refusal(work: Work, onnx: Artifact, flavor: Flavor, gpu: CudaGpu) -> str:
     return "built for a GPU that it does not support"
 
 
-def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor, found: dict[str, Any]) -> None:
+def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor) -> str:
+    """Build an engine, and compare it with FP32; return its build time and latency in words."""
     points = _QUICK_POINTS if work.quick else _POINTS
     (_, _), (rows, length) = points
     fp16 = optimize_model(onnx, target="tensorrt", precision="fp16")
@@ -95,8 +92,7 @@ def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor, found: dict[str, 
         capability="current",
         profile=(f"batch=1:{rows}:{rows},sequence={points[0][1]}:{length}:{length}",),
     )
-    found["build_seconds"] = time.monotonic() - before
-    work.save()
+    seconds = time.monotonic() - before
     least = Tolerance.for_precision("fp16").min_cosine
     cosines = []
     with (
@@ -104,19 +100,19 @@ def _build_and_run(work: Work, onnx: Artifact, flavor: Flavor, found: dict[str, 
         OrtRunner(onnx, providers=[work.provider]) as reference,
     ):
         for point in points:
-            feeds = feeds_at(onnx, point, seed=11)
+            feeds = text_feeds(onnx, point)
             kept = feeds["attention_mask"].astype(bool)
             (ours,), (theirs,) = engine(feeds).values(), reference(feeds).values()
             cosines.append(_cosine(ours[kept], theirs[kept]))
-        found["ms"] = _median_ms(engine, feeds)
-    found |= {"cosine": min(cosines), "outcome": "ran"}
+        milliseconds = _median_ms(engine, feeds)
+    outcome = f"built in {seconds:.1f} s, {milliseconds:.3f} ms at {rows}×{length}"
     work.check(
-        f"{flavor.title} builds and runs {_MODEL}",
+        f"{flavor.title} builds and runs {work.model}",
         passed=min(cosines) >= least,
-        found=f"built in {found['build_seconds']:.1f} s, {found['ms']:.3f} ms at "
-        f"{rows}×{length}, cosine {min(cosines):.6f} to FP32 on {work.provider}, expected at "
+        found=f"{outcome}, cosine {min(cosines):.6f} to FP32 on {work.provider}, expected at "
         f"least {least:.6f}",
     )
+    return outcome
 
 
 def _cosine(one: Any, other: Any) -> float:

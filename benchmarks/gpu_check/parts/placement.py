@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu_check.settings import PRECISIONS, TEXT_MODELS
+from functools import partial
+
+from benchmarks.gpu_check.settings import PRECISIONS
 from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import InputError
@@ -27,24 +29,19 @@ _SIZES = {"batch": 1, "sequence": 16}
 
 
 def run(work: Work) -> None:
-    """Check each precision of each text model."""
-    work.found["placed"] = []
-    for model in TEXT_MODELS:
-        for precision in PRECISIONS:
-            artifact = work.artifact(model, precision)
-            if artifact is None:
-                continue
-            if precision == "bf16" and not work.on_gpu:
-                work.note(f"{model} in bf16: left out, ONNX Runtime's CPU has no BF16 kernels")
-                continue
-            with work.step(f"placement of {model} in {precision}"):
-                fp32 = work.artifact(model, "fp32")
-                placed = place(artifact, work.provider, counted_in=fp32 or artifact)
-                work.found["placed"].append(
-                    {"model": model, "precision": precision, **described(placed)}
-                )
-                passed, words = judge(placed)
-                work.check(f"placement of {model} in {precision}", passed=passed, found=words)
+    """Check each precision of the model."""
+    for precision in PRECISIONS:
+        work.case(precision, partial(_check, work, precision))
+
+
+def _check(work: Work, precision: str) -> None:
+    if precision == "bf16" and not work.on_gpu:
+        work.note("bf16: left out, ONNX Runtime's CPU has no BF16 kernels")
+        return
+    placed = place(work.artifact(precision), work.provider, counted_in=work.artifact("fp32"))
+    work.add("placed", {"model": work.model, "precision": precision, **described(placed)})
+    passed, words = judge(placed)
+    work.check(f"placement of {work.model} in {precision}", passed=passed, found=words)
 
 
 def place(artifact: Artifact, provider: str, *, counted_in: Artifact) -> Placement:

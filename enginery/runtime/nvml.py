@@ -1,18 +1,21 @@
-"""Memory and energy of an NVIDIA GPU, read through NVML, the driver's library.
+"""Memory, energy and load of an NVIDIA GPU, read through NVML, the driver's library.
 
     with Nvml.open() as nvml:
         nvml.energy_joules(), nvml.memory_bytes(os.getpid())  # (182934.1, 1203765248)
+        nvml.status().temperature_celsius                     # 41.0
 
 The library is called through ctypes, so that no package is needed. The functions are those of the
 NVML API reference: nvmlDeviceGetTotalEnergyConsumption (millijoules since the driver was loaded,
-from Volta on) and nvmlDeviceGetComputeRunningProcesses_v3 (bytes per process; a container may hide
-processes).
+from Volta on), nvmlDeviceGetComputeRunningProcesses_v3 (bytes per process; a container may hide
+processes), nvmlDeviceGetMemoryInfo, nvmlDeviceGetUtilizationRates (per cent of the driver's last
+sample period), nvmlDeviceGetTemperature and nvmlDeviceGetPowerUsage (milliwatts).
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from enginery.core.closing import Closeable
@@ -34,6 +37,37 @@ class _Process(ctypes.Structure):
         ("gpu_instance", ctypes.c_uint),
         ("compute_instance", ctypes.c_uint),
     )
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+_CORE_SENSOR = 0  # NVML_TEMPERATURE_GPU
+
+
+@dataclass(frozen=True)
+class GpuStatus:
+    """What `nvidia-smi` shows of a GPU, of all processes; None for what it does not report."""
+
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_ratio: float | None = None
+    """Share of the driver's last sample period in which a kernel ran, 0 to 1."""
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
 
 
 class Nvml(Closeable):
@@ -106,6 +140,25 @@ class Nvml(Closeable):
             if process.pid == pid and process.used_bytes != _NOT_AVAILABLE:
                 return int(process.used_bytes)
         raise ProviderError("the driver does not list this process: a container may hide it.")
+
+    def status(self) -> GpuStatus:
+        """Return the GPU's memory, utilization, temperature and power."""
+        memory, rates = _Memory(), _Utilization()
+        celsius, milliwatts = ctypes.c_uint(), ctypes.c_uint()
+        query, device = self._library, self._device
+        has_memory = not query.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        has_rates = not query.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates))
+        has_celsius = not query.nvmlDeviceGetTemperature(
+            device, _CORE_SENSOR, ctypes.byref(celsius)
+        )
+        has_power = not query.nvmlDeviceGetPowerUsage(device, ctypes.byref(milliwatts))
+        return GpuStatus(
+            int(memory.used) if has_memory else None,
+            int(memory.total) if has_memory else None,
+            rates.gpu / 100 if has_rates else None,
+            float(celsius.value) if has_celsius else None,
+            milliwatts.value / 1e3 if has_power else None,
+        )
 
     def close(self) -> None:
         """Shut NVML down; may be called again."""

@@ -1,0 +1,1 @@
+"""The parts of the check; each is one module with `run(work)`."""
