@@ -32,6 +32,7 @@ _EXPECTED = f"expected a whole number from 1 to {_MAX_SIZE}."
 _MAX_RANK = 32  # numpy 1 allows at most 32 dims, TensorRT at most 8
 _MAX_NAME = 1024  # torch.export names output dims by sums and quotients with hundreds of characters
 _SUM = re.compile(r"\s*\+\s*")
+_WORDS = re.compile(r"\w+(\s+\w+)+")
 _TERM_SIZE = re.compile(r"[0-9]{1,10}")  # ASCII digits: str.isdigit accepts "²" as well
 
 
@@ -79,13 +80,14 @@ def canonical_dim(name: str) -> str:
     >>> canonical_dim("n_spectrums x reduction_factor")  # the vocoder of SpeechT5
     'n_spectrums_x_reduction_factor'
     """
-    terms = (
-        "channels"
-        if term == "num_channels"
-        else re.sub(r"_(size|length)$", "", re.sub(r"\s+", "_", term))
-        for term in _SUM.split(name.strip())
-    )
-    return " + ".join(terms)
+    return " + ".join(_canonical_term(term) for term in _SUM.split(name.strip()))
+
+
+def _canonical_term(term: str) -> str:
+    if term == "num_channels":
+        return "channels"
+    named = "_".join(term.split()) if _WORDS.fullmatch(term) else term
+    return re.sub(r"_(size|length)$", "", named)
 
 
 def is_batch(dim: str) -> bool:

@@ -46,10 +46,13 @@ class CaptureLock:
         """Wait for runs and captures, and hold back new ones."""
         with self._changed:
             self._waiting += 1
-            while self._captures or self._runs:
-                self._changed.wait()
-            self._waiting -= 1
-            self._captures = True
+            try:
+                while self._captures or self._runs:
+                    self._changed.wait()
+                self._captures = True
+            finally:  # Ctrl-C ends the wait
+                self._waiting -= 1
+                self._changed.notify_all()
         try:
             yield
         finally:
