@@ -31,6 +31,8 @@ from enginery.core.errors import EngineryError, os_errors_as
 
 PREFIX = ".tmp-"
 _NO_HANDLE = -1
+_ours: set[Path] = set()
+"""What this process uses. Its lock may be missing, if the system could not lock it at that time."""
 _BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
 _SCRATCH = re.compile(r"^enginery-(?P<target>[a-z-]+)-[0-9a-f]{12}$")
 
@@ -61,6 +63,7 @@ def temporary_directory(purpose: str) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        _ours.discard(directory)
         _close(handle)
 
 
@@ -76,6 +79,7 @@ def directory_beside(path: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        _ours.discard(directory)
         _close(handle)
 
 
@@ -95,6 +99,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):  # renamed; or the disk is broken, and the next run removes it
             fresh.unlink()
+        _ours.discard(fresh)
         _close(handle)
 
 
@@ -147,6 +152,8 @@ def _remove_unlocked(parent: Path, pattern: re.Pattern[str], target: str = "") -
 
 def _remove_if_unlocked(path: Path) -> int:
     """Remove a directory or a file unless a process holds its lock; return the removed size."""
+    if path in _ours:
+        return 0
     with suppress(OSError):  # locked, removed meanwhile, foreign, or no locks in this file system
         mode = path.lstat().st_mode
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
@@ -178,6 +185,7 @@ def _create_locked(new_name: Callable[[], Path], create: Callable[[Path], int]) 
         with suppress(OSError):  # without locks, no process removes it either
             _lock(handle, wait=True)
         if path.exists():
+            _ours.add(path)
             return path, handle
         _close(handle)  # another process removed it before it was locked
 
