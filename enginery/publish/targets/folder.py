@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,7 +128,8 @@ def _find_or_write(
     package: Package, folder: Path, config: PublishConfig, progress: Progress
 ) -> tuple[str, bool]:
     """Return the version with this content, and True if it is new; rewrite a damaged one."""
-    found = read_versions(folder)
+    # Else the content of one that cannot be read at this time would become another version.
+    found = read_versions(folder, strict=True)
     _check_names(folder, config, list(found))
     same = [version for version, listing in found.items() if package.matches(listing)]
     if same and config.version not in ("", *same):
@@ -311,13 +312,22 @@ def check_registry_root(root: Path) -> None:
         raise RegistryError(f"{root} is an artifact, expected the folder of a registry.")
 
 
-def read_versions(folder: Path) -> dict[str, Publication]:
-    """Return the versions of a model by name, in natural order, without those without a listing."""
+def read_versions(folder: Path, *, strict: bool = False) -> dict[str, Publication]:
+    """Return the versions of a model by name, in natural order, without those without a listing.
+
+    Args:
+        folder: folder of the model.
+        strict: raise ArtifactError for a listing that the system cannot read; a damaged one is left
+            out in any case.
+    """
     found = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
-            with suppress(EngineryError):
+            try:
                 found[path.name] = Publication.read(path, str(path))
+            except EngineryError as error:
+                if strict and isinstance(error.__cause__, OSError):
+                    raise
     return dict(sorted(found.items(), key=lambda pair: _natural_key(pair[0])))
 
 
