@@ -86,7 +86,7 @@ def export_with_optimum(
     if not (source / PreprocessorConfig.FILE).is_file():
         (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
     if library == "timm":
-        write_timm_processor(source, out)
+        _write_timm_processor(source, out)
     copy_side_files(source, out, code=config.trust_remote_code)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
@@ -171,7 +171,7 @@ def _export(
     }
 
 
-def write_timm_processor(source: Path, out: Path) -> None:
+def _write_timm_processor(source: Path, out: Path) -> None:
     """Write how timm prepares images for a model to preprocessor_config.json.
 
     Nothing is written for what it does not say: images that are not square or not in color, and

@@ -32,7 +32,7 @@ STAGE_VERSION = "8"
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
 
 # The location of the source does not affect the graph; the source's hashes are in the key.
-_NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision")
+_NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision", "model_kwargs")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ The rows go to a temporary file for each output first, so that memory does not g
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -261,7 +262,10 @@ def _assemble(
 
 
 def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
+    """Copy the next `size` bytes."""
     while size:
         block = source.read(min(size, 1 << 20))
+        if not block:
+            raise OSError(errno.EIO, "a temporary file was cut off")
         target.write(block)
         size -= len(block)

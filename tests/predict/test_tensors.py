@@ -16,14 +16,14 @@ from enginery.predict import tensors
 FLOAT = onnx.TensorProto.FLOAT
 
 
-def saved(path, dims, *, nodes=None, outside=None):
+def saved(path, dims, *, nodes=None, outside=None, kind=FLOAT):
     """Write a graph with the inputs' `dims` whose output is the input's half."""
     nodes = nodes or [helper.make_node("Mul", ["x", "half"], ["y"])]
     graph = helper.make_graph(
         nodes,
         "halves",
         [helper.make_tensor_value_info("x", FLOAT, dims)],
-        [helper.make_tensor_value_info("y", FLOAT, dims if outside is None else outside)],
+        [helper.make_tensor_value_info("y", kind, dims if outside is None else outside)],
         [helper.make_tensor("half", FLOAT, [], [0.5])],
     )
     opset = [helper.make_opsetid("", 20)]
@@ -183,3 +183,14 @@ def test_images_for_a_graph_that_was_imported_without_their_settings(halves, ima
     with pytest.raises(InputError) as error:
         predict_file(artifact, images[0], tmp_path / "y.npz")
     assert "--resize" in error.value.do
+
+
+def test_an_output_may_be_empty(halves, tmp_path):
+    nodes = [helper.make_node("NonZero", ["x"], ["y"])]
+    path = tmp_path / "empty.onnx"
+    saved(path, ["batch", 4], nodes=nodes, outside=[2, "found"], kind=onnx.TensorProto.INT64)
+    artifact = export_model(str(path), out=tmp_path / "empty")
+    np.savez(tmp_path / "x.npz", x=np.zeros((2, 4), np.float32))
+    predict_file(artifact, tmp_path / "x.npz", tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as found:
+        assert found["y"].shape == (2, 0)

@@ -154,7 +154,7 @@ class ModelStructure:
         graphs = [self.graph, *self.functions]
         while graphs:
             for node in graphs.pop().nodes:
-                if node.op_type in _RANDOM_OPS and not node.domain:
+                if node.op_type in RANDOM_OPS and not node.domain:
                     found.add(node.op_type)
                 graphs += [g for each in node.attributes.values() for g in each.graphs]
         ops = ", ".join(sorted(found))
@@ -162,7 +162,7 @@ class ModelStructure:
         return [note] if found else []
 
 
-_RANDOM_OPS = (
+RANDOM_OPS = (
     "RandomNormal",
     "RandomNormalLike",
     "RandomUniform",

@@ -18,21 +18,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from enginery.core.model.onnx_structure import RANDOM_OPS
+
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 
 # The output type of these ops is an attribute.
-_RANDOM_OR_EYE = frozenset(
-    {
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-        "Bernoulli",
-        "Multinomial",
-        "EyeLike",
-    }
-)
+_RANDOM_OR_EYE = frozenset({*RANDOM_OPS, "EyeLike"})
 
 
 @dataclass(frozen=True)
