@@ -403,6 +403,8 @@ def _spread(model: Any) -> None:
         is_matrix = isinstance(weight, torch.nn.Parameter) and weight.ndim > 1
         if isinstance(module, torch.nn.BatchNorm2d):  # some models draw small ones
             torch.nn.init.ones_(weight)
+        elif isinstance(codes := getattr(module, "embed", None), torch.Tensor):  # EnCodec: zeros
+            torch.nn.init.normal_(codes)
         elif is_matrix and not isinstance(module, torch.nn.Embedding):
             torch.nn.init.normal_(weight, std=(2 / weight[0].numel()) ** 0.5)
 

@@ -285,7 +285,9 @@ def _check_task(exported: ExportedModel, records: Sequence[GraphRecord]) -> list
     batched = [any(map(is_batch, dynamic_dims(record.inputs))) for record in records]
     # A part of a generator can have rows of another kind, such as MusicGen's codebooks.
     enough = any(batched) if exported.from_registry else all(batched)
-    if exported.task != "unknown" and not enough:
+    if not enough and exported.from_registry and exported.task == "text-to-audio":
+        notes.append("the graphs take one text at a time, as Optimum exports SpeechT5")
+    elif not enough and exported.task != "unknown":
         record = records[batched.index(False)]
         raise ExportError(
             f"{exported.imported or record.file}: no input has a dynamic dim 'batch'; "
@@ -302,10 +304,12 @@ def base_sizes(
     Those that the graph was traced with are preferred; there are always two rows.
     """
     known = {**limits.sizes, **(samples or {})}
-    return {
-        name: _ROWS if is_batch(name) else known.get(name, max(_SMALL, limits.min_sequence))
-        for name in dynamic_dims(record.inputs)
-    }
+
+    def size(name: str) -> int:
+        rows = limits.rows(name, _ROWS)
+        return known.get(name, max(_SMALL, limits.min_sequence)) if rows is None else rows
+
+    return {name: size(name) for name in dynamic_dims(record.inputs)}
 
 
 def probe_dims(
@@ -339,18 +343,23 @@ def probe_dims(
         return record, []
     base = base_sizes(record, limits, samples)
     before = _run(session, record, base, limits)
+    fixed: dict[str, int] = {}
+    if isinstance(before, str) and any(spec.dims[:1] == (1,) for spec in record.inputs):
+        # Other inputs of SpeechT5's decoder have one row, so its cache has one, too.
+        fixed = {dim: 1 for dim in base if is_batch(dim)}
+        base |= fixed
+        before = _run(session, record, base, limits)
     if isinstance(before, str):
         return record, [f"dims not probed: {name} does not run at {base} ({before})"]
 
     def run(**sizes: int) -> Shapes | str:
         return _run(session, record, base | sizes, limits)
 
-    fixed: dict[str, int] = {}
-    notes = []
+    notes = [_fixed_note(dim, size) for dim, size in fixed.items()]
     if {"height", "width"} <= set(base):
         other = run(height=base["height"] + 32, width=base["width"] + 64)
         if isinstance(other, str):
-            fixed = {"height": base["height"], "width": base["width"]}
+            fixed |= {"height": base["height"], "width": base["width"]}
             size = f"{base['height']} × {base['width']}"
             notes.append(f"height and width are fixed at {size}: the model rejects other sizes")
     free = _free_dims(record.inputs)

@@ -19,7 +19,7 @@ from enginery.core.datasets.folders import list_images, list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.shapes import canonical_dim, dynamic_dims, is_batch
+from enginery.core.shapes import canonical_dim, dynamic_dims
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.builtin_inputs import (
     SENTENCES,
@@ -148,7 +148,8 @@ def _generated_feeds(artifact: Artifact, record: GraphRecord) -> list[Feeds]:
             # The past and the new tokens share the positions.
             length = max(1, length // 2) if "past" in "".join(names) else length
             natural = limits.sizes.get(canonical_dim(name))
-            sizes[name] = batch if is_batch(name) else natural or length
+            rows = limits.rows(name, batch)
+            sizes[name] = natural or length if rows is None else rows
         feeds = make_feeds(record.inputs, sizes, limits, seed=batch, ragged=ragged)
         # A merged decoder selects its branch with a bool input, so each branch runs once.
         feeds |= {

@@ -93,6 +93,7 @@ class TorchReference(Closeable):
         *,
         graph: str = "",
         precision: str = "fp32",
+        vocoder: Path | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
@@ -102,6 +103,7 @@ class TorchReference(Closeable):
             manifest: manifest of the artifact to compare with.
             graph: file name of the graph; empty for the first.
             precision: fp64, fp32, fp16 or bf16.
+            vocoder: the directory of the vocoder that a model of speech was exported with.
             trust_remote_code: run Python code that comes with the model, without confinement.
 
         Raises:
@@ -120,11 +122,17 @@ class TorchReference(Closeable):
             manifest=manifest.model_dump(mode="json"),
             graph=graph,
             precision=precision,
+            vocoder=str(vocoder) if vocoder else "",
             trust_remote_code=trust_remote_code,
         )["notes"]
 
     def __call__(
-        self, feeds: Feeds, directory: Path, *, decode: Literal["", "start", "resume"] = ""
+        self,
+        feeds: Feeds,
+        directory: Path,
+        *,
+        decode: Literal["", "start", "resume"] = "",
+        random: Path | None = None,
     ) -> dict[str, Path]:
         """Run the model on the feeds of the graph.
 
@@ -133,6 +141,8 @@ class TorchReference(Closeable):
             directory: where to write the outputs; it must not exist.
             decode: run the first or the next tokens with the model's own cache; the feeds are then
                 those of `TorchDecoder.decode`.
+            random: an `.npz` file of the random numbers that the model draws: it is written, or if
+                it exists, the model gets the numbers in it.
 
         Returns:
             An `.npy` file for each output that PyTorch has, by the graph's names, float32 or wider.
@@ -142,7 +152,9 @@ class TorchReference(Closeable):
             UntrustedModelError: the model attempted an operation that no model needs.
             EngineryError: the outputs cannot be written to the directory.
         """
-        return self._run("run", feeds, directory, decode=decode)
+        return self._run(
+            "run", feeds, directory, decode=decode, random=str(random) if random else ""
+        )
 
     def generate(
         self, feeds: Feeds, directory: Path, options: Mapping[str, Any]
@@ -349,14 +361,17 @@ class _Child:
 
         manifest = Manifest.model_validate(request["manifest"])
         path, trust = Path(request["path"]), request["trust_remote_code"]
+        vocoder = Path(request["vocoder"]) if request["vocoder"] else None
+        read = [path, vocoder] if vocoder else [path]
         with ExitStack() as stack:
-            self._confinement = stack.enter_context(guarded(path, trust_remote_code=trust))
+            self._confinement = stack.enter_context(guarded(*read, trust_remote_code=trust))
             self._runner = stack.enter_context(
                 TorchRunner(
                     ModelSource(path, manifest.source, pickled=request["pickled"]),
                     manifest,
                     graph=request["graph"],
                     precision=request["precision"],
+                    vocoder=vocoder,
                     trust_remote_code=trust,
                 )
             )
@@ -371,6 +386,8 @@ class _Child:
             outputs = self._runner.generate(feeds, request["options"])
         elif request["decode"]:
             outputs = self._runner.decode(feeds, resume=request["decode"] == "resume")
+        elif request["random"]:
+            outputs = self._run_random(feeds, Path(request["random"]))
         else:
             outputs = self._runner(feeds)
         self._require_harmless()
@@ -382,6 +399,21 @@ class _Child:
         except OSError as error:
             raise _write_error(Path(request["directory"]), error) from error
         return {"files": files, "notes": self._runner.notes}
+
+    def _run_random(self, feeds: Feeds, file: Path) -> dict[str, NDArray[Any]]:
+        """Run the model; write the random numbers that it draws, or give it those of the file."""
+        from enginery.runtime.torch_random import RandomNumbers
+
+        if file.exists():
+            with np.load(file, allow_pickle=False) as stored:
+                given = {name: stored[name] for name in stored.files}
+            outputs: dict[str, NDArray[Any]] = self._runner(feeds, RandomNumbers(given))
+            return outputs
+        numbers = RandomNumbers()
+        outputs = self._runner(feeds, numbers)
+        arrays = numbers.arrays
+        self._write(str(file), lambda stream: np.savez(stream, allow_pickle=False, **arrays))
+        return outputs
 
     def tokenize(self, request: WorkerResult) -> WorkerResult:
         found = self._runner.tokenize(request["texts"])

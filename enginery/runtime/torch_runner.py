@@ -53,6 +53,7 @@ try:
     )
 
     from enginery.runtime.torch_decoder import TorchDecoder
+    from enginery.runtime.torch_random import RandomNumbers
 except ImportError as error:
     raise MissingPackageError(
         error.name or "torch", extra="export", purpose="Running the PyTorch reference"
@@ -290,6 +291,7 @@ class TorchRunner(Closeable):
         *,
         graph: str = "",
         precision: str = "fp32",
+        vocoder: Path | None = None,
         trust_remote_code: bool = False,
         device: str = "cpu",
     ) -> None:
@@ -300,6 +302,7 @@ class TorchRunner(Closeable):
             manifest: manifest of the artifact to compare with.
             graph: file name of the graph; empty for the first.
             precision: fp64, fp32, fp16 or bf16.
+            vocoder: the directory of the vocoder that a model of speech was exported with.
             trust_remote_code: run Python code that comes with the model.
             device: cpu, cuda or cuda:N.
 
@@ -328,14 +331,20 @@ class TorchRunner(Closeable):
         )
         self._decoder: TorchDecoder | None = None
         self._manifest, self._precision_name = manifest, precision
+        # Optimum adds the vocoder that it has loaded.
+        self._model_kwargs: dict[str, Any] = {"vocoder": str(vocoder)} if vocoder else {}
         self._submodels: dict[str, tuple[Any, Any]] | None = None
         self._submodel_obstacle = "does not make it"
         self._run: _RunModel = self._run_whole
         if len(graphs) > 1 or is_decoder(self.record):
             self._run = self._choose_part()
 
-    def __call__(self, feeds: Feeds) -> Outputs:
+    def __call__(self, feeds: Feeds, random: RandomNumbers | None = None) -> Outputs:
         """Run the model on the feeds of the graph.
+
+        Args:
+            feeds: arrays by the graph's names.
+            random: records or replays the random numbers that the model draws.
 
         Returns:
             Outputs by the graph's names, as float32 or wider, because numpy has no bfloat16.
@@ -343,7 +352,8 @@ class TorchRunner(Closeable):
         Raises:
             InputError: PyTorch itself rejects the feeds.
         """
-        return self._call(self._run, feeds)
+        with random or nullcontext():
+            return self._call(self._run, feeds)
 
     def decode(self, feeds: Feeds, *, resume: bool) -> Outputs:
         """Run the next tokens with the model's own cache; see `TorchDecoder.decode`.
@@ -553,7 +563,7 @@ class TorchRunner(Closeable):
         if self._submodels is None:
             try:
                 self._submodels = _optimum_submodels(
-                    self._model, self._manifest, self._precision_name
+                    self._model, self._manifest, self._precision_name, self._model_kwargs
                 )
             except (LookupError, ValueError, TypeError) as error:  # not in its registry
                 self._submodels = {}
@@ -580,7 +590,7 @@ class TorchRunner(Closeable):
             rows, length = tensors["encoder_attention_mask"].shape
             width = getattr(self._model.get_encoder().config, "hidden_size", 1)
             inputs["encoder_outputs"] = (torch.zeros(rows, length, width), None, None)
-        with config.patch_model_for_export(model, model_kwargs={}):
+        with config.patch_model_for_export(model, model_kwargs=self._model_kwargs):
             found = model(**config.rename_ambiguous_inputs(inputs))
         flat: dict[str, Any] = {}
         for name, value in found.items():
@@ -594,7 +604,7 @@ class TorchRunner(Closeable):
 
 
 def _optimum_submodels(
-    model: Any, manifest: Manifest, precision: str
+    model: Any, manifest: Manifest, precision: str, model_kwargs: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return each graph's PyTorch module and Optimum's ONNX config, by the graph's file stem."""
     import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
@@ -612,8 +622,10 @@ def _optimum_submodels(
         preprocessors=None,
         _variant="default",
         library_name="transformers",
-        model_kwargs={},
+        model_kwargs=model_kwargs,
     )
+    if "vocoder_model" in model_kwargs:  # Optimum has loaded it, in FP32
+        model_kwargs["vocoder_model"].to(_DTYPES[precision])
     return dict(parts)
 
 
@@ -623,7 +635,8 @@ def _submodel_inputs(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
     Inputs get PyTorch's names; the encoder's output becomes a tuple, and `past_key_values.0.key`, …
     become a list with one tuple per layer.
     """
-    torch_names = {graph: name for name, graph in config.torch_to_onnx_input_map.items()}
+    names = config.torch_to_onnx_input_map.items()
+    torch_names = {graph: name for name, graph in names if name in config.inputs}
     layers: dict[str, list[Any]] = {}
     plain: dict[str, Any] = {}
     for name, tensor in tensors.items():

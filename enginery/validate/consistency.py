@@ -29,6 +29,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import GraphCoverage, ValidationCaseResult
 from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
+from enginery.core.model.onnx_structure import is_random_input
 from enginery.core.progress import Progress
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.runtime.engines.padding import dim_sizes
@@ -498,6 +499,8 @@ def _obstacle(record: GraphRecord) -> str:
     batch = _batch_dim(record)
     if batch is None:
         return "its first input has no dims"
+    if any(is_random_input(spec.name) for spec in record.inputs):
+        return "a row alone would get other random numbers"
     for spec in record.inputs:
         if spec.name != "use_cache_branch" and (not spec.dims or spec.dims[0] != batch):
             return f"the first dim of {spec.name} is not the batch"

@@ -24,6 +24,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, InputError, ProviderError, SourceError
 from enginery.core.model.feeds import Feeds
+from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
@@ -59,6 +60,8 @@ class ReferenceOutputs:
     """Output name -> `.npy` file."""
     problem: str = ""
     """Reason if there are none: the reference rejects the inputs."""
+    random: Path | None = None
+    """`.npz` file of the random numbers that the reference drew; None if it draws none."""
 
     def load(self, output: str) -> NDArray[Any]:
         """Load one output; a large one is memory-mapped."""
@@ -66,6 +69,13 @@ class ReferenceOutputs:
         large = path.stat().st_size > _IN_MEMORY_BYTES
         array: NDArray[Any] = np.load(path, mmap_mode="r" if large else None)
         return array
+
+    def random_numbers(self) -> dict[str, NDArray[Any]]:
+        """Load the random numbers that the reference drew, by `random_input`'s names."""
+        if self.random is None or not self.random.exists():
+            return {}
+        with np.load(self.random, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,8 @@ class Reference:
     artifact: Artifact
     source: ModelSource
     trust_remote_code: bool = False
+    vocoder: Path | None = None
+    """The directory of the vocoder that a model of speech was exported with."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: ValidateConfig) -> Reference:
@@ -107,7 +119,8 @@ class Reference:
                     f"{source.path} is one graph, but {artifact.path} has several: {files}.",
                     do="Name the original model with --reference MODEL.",
                 )
-        return cls(artifact, source, config.trust_remote_code)
+        vocoder = _find_vocoder(artifact, config)
+        return cls(artifact, source, config.trust_remote_code, vocoder)
 
     @property
     def is_onnx(self) -> bool:
@@ -168,6 +181,7 @@ class Reference:
             self.artifact.manifest,
             graph=graph,
             precision=precision,
+            vocoder=self.vocoder,
             trust_remote_code=self.trust_remote_code,
         )
 
@@ -175,6 +189,25 @@ class Reference:
         from enginery.validate.source_file import SourceFile  # onnx takes a while to import
 
         return SourceFile(self.source.path, self.artifact.graph(graph), **noise)
+
+
+def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:
+    """Return the directory of the vocoder that the model was exported with; None without one.
+
+    Raises:
+        SourceError: it does not exist any more, has changed, or has only pickled weights.
+    """
+    export = next((s for s in artifact.manifest.stages if s.stage == "export"), None)
+    kwargs = export.options.get("model_kwargs") if export else None
+    if export is None or not kwargs:
+        return None
+    name = kwargs["vocoder"]
+    source = resolve_source(name, allow_pickle=config.allow_pickle)
+    if source.record.sha256 != export.fields.get("vocoder"):
+        raise SourceError(
+            f"the vocoder {name} has changed since the export.", do="Export the model again."
+        )
+    return source.path
 
 
 @dataclass(frozen=True)
@@ -228,6 +261,7 @@ def run_reference(
     """
     expected: list[ReferenceOutputs] = []
     pooling = _pooling_in_graph(reference.artifact, record)
+    random = bool(read_structure(reference.artifact.path / record.file).random_ops())
     with (
         reference.open(record.file) as model,
         progress.task(reference.description, total=len(cases)) as advance,
@@ -235,12 +269,14 @@ def run_reference(
         for index, case in enumerate(cases):
             # Outside the `try`: a failure to generate inputs is not the model's.
             feeds = case.make()
+            numbers = scratch / f"{record.file}-{index}.npz" if random else None
+            directory = scratch / f"{record.file}-{index}"
             try:
-                files = _run(model, case, feeds, scratch / f"{record.file}-{index}", pooling)
+                files = _run(model, case, feeds, directory, pooling, numbers)
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
-                expected.append(ReferenceOutputs(files))
+                expected.append(ReferenceOutputs(files, random=numbers))
             advance()
         notes = list(model.notes)
     if not noise:
@@ -259,6 +295,7 @@ def _run(
     feeds: Feeds,
     directory: Path,
     pooling: Pooling | None,
+    random: Path | None,
 ) -> dict[str, Path]:
     """Run the reference on a case; a step of decoding continues the one before.
 
@@ -266,7 +303,10 @@ def _run(
     """
     if case.decode and isinstance(model, TorchReference):
         return model(feeds, directory, decode=case.decode)
-    files = dict(model(feeds, directory))
+    if random is not None and isinstance(model, TorchReference):
+        files = model(feeds, directory, random=random)
+    else:
+        files = dict(model(feeds, directory))
     tokens = next((name for name in TOKEN_OUTPUTS if name in files), None)
     if pooling and tokens and SENTENCE_OUTPUT not in files and "attention_mask" in feeds:
         files[SENTENCE_OUTPUT] = directory / f"{SENTENCE_OUTPUT}.npy"
@@ -302,8 +342,10 @@ def _noise_floors(
                     place = scratch / f"{record.file}-{index}-noisy"
                     try:
                         feeds = case.make()
-                        files = _run(model, case, feeds, place, pooling) if wide.files else {}
-                        other = ReferenceOutputs(files)
+                        other = ReferenceOutputs()
+                        if wide.files:
+                            files = _run(model, case, feeds, place, pooling, wide.random)
+                            other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)
                         other = ReferenceOutputs()

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.engine_record import engine_directories
@@ -81,8 +82,11 @@ from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
 
+if TYPE_CHECKING:
+    from enginery.validate.random_numbers import GivenNumbers
+
 STAGE = "validate"
-STAGE_VERSION = "15"
+STAGE_VERSION = "16"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -349,6 +353,10 @@ class _Comparison:
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
+        given = None if engines else self._give_random_numbers(record, cases, reference)
+        if given:
+            artifact, cases = given.artifact, given.cases
+            record = artifact.manifest.graphs[0]
         with OrtRunner(
             artifact,
             graph=record.file,
@@ -426,9 +434,26 @@ class _Comparison:
         if self.layer_limits is not None:
             self._compare_layers(record, cases, self.layer_limits)
         self.notes += reference.notes
-        for outputs in ("cases", "scan"):  # they may take gigabytes
+        for outputs in ("cases", "scan", "random"):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found, limits
+
+    def _give_random_numbers(
+        self, record: GraphRecord, cases: Sequence[ValidationCase], reference: ReferenceRun
+    ) -> GivenNumbers | None:
+        """Return a graph that takes PyTorch's random numbers; None if it draws none, or others."""
+        if not any(expected.random for expected in reference.outputs):
+            return None
+        from enginery.validate.random_numbers import give_random_numbers  # imports onnx, slowly
+
+        found = give_random_numbers(
+            self.reference.artifact, record, cases, reference, self.scratch / "random"
+        )
+        if isinstance(found, str):
+            self.notes.append(f"{record.file}: PyTorch has drawn other random numbers: {found}")
+            return None
+        self.notes.append(f"{record.file} was compared on the random numbers that PyTorch drew")
+        return found
 
     def _compare_layers(
         self, record: GraphRecord, cases: Sequence[ValidationCase], limits: LayerExpectation

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import ShapeError
 from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import TensorSpec, dim_terms
+from enginery.core.shapes import TensorSpec, dim_terms, is_batch
 
 if TYPE_CHECKING:
     from enginery.core.artifact.artifact import Artifact
@@ -52,6 +52,8 @@ class FeedLimits:
     nowhere else. None for other models."""
     image_tokens: int = 0
     """Number of such ids at the start of each row."""
+    codebooks: int = 1
+    """Rows of tokens for each row of the batch; more than 1 in decoders of sound."""
     type_vocab_size: int = 1
     min_sequence: int = 1
     """Shortest sequence; for raw audio, the samples that the convolutions need."""
@@ -66,6 +68,16 @@ class FeedLimits:
     def max_sizes(self) -> dict[str, int]:
         """Largest allowed size of each dim: of `sequence`, if the position embeddings limit it."""
         return {} if self.position_limit is None else {"sequence": self.position_limit}
+
+    def rows(self, dim: str, batch: int) -> int | None:
+        """Return the size of a dim that counts rows, for a batch of this size; None for others.
+
+        >>> FeedLimits(codebooks=4).rows("total_batch_size_x_num_codebooks", 2)  # MusicGen
+        8
+        """
+        if dim.endswith("_x_num_codebooks"):
+            return batch * self.codebooks
+        return batch if is_batch(dim) else None
 
     @classmethod
     def from_artifact(cls, artifact: Artifact) -> FeedLimits:
@@ -87,7 +99,7 @@ class FeedLimits:
         merged = config.merged()
         pad, eos = merged.pad_token_id, merged.eos_token_id
         ends = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        frames = merged.audio_samples
+        frames = 1 if _speaks(merged) else merged.audio_samples
         limit = merged.position_limit()
         vision = config.vlm_config
         patches = vision.image_tokens if vision else 0
@@ -98,6 +110,7 @@ class FeedLimits:
             end_id=ends[0] if ends and _reads_the_end(merged) else None,
             image_token_id=vision.image_token_index if vision and patches else None,
             image_tokens=patches,
+            codebooks=merged.num_codebooks or 1,
             type_vocab_size=merged.type_vocab_size or 1,
             min_sequence=patches + 1 if patches else frames,
             max_positions=16 * frames if frames > 1 else limit,
@@ -111,6 +124,11 @@ def _reads_the_end(config: ModelConfig) -> bool:
     return config.is_encoder_decoder and any(
         name.endswith("ForSequenceClassification") for name in config.architectures
     )
+
+
+def _speaks(config: ModelConfig) -> bool:
+    """Return True for SpeechT5 that takes texts, and whose convolutions over sound are unused."""
+    return any(name.endswith("ForTextToSpeech") for name in config.architectures)
 
 
 _IMAGE_EDGE = 224
@@ -187,6 +205,9 @@ def make_feeds(
             feeds["input_ids"][:, : limits.image_tokens] = limits.image_token_id
         if limits.end_id is not None:
             _end_rows(feeds, specs, limits.end_id)
+        if {"input_ids", "max_length"} <= feeds.keys():
+            # MusicGen's pattern holds the tokens, those of each codebook a step later.
+            feeds["max_length"][:] = feeds["input_ids"].shape[1] + limits.codebooks + 1
     except (TypeError, ValueError, IndexError) as error:  # `bbox` of 5 numbers, `float7`
         listed = ", ".join(str(spec) for spec in specs)
         raise ShapeError(f"cannot generate inputs for {listed}: {error}.") from error
@@ -227,6 +248,8 @@ def _values(
         allowed = np.setdiff1d(everything, [each for each in avoid if each is not None])
         # If all tokens are special, draw from all of them.
         values = generator.choice(allowed if allowed.size else everything, shape)
+    elif name == "audio_codes":
+        values = generator.integers(0, limits.vocab_size, shape)
     elif name == "bbox":
         # Boxes are x0, y0, x1, y1 in thousandths of the page, with x0 <= x1 and y0 <= y1.
         corners = np.sort(generator.integers(0, 1000, (*shape[:-1], 2, 2)), axis=-2)

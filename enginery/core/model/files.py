@@ -211,6 +211,8 @@ class ModelPart(_Values):
         Annotated[int, Field(ge=1, le=2**10), _expected("an integer from 1 to 1024")] | None
     ) = None
     max_length: Count = 0
+    num_codebooks: Count = 0
+    """Rows of tokens that a decoder of sound has for each row of its batch; 0 for other models."""
 
     @property
     def positions(self) -> int:

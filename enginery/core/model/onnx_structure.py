@@ -148,8 +148,8 @@ class ModelStructure:
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
-    def random_notes(self, name: str) -> list[str]:
-        """Return a note if the graph draws random numbers; `name` is what it calls the file."""
+    def random_ops(self) -> list[str]:
+        """Return the ops with which the graph draws random numbers, sorted; none if it does not."""
         found: set[str] = set()
         graphs = [self.graph, *self.functions]
         while graphs:
@@ -157,9 +157,13 @@ class ModelStructure:
                 if node.op_type in RANDOM_OPS and not node.domain:
                     found.add(node.op_type)
                 graphs += [g for each in node.attributes.values() for g in each.graphs]
-        ops = ", ".join(sorted(found))
+        return sorted(found)
+
+    def random_notes(self, name: str) -> list[str]:
+        """Return a note if the graph draws random numbers; `name` is what it calls the file."""
+        ops = ", ".join(self.random_ops())
         note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
-        return [note] if found else []
+        return [note] if ops else []
 
 
 RANDOM_OPS = (
@@ -170,6 +174,22 @@ RANDOM_OPS = (
     "Bernoulli",
     "Multinomial",
 )
+_RANDOM_INPUT = "enginery.random"
+
+
+def random_input(index: int, distribution: str) -> str:
+    """Return the name of a graph's input that takes the place of random numbers.
+
+    Args:
+        index: how many were drawn before.
+        distribution: `normal` or `uniform`, both the standard one.
+    """
+    return f"{_RANDOM_INPUT}.{index}.{distribution}"
+
+
+def is_random_input(name: str) -> bool:
+    """Return True for a name that `random_input` returns."""
+    return name.startswith(f"{_RANDOM_INPUT}.")
 
 
 class _DamagedError(Exception):

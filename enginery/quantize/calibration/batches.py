@@ -19,7 +19,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
-from enginery.core.shapes import dynamic_dims, is_batch, share_of_positions
+from enginery.core.shapes import dynamic_dims, share_of_positions
 from enginery.quantize.calibration.prompts import PromptFeeder, takes_prompts
 from enginery.quantize.calibration.steps import StepFeeder
 from enginery.runtime.decoder_graphs import find_encoder_decoder
@@ -245,7 +245,9 @@ def _random_batches(
     sizes = {
         name: limits.sizes.get(name, share_of_positions(name, names, longest)) for name in names
     }
-    sizes |= {name: 1 for name in names if is_batch(name)}
+    for name in names:
+        if (size_of_rows := limits.rows(name, 1)) is not None:
+            sizes[name] = size_of_rows
     return [
         Batch((row,), partial(make_feeds, record.inputs, sizes, limits, seed=seed + row))
         for row in rows

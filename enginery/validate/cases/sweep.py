@@ -130,8 +130,9 @@ def sweep_sizes(
     sizes: dict[str, int] = {}
     for name in names:
         natural = limits.sizes.get(canonical_dim(name))
-        if name == "batch":
-            sizes[name] = batch
+        rows = limits.rows(name, batch)
+        if rows is not None:
+            sizes[name] = rows
         elif natural is not None:
             sizes[name] = natural + (64 if name == "width" else 32) * odd
         elif "sequence" in name:
