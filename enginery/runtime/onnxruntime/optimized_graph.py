@@ -28,7 +28,7 @@ from enginery.runtime.onnxruntime.session import use_exact_int8
 from enginery.runtime.providers.known import CPU
 from enginery.runtime.providers.selection import Provider
 
-_STAGE_VERSION = "3"
+_STAGE_VERSION = "4"
 _DATA = f"{MODEL_FILE}.data"
 _SMALLEST_BYTES = "1024"
 """Smaller weights stay in the graph, because they are smaller than a page of memory."""
@@ -89,8 +89,10 @@ def _make(
         prefix = "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{prefix}file_name", _DATA)
         options.add_session_config_entry(f"{prefix}min_size_in_bytes", _SMALLEST_BYTES)
-        # Otherwise weights are also stored in the layout of the kernels.
-        options.add_session_config_entry("session.disable_prepacking", "1")
+        # Weights in the layout of the kernels are mapped, too, and shared by all sessions.
+        options.add_session_config_entry(
+            "session.save_external_prepacked_constant_initializers", "1"
+        )
         try:
             ort.InferenceSession(
                 str(artifact.path / record.file), options, providers=[CPU], enable_fallback=0

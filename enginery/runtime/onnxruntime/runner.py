@@ -11,8 +11,9 @@ inputs and outputs are bound to buffers on the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class OrtRunner(Closeable):
         allow_fallback: bool = False,
         allow_build: bool = False,
         threads: int = 0,
+        lone_threads: int = 0,
         io_binding: bool = True,
         cuda_graph: bool = False,
         shrink_arena: bool = False,
@@ -89,6 +91,9 @@ class OrtRunner(Closeable):
             allow_build: if no engine fits, let TensorRT's provider build one while loading, and
                 again for each input that does not fit; the results are not stored.
             threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
+            lone_threads: intra-op threads of a run that overlaps no other, in a second session; 0
+                for `threads`. It is only opened with `keep_optimized`, where both map the same
+                weights.
             io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
             cuda_graph: record the run of each shape as a CUDA graph and replay it. The graph is
                 loaded twice, first for a run on synthetic inputs that checks the placement. Each
@@ -128,6 +133,9 @@ class OrtRunner(Closeable):
         self._limits = FeedLimits.from_artifact(artifact)
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
+        self._lone_session: Any = None
+        self._running = 0
+        self._running_lock = threading.Lock()
         if cuda_graph:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
@@ -152,6 +160,15 @@ class OrtRunner(Closeable):
                     record=self.record,
                 )
             ]
+            if kept and lone_threads:
+                self._lone_session = open_session(
+                    kept,
+                    self.providers,
+                    threads=lone_threads,
+                    optimize=False,
+                    stop_spinning=True,  # other runs need the cores
+                    record=self.record,
+                )
         self._capture = cuda_graph
         self._buckets = buckets
         self._shrink = shrink_arena
@@ -188,16 +205,33 @@ class OrtRunner(Closeable):
         names = [spec.name for spec in self.record.outputs]
         if index in self._bindings:
             return self._bindings[index](arrays)
-        session = self._sessions[index]
-        # A session does not accept None as run options.
-        options = [run_options(self._run_config(session))] if self._shrink else []
         try:
-            with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+            with (
+                self._choose_session(index) as session,
+                CAPTURE_LOCK.running() if self._on_gpu else nullcontext(),
+            ):
+                # A session does not accept None as run options.
+                options = [run_options(self._run_config(session))] if self._shrink else []
                 values = session.run(names, arrays, *options)
         except Exception as error:  # ONNX Runtime raises many unrelated types
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
         return dict(zip(names, values, strict=True))
+
+    @contextmanager
+    def _choose_session(self, index: int) -> Iterator[Any]:
+        """Return the session of an index, or the one with more threads if no run is in progress."""
+        if self._lone_session is None:
+            yield self._sessions[index]
+            return
+        with self._running_lock:
+            alone = not self._running
+            self._running += 1
+        try:
+            yield self._lone_session if alone else self._sessions[index]
+        finally:
+            with self._running_lock:
+                self._running -= 1
 
     def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph and leave the outputs on the device of the session.
@@ -370,6 +404,7 @@ class OrtRunner(Closeable):
             binding.close()
         self._bindings = {}
         self._sessions = []
+        self._lone_session = None
 
 
 def run_values(session: Any, values: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
@@ -413,6 +448,7 @@ def open_session(
     threads: int = 0,
     optimize: bool = True,
     spinning: bool = True,
+    stop_spinning: bool = False,
     record: GraphRecord | None = None,
 ) -> Any:
     """Return an `onnxruntime.InferenceSession` on exactly the given providers.
@@ -423,6 +459,7 @@ def open_session(
         threads: intra-op threads; 0 for ONNX Runtime's default.
         optimize: False for a graph that ONNX Runtime has already optimized.
         spinning: True if threads wait in busy loops.
+        stop_spinning: True if they stop doing so at the end of a run.
         record: expected inputs and outputs; None if unknown.
 
     Raises:
@@ -438,6 +475,8 @@ def open_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if stop_spinning:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     # The weights of an optimized graph are in other files than those of the record.
     own = record if optimize else None
     session = new_session(path, providers, options, record=own)

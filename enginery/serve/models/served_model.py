@@ -173,7 +173,8 @@ class ModelBackend:
         threads, on_cpu = options.threads, providers[0].full_name == CPU
         generates = artifact.manifest.task in TextGenerator.tasks
         alone = (options.workers or usable_cores()) == 1
-        if not threads and on_cpu and not alone and not generates:
+        adapts = not threads and on_cpu and not alone and not generates
+        if adapts:
             threads = 1
 
         def open_graph(file: str = "") -> OrtRunner:
@@ -183,6 +184,7 @@ class ModelBackend:
                 providers=providers,
                 allow_fallback=options.allow_fallback,
                 threads=threads,
+                lone_threads=(options.workers or usable_cores()) if adapts else 0,
                 shrink_arena=options.shrink_arena,
                 keep_optimized=options.optimized_graph,
                 # Spinning threads of several workers would take the cores from each other.
