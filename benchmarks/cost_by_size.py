@@ -51,15 +51,7 @@ NODES = {
                b = DequantizeLinear(w, scale) y = MatMul(a, b)""",
 }
 """The product at each precision; that in INT8 includes the quantization of its input."""
-PRODUCTS = (
-    "MatMul",
-    "MatMulIntegerToFloat",
-    "Gemm",
-    "Attention",
-    "QAttention",
-    "QGemm",
-    "FusedMatMul",
-)
+PRODUCTS = ("MatMul", "MatMulIntegerToFloat", "Gemm", "Attention", "QAttention", "FusedMatMul")
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -254,12 +246,14 @@ def write_products(work: Path, precision: str) -> list[Path]:
         model = onnx.parser.parse_model(f"{head} g {values} {{ {NODES[precision]} }}")
         scale = np.float32(np.abs(weights).max() / 127)
         quantized = np.round(weights / scale).astype(np.int8)
-        constants = {"w": weights if precision == "FP32" else quantized, "scale": scale}
-        constants |= {"zero": np.uint8(128), "step": np.float32(0.03)}
-        model.graph.initializer.extend(
-            onnx.numpy_helper.from_array(np.asarray(value), name)
-            for name, value in constants.items()
-        )
+        constants: dict[str, Any] = {
+            "w": weights if precision == "FP32" else quantized,
+            "scale": scale,
+            "zero": np.uint8(128),
+            "step": np.float32(0.03),
+        }
+        for name, value in constants.items():
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
         files.append(work / f"product-{precision}-{index}.onnx")
         onnx.save(model, files[-1])
     return files
@@ -268,7 +262,8 @@ def write_products(work: Path, precision: str) -> list[Path]:
 def product_input(session: Any) -> NDArray[Any]:
     """Return the input of a graph of one product."""
     shape = session.get_inputs()[0].shape
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    drawn: NDArray[Any] = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    return drawn
 
 
 def row(graph: Graph, length: int, found: Figures) -> str:

@@ -1,8 +1,11 @@
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from enginery.core.errors import InputError
 from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -41,6 +44,78 @@ def test_a_kept_graph_answers_as_the_artifact_does(tiny, home):
     assert len(list((home / "graphs").glob("graph-*"))) == 1
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, atol=OUTPUTS)
+
+
+class Held:
+    """A session that waits in `run` until it is released."""
+
+    def __init__(self, session):
+        self._session = session
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def run(self, *arguments):
+        self.entered.set()
+        assert self.released.wait(30)
+        return self._session.run(*arguments)
+
+
+def test_a_run_that_overlaps_no_other_has_more_threads(tiny, home):
+    feeds = feeds_of(tiny)
+    with OrtRunner(tiny, threads=1, lone_threads=2, keep_optimized=True) as runner:
+        lone, shared = runner._lone_session, runner._sessions[0]
+        assert lone.get_session_options().intra_op_num_threads == 2
+        assert shared.get_session_options().intra_op_num_threads == 1
+        runner._lone_session = first = Held(lone)
+        runner._sessions[0] = second = Held(shared)
+        with ThreadPoolExecutor(2) as pool:
+            alone = pool.submit(runner, feeds)
+            assert first.entered.wait(30)
+            overlapping = pool.submit(runner, feeds)
+            assert second.entered.wait(30)
+            first.released.set()
+            second.released.set()
+            found = [alone.result(), overlapping.result()]
+        first.entered.clear()
+        second.entered.clear()
+        found.append(runner(feeds))
+        assert first.entered.is_set()
+        assert not second.entered.is_set()
+    for name, array in found[0].items():
+        np.testing.assert_allclose(found[1][name], array, atol=OUTPUTS)
+        np.testing.assert_allclose(found[2][name], array, atol=OUTPUTS)
+
+
+def test_a_run_that_fails_leaves_the_next_alone(tiny, home):
+    feeds = feeds_of(tiny)
+    with OrtRunner(tiny, threads=1, lone_threads=2, keep_optimized=True) as runner:
+        too_large = {name: np.full((1, 9), 10**6, np.int64) for name in feeds}
+        with pytest.raises(InputError):
+            runner(too_large)
+        runner._lone_session = lone = Held(runner._lone_session)
+        lone.released.set()
+        runner(feeds)
+        assert lone.entered.is_set()
+
+
+def test_sessions_map_the_same_weights(tmp_path, home):
+    """A second session takes a fraction of the weights' size."""
+    import psutil
+
+    from tests.tiny import tiny_artifact
+
+    artifact = tiny_artifact(
+        "bert", "feature-extraction", tmp_path / "wide", hidden_size=1024, intermediate_size=4096
+    )
+    weights = artifact.graph_bytes(artifact.manifest.graphs[0])
+    assert weights > 50 << 20
+    process = psutil.Process()
+    with OrtRunner(artifact, threads=1, keep_optimized=True) as first:
+        first(feeds_of(artifact))
+        before = process.memory_full_info().pss
+        with OrtRunner(artifact, threads=1, keep_optimized=True) as second:
+            second(feeds_of(artifact))
+            added = process.memory_full_info().pss - before
+    assert added < weights / 4
 
 
 def test_it_is_made_once(tiny, home):
