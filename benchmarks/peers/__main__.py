@@ -85,6 +85,8 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     if given.mode == "serve" and not shutil.which("wrk"):
         parser.error("wrk is not installed: apt install wrk")
+    if given.rounds < 1:
+        parser.error("--rounds is at least 1")
     known = [one.name for one in contenders(given.mode)]
     if unknown := [name for name in given.only or () if name not in known]:
         parser.error(f"unknown contenders {unknown}; known: {known}")

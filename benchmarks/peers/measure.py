@@ -23,7 +23,7 @@ from benchmarks.peers.environments import OFFLINE, UnavailableError
 from benchmarks.serve_load import answers, closed_loop, free_port, message_of
 
 PATIENCE_SECONDS = 180
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.1  # each reads the page tables of the process, which takes milliseconds
 
 
 class PeakMemory:

@@ -55,7 +55,6 @@ def openvino(model, **properties):
     compiled = ov.Core().compile_model(
         f"{model}/model.onnx", "CPU", {"PERFORMANCE_HINT": "THROUGHPUT", **properties}
     )
-    print(f"computes in {compiled.get_property('INFERENCE_PRECISION_HINT')}", file=sys.stderr)
     tokenizer = read_tokenizer(model)
 
     def encode_ordered(texts):
