@@ -43,7 +43,7 @@ from benchmarks.peers.measure import encode, serve
 from benchmarks.quantize_minilm import CALIBRATION, sentences
 from enginery.runtime.machine import read_cpuinfo
 
-CHECKED = 256
+CHECKED = 64
 """Texts whose embeddings from each server are compared."""
 MIN_TEXTS = 2048
 """Texts of the load of the servers, at least."""
