@@ -91,6 +91,9 @@ STAGE_VERSION = "17"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
+_RANDOM = "random"
+"""Folder of the graphs that take random numbers."""
+
 # Permissions do not change the outputs.
 _NOT_IN_KEY = ("trust_remote_code", "allow_pickle")
 
@@ -357,12 +360,15 @@ class _Comparison:
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
-        given = None if engines else self._give_random_numbers(record, cases, reference)
+        run, run_record, run_cases = artifact, record, cases
+        path = artifact.path / record.file
+        given = None if engines else self._give_random_numbers(path, record, cases, reference)
         if given:
-            artifact, cases = given.artifact, given.cases
-            record = artifact.manifest.graphs[0]
+            run_record, run_cases = given.record, given.cases
+            manifest = artifact.manifest.model_copy(update={"graphs": (run_record,)})
+            run = Artifact(self.scratch / _RANDOM, manifest)
         with OrtRunner(
-            artifact,
+            run,
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
@@ -381,8 +387,8 @@ class _Comparison:
             own_limits = replace(limits, made_up_cache=made_up)
             found = compare_graph(
                 runner,
-                record,
-                cases,
+                run_record,
+                run_cases,
                 reference,
                 own_limits,
                 embeddings=self.embeddings,
@@ -395,7 +401,7 @@ class _Comparison:
             if not (quantized and exists) and not simulated:
                 scan = ConsistencyScan(
                     runner,
-                    record,
+                    run_record,
                     self.feed_limits,
                     engines=engines,
                     sizes=_sizes(artifact.path / record.file),
@@ -438,7 +444,7 @@ class _Comparison:
         if self.layer_limits is not None:
             self._compare_layers(record, cases, self.layer_limits)
         self.notes += reference.notes
-        for outputs in ("cases", "scan", "random"):  # they may take gigabytes
+        for outputs in ("cases", "scan", _RANDOM):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return found
 
@@ -466,16 +472,18 @@ class _Comparison:
         )
 
     def _give_random_numbers(
-        self, record: GraphRecord, cases: Sequence[ValidationCase], reference: ReferenceRun
+        self,
+        path: Path,
+        record: GraphRecord,
+        cases: Sequence[ValidationCase],
+        reference: ReferenceRun,
     ) -> GivenNumbers | None:
         """Return a graph that takes PyTorch's random numbers; None if it draws none, or others."""
         if not any(expected.random for expected in reference.outputs):
             return None
         from enginery.validate.random_numbers import give_random_numbers  # imports onnx, slowly
 
-        found = give_random_numbers(
-            self.reference.artifact, record, cases, reference, self.scratch / "random"
-        )
+        found = give_random_numbers(path, record, cases, reference, self.scratch / _RANDOM)
         if isinstance(found, str):
             self.notes.append(f"{record.file}: PyTorch has drawn other random numbers: {found}")
             return None
@@ -548,6 +556,8 @@ class _Comparison:
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
         """
+        if given := self._give_random_numbers(path, derived, cases, reference):
+            path, derived, cases = given.path, given.record, given.cases
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
             found = compare_graph(run, derived, cases, reference, limits, progress=self.progress)
