@@ -103,12 +103,25 @@ def test_unexpected_exception_gives_one_line_and_a_traceback_in_the_log(modules)
     assert "Traceback" in (modules / "logs" / "child.log").read_text()
 
 
-def test_crash_message_names_the_signal_and_the_log(modules):
-    with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. Its"):
+def test_crash_message_names_the_signal_the_log_and_its_last_line(modules):
+    with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. The"):
         run(modules, "crash")
-    with pytest.raises(ExportError, match=r"the process ended with status 3\..*child\.log"):
+    with pytest.raises(ExportError, match=r"ended with status 3\. .*last words.*child\.log"):
         run(modules, "leave")
     assert (modules / "logs" / "child.log").read_text() == "last words"
+
+
+@pytest.mark.parametrize("file", ["request.json", "result.json"])
+def test_file_that_the_child_cannot_use_is_named_with_the_cause(modules, monkeypatch, file):
+    def removing_it_first(module, *arguments, on_line):
+        path = next(Path(word) for word in arguments if word.endswith(file))
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        return run_module(module, *arguments, on_line=on_line)
+
+    monkeypatch.setattr("enginery.core.subprocess.run_module", removing_it_first)
+    with pytest.raises(ExportError, match=rf"Is a directory: \S*{file}"):
+        run(modules, "double")
 
 
 def test_module_that_cannot_be_imported_is_an_error(modules):

@@ -44,7 +44,7 @@ class Scenario:
     name = ""
     """Distinguishes the scenarios in the names of tests."""
     step = 1
-    """The quick suite lets a fault strike every `step`-th operation."""
+    """The quick suite cuts the power after every `4 * step`-th change."""
 
     def prepare(self, root: Path) -> None:
         """Write the files that the operation starts from."""
