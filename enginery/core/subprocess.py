@@ -150,7 +150,7 @@ class WorkerProcess(Closeable):
         self,
         module: str,
         *,
-        log: Path,
+        log: Path | None = None,
         description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
@@ -159,15 +159,18 @@ class WorkerProcess(Closeable):
 
         Args:
             module: a module whose `__main__` calls `serve_requests`.
-            log: file for the child's standard error, and for what its libraries print.
+            log: file for the child's standard error, and for what its libraries print; None for one
+                in a temporary directory, which is removed with the process.
             description: start of the message if the child ends without a result.
             error: class of the error to raise if the child crashes, or raises an exception that
                 is not an EngineryError.
             environment: environment variables in addition to those of this process.
         """
-        self._log, self._description, self._error = log, description, error
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack, log.open("w", encoding="utf-8") as stream:
+        self._description, self._error = description, error
+        with ExitStack() as stack:
+            self._log = log or stack.enter_context(temporary_directory("worker")) / "log"
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context(self._log.open("w", encoding="utf-8"))
             pipe, descriptors = stack.enter_context(parent_death_pipe())
             self._process = subprocess.Popen(
                 python_command(module),
@@ -179,7 +182,7 @@ class WorkerProcess(Closeable):
                 env={**os.environ, **pipe, **(environment or {})},
                 pass_fds=descriptors,
             )
-            self._pipe = stack.pop_all()
+            self._held = stack.pop_all()
 
     @property
     def is_alive(self) -> bool:
@@ -217,7 +220,7 @@ class WorkerProcess(Closeable):
         # It may be in the middle of a long run, and holds nothing that has to be saved.
         self._process.kill()
         self._process.wait()
-        self._pipe.close()
+        self._held.close()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
                 with suppress(BrokenPipeError):

@@ -5,13 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from enginery.core.errors import ExportError, ShapeError, SourceError
-from enginery.core.subprocess import describe_exit, run_in_subprocess, run_module
+from enginery.core.subprocess import (
+    WorkerProcess,
+    describe_exit,
+    run_in_subprocess,
+    run_module,
+)
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -50,6 +56,11 @@ print(os.getpid(), flush=True)
 if sys.argv[1] == "locked":
     re.match(r"(a+)+$", "a" * 64 + "b")  # C code that keeps the lock
 time.sleep(600)
+"""
+
+ECHO = """
+from enginery.core.subprocess import serve_requests
+serve_requests(lambda request: request)
 """
 
 PARENT = """
@@ -241,3 +252,13 @@ def test_worker_can_be_run_by_hand(modules):
     words = [sys.executable, "-m", "child", modules / "request.json", modules / "result.json"]
     assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0
     assert json.loads((modules / "result.json").read_text()) == {"value": 8}
+
+
+def test_temporary_log_of_a_worker_process_is_removed_with_it(modules, monkeypatch):
+    (modules / "echo.py").write_text(ECHO)
+    (modules / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(modules / "tmp"))
+    with WorkerProcess("echo", description="working", error=ExportError) as worker:
+        assert worker.request("double", value=1) == {"do": "double", "value": 1}
+        assert len(list((modules / "tmp").glob("enginery-worker-*/log"))) == 1
+    assert list((modules / "tmp").iterdir()) == []

@@ -16,7 +16,7 @@ import jinja2
 import pytest
 
 from enginery.core.artifact import fingerprint
-from tests.faults.scenarios import Scenario, scenarios
+from tests.faults.scenarios import Scenario, scenarios, scenarios_with_children
 from tests.prefork import forked_children
 from tests.tiny import tiny_artifact
 
@@ -100,14 +100,15 @@ class Sandbox:
     def names(self) -> set[str]:
         """Return the paths of all files and directories.
 
-        Without locks, which hold nothing, and graphs that are optimized for this processor, which
-        are made when there is time.
+        Without locks, which hold nothing, verdicts, whose names depend on the time, and graphs that
+        are optimized for this processor, which are made when there is time.
         """
         found = {path.relative_to(self.root).as_posix() for path in self.root.rglob("*")}
         return {
             name
             for name in found
-            if not name.startswith(("home/locks", "home/graphs")) or ".tmp-" in name
+            if not name.startswith(("home/locks", "home/verdicts/", "home/graphs"))
+            or ".tmp-" in name
         }
 
     def empty(self) -> None:
@@ -160,6 +161,7 @@ def sandbox(shared_sandbox, monkeypatch):
 @pytest.fixture
 def scenario(request, classifier, sandbox):
     """Return the scenario with the name that the test asks for, prepared."""
-    found = next(each for each in scenarios(classifier) if each.name == request.param)
+    known = [*scenarios(classifier), *scenarios_with_children(classifier)]
+    found = next(each for each in known if each.name == request.param)
     sandbox.prepare(found)
     return found

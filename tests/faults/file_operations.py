@@ -99,33 +99,49 @@ Fault = FailOnce | FailFrom | Stop
 
 
 class Tally:
-    """Numbers that a process shares with the children that it forks or starts."""
+    """What a process and the children that it forks or starts count together."""
 
     def __init__(self, path: str = "") -> None:
-        """Start at zero, or share the numbers at a path that `path` returned in another process."""
+        """Start at zero, or go on with the tally of another process, which has this path there."""
         self._handle = os.open(path, os.O_RDWR) if path else os.memfd_create("tally")
-        os.ftruncate(self._handle, 3 * 8)
-        self._numbers = memoryview(mmap.mmap(self._handle, 3 * 8)).cast("q")
+        os.ftruncate(self._handle, _TALLY_BYTES)
+        self._shared = mmap.mmap(self._handle, _TALLY_BYTES)
+        self._counts = memoryview(self._shared)[:_MARKS].cast("q")
 
     @property
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self._handle}"
 
     def close(self) -> None:
-        """Share the numbers with no more processes."""
+        """Share it with no more processes."""
         os.close(self._handle)
 
-    def add(self, place: int) -> int:
-        """Add 1 to a number and return it."""
-        self._numbers[place] += 1
-        return self._numbers[place]
+    def count(self, *, is_child: bool) -> int:
+        """Count an operation and return its number."""
+        self._counts[0] += 1
+        self._shared[_MARKS + self._counts[0]] = is_child
+        return self.operations
 
-    def __getitem__(self, place: int) -> int:
-        return self._numbers[place]
+    def count_strike(self) -> None:
+        """Count that a fault struck."""
+        self._counts[1] += 1
+
+    @property
+    def operations(self) -> int:
+        return self._counts[0]
+
+    @property
+    def strikes(self) -> int:
+        return self._counts[1]
+
+    @property
+    def in_children(self) -> list[int]:
+        return [n for n in range(1, self.operations + 1) if self._shared[_MARKS + n]]
 
 
-ALL, IN_CHILDREN, STRUCK = range(3)
-"""The numbers of a `Tally`: operations, those in child processes, and those that were struck."""
+_TALLY_BYTES = 1 << 14
+_MARKS = 16
+"""Where a tally has a byte for each operation: 1 if it is one of a child process."""
 
 
 class FileOperations:
@@ -168,17 +184,17 @@ class FileOperations:
     @property
     def count(self) -> int:
         """Number of operations."""
-        return self._tally[ALL]
+        return self._tally.operations
 
     @property
-    def count_in_children(self) -> int:
-        """Number of operations in child processes."""
-        return self._tally[IN_CHILDREN]
+    def numbers_in_children(self) -> list[int]:
+        """Numbers of the operations in child processes."""
+        return self._tally.in_children
 
     @property
     def fired(self) -> bool:
         """True if the fault has struck."""
-        return self._tally[STRUCK] > 0
+        return self._tally.strikes > 0
 
     def __enter__(self) -> FileOperations:
         given = {
@@ -229,14 +245,12 @@ class FileOperations:
         if not any((path + os.sep).startswith(self._root) for path in paths):
             return False
         with self._lock:
-            number = self._tally.add(ALL)
-            if self._is_child:
-                self._tally.add(IN_CHILDREN)
+            number = self._tally.count(is_child=self._is_child)
             if self._fault is not None:
                 try:
                     self._fault.strike(number, kind, act)
                 except OSError as error:
-                    self._tally.add(STRUCK)
+                    self._tally.count_strike()
                     # A write or a sync by a descriptor has no path to report.
                     if kind in ("write", "fsync", "truncate"):
                         raise
