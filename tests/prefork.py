@@ -52,7 +52,8 @@ def forked_children(path: Path):
 
     from enginery.core.subprocess import python_command
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = python_command("tests.prefork", str(path))
     with subprocess.Popen(command, env=environment) as server, children_of(path):
         try:

@@ -203,7 +203,7 @@ class FileOperations:
             "fault": asdict(self._fault) if self._fault else {},
             "tally": self._tally.path,
         }
-        path = os.pathsep.join(filter(None, [_REPOSITORY, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _REPOSITORY]))
         environment = {VARIABLE: json.dumps(given), "PYTHONPATH": path}
         self._patches.enter_context(mock.patch.dict(os.environ, environment))
         command = children.python_command
