@@ -125,7 +125,7 @@ def test_accepted_requests_wait_no_longer_than_the_maximum_at_twice_the_capacity
     rules = BatchRules(max_tokens=4096, max_rows=32, max_padding=0.1)
     queue, chance = new_queue(max_wait=2, max_rows=2000, rules=rules), random.Random(0)
     queue.seconds_per_token = 0.001
-    now = free = arrives = 0.0
+    now = free = arrives = started = 0.0
     waits, running, rejected = [], [], 0
     while now < 60:
         if arrives <= free or not queue.rows:
