@@ -1,7 +1,7 @@
 """Load test of a server with short phrases, compared with hand-written servers.
 
-    $ python benchmarks/serve_load.py --rounds 3 --seconds 10
-    $ python benchmarks/serve_load.py --servers echo --rounds 1 --seconds 2     # the clients alone
+    $ python -m benchmarks.serve_load --rounds 3 --seconds 10
+    $ python -m benchmarks.serve_load --servers echo --rounds 1 --seconds 2     # the clients alone
 
     seed       the Python side of "Deep Learning in Rust" (haixuanTao, 2021), rebuilt: FastAPI,
                transformers' BertTokenizerFast padded to 60 tokens, inference in `async def`
@@ -39,7 +39,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from predict_vs_seed import write_phrases
+
+from benchmarks.predict_vs_seed import write_phrases
 
 SERVERS = ("seed", "unpadded", "enginery", "alone", "echo")
 PATIENCE_SECONDS = 120
@@ -129,7 +130,7 @@ for line in io.lines(os.getenv("BODIES")) do bodies[#bodies + 1] = line end
 math.randomseed(tonumber(os.getenv("SEED")))
 local headers = {["content-type"] = "application/json"}
 request = function()
-  return wrk.format("POST", "/embed", headers, bodies[math.random(#bodies)])
+  return wrk.format("POST", os.getenv("ROUTE"), headers, bodies[math.random(#bodies)])
 end
 done = function(summary, latency)
   local wrong = summary.errors
@@ -155,11 +156,11 @@ class Connection:
         return int(head[9:12])
 
 
-def message_of(body: str) -> bytes:
+def message_of(body: str, route: str = "/embed") -> bytes:
     encoded = body.encode()
     return (
-        b"POST /embed HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % len(encoded)
+        b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % (route.encode(), len(encoded))
     ) + encoded
 
 
@@ -217,10 +218,13 @@ def running(name: str, artifact: Path, words: argparse.Namespace):
                 process.kill()
 
 
-def answers(port: int) -> bool:
+WARM = message_of('{"inputs": "The engine is warm."}')
+
+
+def answers(port: int, message: bytes = WARM) -> bool:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
-            connection.sendall(message_of('{"inputs": "The engine is warm."}'))
+            connection.sendall(message)
             return connection.recv(64).startswith(b"HTTP/1.1 200")
     except OSError:
         return False
@@ -255,7 +259,7 @@ def outside_inference_us(port: int, bodies: list[str], count: int = 400) -> floa
 
 
 def closed_loop(
-    port: int, connections: int, seconds: float, bodies: Path, seed: int
+    port: int, connections: int, seconds: float, bodies: Path, seed: int, route: str = "/embed"
 ) -> dict[str, float]:
     """Run wrk: each connection sends its next request after a response."""
     script = bodies.with_name("load.lua")
@@ -270,9 +274,9 @@ def closed_loop(
             "60s",
             "-s",
             str(script),
-            f"http://127.0.0.1:{port}/embed",
+            f"http://127.0.0.1:{port}{route}",
         ],
-        env={**os.environ, "BODIES": str(bodies), "SEED": str(seed)},
+        env={**os.environ, "BODIES": str(bodies), "SEED": str(seed), "ROUTE": route},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

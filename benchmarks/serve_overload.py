@@ -1,6 +1,6 @@
 """Waiting times and rejections of a server under several times its capacity.
 
-    $ python benchmarks/serve_overload.py --times 4 --seconds 40 --max-wait 10
+    $ python -m benchmarks.serve_overload --times 4 --seconds 40 --max-wait 10
 
 The script measures the rate of requests with enough connections to keep the server busy. Then it
 sends `--times` that rate with Poisson arrivals, regardless of responses (an open loop). Requests
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from predict_vs_seed import write_phrases
+from benchmarks.predict_vs_seed import write_phrases
 
 TEXTS = 8
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from filelock import FileLock
 from enginery.core.artifact.artifact import Artifact
 from tests import prefork
 from tests.tiny import save_tiny
+
+ROOT = Path(__file__).parents[1]
 
 # A shell starts background jobs with SIGINT ignored, which child processes of tests would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -155,3 +159,44 @@ def written_tokenizer(slow_tokenizer, shared_directory):
         return out
 
     return make
+
+
+@pytest.fixture(scope="session")
+def with_openvino(tmp_path_factory):
+    """Runs Python where onnxruntime-openvino replaces ONNX Runtime; the rest is this environment's.
+
+    All builds of ONNX Runtime are one module, so it has an environment of its own.
+    """
+    place = tmp_path_factory.mktemp("openvino") / "venv"
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", str(place)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no environment can be made: {made.stderr.strip()[-200:]}")
+    python = place / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    installed = subprocess.run(
+        [python, "-m", "pip", "install", "-q", "onnxruntime-openvino==1.24.1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if installed.returncode:
+        pytest.skip(f"onnxruntime-openvino cannot be had: {installed.stderr.strip()[-200:]}")
+
+    # Behind the environment's own packages, so that its ONNX Runtime is found first.
+    (packages,) = place.rglob("site-packages")
+    path = [str(Path(entry).resolve()) for entry in sys.path if entry]
+    (packages / "with_the_rest.pth").write_text("\n".join([*path, str(ROOT)]))
+
+    def run(code, *arguments):
+        done = subprocess.run(
+            [python, "-c", f"import sys\n{code}", *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

@@ -1,13 +1,13 @@
-"""Fork the children of stages from a process that has imported PyTorch and Optimum.
+"""Fork the children of stages from a process that has imported PyTorch, Optimum and TensorRT.
 
     $ python -P -m tests.prefork SOCKET                   the server, one for each test process
     $ python -I -S tests/prefork.py SOCKET MODULE …       in place of `python -P -m MODULE …`
 
-Hundreds of tests export a tiny model in a child process, which spends nine tenths of its time on
-imports. The second command hands its arguments, environment, directory and descriptors to the
-server, which forks: the forked process runs the module as `__main__`. The command ends as that
-process ends, with its status or by the same signal; if the command is killed, the server kills
-that process.
+Hundreds of tests export a tiny model, or build its engine, in a child process, which spends nine
+tenths of its time on imports. The second command hands its arguments, environment, directory and
+descriptors to the server, which forks: the forked process runs the module as `__main__`. The
+command ends as that process ends, with its status or by the same signal; if the command is killed,
+the server kills that process.
 
 Linux only. `pytest --prefork` turns it on, which `make test` does; `make test-all` starts every
 child anew. `benchmarks/model_types.py` uses it, too.
@@ -18,17 +18,19 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from unittest import mock
+
+# Others are imported where they are needed: the second command runs for every child.
 
 MODULES = (
     "benchmarks.model_types",
     "enginery.export.worker",
     "enginery.optimize.worker",
+    "enginery.runtime.tensorrt.worker",
     "enginery.runtime.torch_reference",
+    "tests.faults.child",
 )
 """The modules of such children."""
 
@@ -38,15 +40,20 @@ _PRELOADED = (
     "enginery.export.optimum",
     "enginery.export.graphs",
     "enginery.runtime.torch_runner",
+    "enginery.runtime.tensorrt.worker",
+    "tests.faults.file_operations",
 )
 
 
 @contextmanager
 def forked_children(path: Path):
     """Run a server at this path, and have this process fork its children there."""
+    import subprocess
+
     from enginery.core.subprocess import python_command
 
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = python_command("tests.prefork", str(path))
     with subprocess.Popen(command, env=environment) as server, children_of(path):
         try:
@@ -59,6 +66,8 @@ def forked_children(path: Path):
 @contextmanager
 def children_of(path: Path):
     """Have this process fork its children from a server that runs already, or will soon."""
+    from unittest import mock
+
     from enginery.core import subprocess as children
 
     started = children.python_command
@@ -81,6 +90,8 @@ def serve(path: str) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for name in _PRELOADED:
         importlib.import_module(name)
+    with suppress(ImportError):  # not installed
+        importlib.import_module("tensorrt_rtx_bindings")
     gc.freeze()
     selector = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX)

@@ -38,6 +38,7 @@ NOT_RUN = {
     r"^make ": "sets up an environment of its own; each target is one line into the command line",
     r"^enginery serve ": "answers until it is stopped: tests/serve",
     r"--providers? cuda$|--providers? cuda |--require cuda": "needs an NVIDIA GPU",
+    r"--providers openvino": "needs an environment with OpenVINO's ONNX Runtime",
     r"--backend tensorrt|--providers? tensorrt": "needs an NVIDIA GPU",
     r"--engine ray": "needs a Ray: tests/predict/test_on_ray.py",
     r"mlflow:/": "needs an MLflow server: tests/publish/targets/test_mlflow.py",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from enginery import load_model
+from enginery.runtime.providers.availability import reinstall
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,9 +28,17 @@ def test_onnxruntime_is_chosen_by_an_extra():
     assert not any("onnxruntime" in each for each in PROJECT["dependencies"])
     assert any(each.startswith("onnxruntime-gpu") for each in extras["gpu"])
     assert [each.split(">")[0] for each in extras["cpu"]] == ["onnxruntime"]
+    assert [each.split(">")[0] for each in extras["openvino"]] == ["onnxruntime-openvino"]
     for name in ("all", "dev"):
         assert "gpu" in extras[name][0].partition("[")[2]
         assert "cpu" not in extras[name][0]
+        assert "openvino" not in extras[name][0]
+
+
+@pytest.mark.parametrize("extra", ["gpu", "openvino"])
+def test_error_messages_name_the_version_of_onnxruntime_that_the_extra_has(extra):
+    bound = PROJECT["optional-dependencies"][extra][0].partition(";")[0]
+    assert f"pip install '{bound}'" in reinstall(f"onnxruntime-{extra}")
 
 
 @pytest.fixture(scope="module")

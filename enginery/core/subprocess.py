@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from enginery.core import errors
 from enginery.core.closing import Closeable
-from enginery.core.errors import EngineryError
+from enginery.core.errors import EngineryError, os_errors_as
 from enginery.core.temporary import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
@@ -37,6 +37,9 @@ _PIPE = "ENGINERY_PARENT_PIPE"
 
 _PHASE = "\x1ephase "
 """The prefix of a line in a child's output that names its current phase."""
+
+_LINE = 300
+"""Characters of a log's last line that a message has."""
 
 WorkerResult = dict[str, Any]
 
@@ -68,11 +71,15 @@ def run_in_subprocess(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 
+    last = "none"
+
     def on_line(line: str) -> None:
+        nonlocal last
         if line.startswith(_PHASE):
             on_phase(line.removeprefix(_PHASE).strip())
         else:
             stream.write(line)
+            last = line.strip() or last
 
     with temporary_directory("child") as scratch:
         request_file, result_file = scratch / "request.json", scratch / "result.json"
@@ -85,7 +92,7 @@ def run_in_subprocess(
     if not found:
         raise error(
             f"{description}: the process {describe_exit(status)}.",
-            do=f"Its output is in {log}.",
+            do=f"The last line of its log: {last[:_LINE]} The whole log: {log}",
         )
     if "error" in found:
         details = found["error"]
@@ -143,7 +150,7 @@ class WorkerProcess(Closeable):
         self,
         module: str,
         *,
-        log: Path,
+        log: Path | None = None,
         description: str,
         error: type[EngineryError],
         environment: Mapping[str, str] | None = None,
@@ -152,15 +159,18 @@ class WorkerProcess(Closeable):
 
         Args:
             module: a module whose `__main__` calls `serve_requests`.
-            log: file for the child's standard error, and for what its libraries print.
+            log: file for the child's standard error, and for what its libraries print; None for one
+                in a temporary directory, which is removed with the process.
             description: start of the message if the child ends without a result.
             error: class of the error to raise if the child crashes, or raises an exception that
                 is not an EngineryError.
             environment: environment variables in addition to those of this process.
         """
-        self._log, self._description, self._error = log, description, error
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack, log.open("w", encoding="utf-8") as stream:
+        self._description, self._error = description, error
+        with ExitStack() as stack:
+            self._log = log or stack.enter_context(temporary_directory("worker")) / "log"
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context(self._log.open("w", encoding="utf-8"))
             pipe, descriptors = stack.enter_context(parent_death_pipe())
             self._process = subprocess.Popen(
                 python_command(module),
@@ -172,7 +182,7 @@ class WorkerProcess(Closeable):
                 env={**os.environ, **pipe, **(environment or {})},
                 pass_fds=descriptors,
             )
-            self._pipe = stack.pop_all()
+            self._held = stack.pop_all()
 
     @property
     def is_alive(self) -> bool:
@@ -210,7 +220,7 @@ class WorkerProcess(Closeable):
         # It may be in the middle of a long run, and holds nothing that has to be saved.
         self._process.kill()
         self._process.wait()
-        self._pipe.close()
+        self._held.close()
         for stream in (self._process.stdin, self._process.stdout):
             if stream:
                 with suppress(BrokenPipeError):
@@ -249,7 +259,7 @@ def _error_class(name: str, *, default: type[EngineryError]) -> type[EngineryErr
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "none"
+    return lines[-1].strip()[:_LINE] if lines else "none"
 
 
 @contextmanager
@@ -306,24 +316,38 @@ def worker_main(handle: Callable[[Any], Mapping[str, Any]], *, description: str)
     Errors are written to the result file, under `error`. An exception that is not an
     EngineryError prints its traceback, and its message starts with `description`, which is
     formatted with the request: `{path}: TensorRT` gives `m.onnx: TensorRT failed in ValueError: …`.
+    If a file cannot be read or written, the error is the last line of the log, and the status is 1.
     """
     exit_with_parent()
     request_file, result_file = (Path(word) for word in sys.argv[1:3])
-    request = json.loads(request_file.read_text(encoding="utf-8"))
-    found: Mapping[str, Any]
+    status = 0
     try:
-        found = handle(request)
+        with os_errors_as(EngineryError, f"{request_file} cannot be read"):
+            request = json.loads(request_file.read_text(encoding="utf-8"))
+        found = _result(handle, request, description)
+        with os_errors_as(EngineryError, f"{result_file} cannot be written"):
+            result_file.write_text(json.dumps(found), encoding="utf-8")
     except EngineryError as error:
-        found = _error(type(error).__name__, error.message, error.do)
+        print(error)  # noqa: T201  the parent reads this line
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # unloading large modules takes time, and TensorRT may crash in it
+
+
+def _result(
+    handle: Callable[[Any], Mapping[str, Any]], request: Mapping[str, Any], description: str
+) -> Mapping[str, Any]:
+    """Return what `handle` returns, or its error."""
+    try:
+        return handle(request)
+    except EngineryError as error:
+        return _error(type(error).__name__, error.message, error.do)
     except Exception as error:
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
         prefix = description.format_map(request)
-        found = _error("", f"{prefix} failed in {type(error).__name__}: {first}", "")
-    result_file.write_text(json.dumps(found), encoding="utf-8")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # unloading large modules takes time, and TensorRT may crash in it
+        return _error("", f"{prefix} failed in {type(error).__name__}: {first}", "")
 
 
 def _error(error_type: str, message: str, do: str) -> WorkerResult:

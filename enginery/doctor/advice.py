@@ -11,12 +11,19 @@ from enginery.core.artifact.reports import Advice
 from enginery.core.errors import EngineryError
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
 from enginery.runtime.onnxruntime.session import exhaustive_search, too_many_threads
-from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
+from enginery.runtime.providers.known import (
+    CPU,
+    CUDA,
+    OPENVINO,
+    TENSORRT,
+    TENSORRT_RTX,
+    short_name,
+)
 from enginery.runtime.providers.specification import ENVIRONMENT, ProviderSpec, parse_providers
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _THREAD_OPTIONS = {
-    "OpenVINOExecutionProvider": "num_of_threads",
+    OPENVINO: "num_of_threads",
     "XnnpackExecutionProvider": "intra_op_num_threads",
 }
 _NVIDIA = (CUDA, TENSORRT, TENSORRT_RTX)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _NOT_FOR_USERS = ("dev", "all")
 """Extras that are not checked: development tools, and the combination of all others."""
 
+_ALTERNATIVES = ("cpu", "gpu", "openvino")
+"""Extras of which an environment has one: their builds of ONNX Runtime overwrite each other."""
+
 _GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
 
 
@@ -108,8 +111,7 @@ def _own_packages() -> list[PackageStatus]:
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
         asked = str(requirement.specifier)
-        # The extras [cpu] and [gpu] are alternatives: two builds overwrite each other.
-        other = builds[0].name if extra in ("cpu", "gpu") and not version and builds else ""
+        other = builds[0].name if extra in _ALTERNATIVES and not version and builds else ""
         statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
     return statuses
 

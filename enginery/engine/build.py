@@ -196,7 +196,7 @@ def _build(
             warnings=built.warnings,
             options=options_dict(config.options),
         )
-        (directory / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
+        (directory / ENGINE_FILE).write_bytes(record.to_bytes())
     return Engine.open(out)
 
 

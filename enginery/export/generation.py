@@ -15,6 +15,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from enginery.core.artifact.external_data import external_data_files
+from enginery.export.graphs import list_graphs
 from enginery.passes.generation.cross_attention import UnknownPathError, add_cross_attention
 from enginery.passes.generation.last_position import keep_last_position
 from enginery.passes.generation.linear import remove_row_reshapes
@@ -32,7 +33,7 @@ def arrange_for_generation(directory: Path) -> list[str]:
     Returns:
         Notes: why the graphs of an encoder-decoder stay as they are.
     """
-    files = [path.name for path in directory.glob("*.onnx")]
+    files = list_graphs(directory)
     if len(files) == 1:
         model = read_graph(directory / files[0])
         infer_types(model)
@@ -40,7 +41,7 @@ def arrange_for_generation(directory: Path) -> list[str]:
         remove_row_reshapes(model)
         _replace(directory, {files[0]: model}, files)
         return []
-    if sorted(files) != sorted((_ENCODER, _FIRST, _STEP)):
+    if files != sorted((_ENCODER, _FIRST, _STEP)):
         return [f"graphs are Optimum's: expected an encoder and decoders, found {', '.join(files)}"]
     encoder, first, step = (read_graph(directory / name) for name in (_ENCODER, _FIRST, _STEP))
     cross = [

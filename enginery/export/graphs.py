@@ -28,6 +28,7 @@ from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import read_structure
+from enginery.core.paths import list_tree
 from enginery.core.shapes import (
     Dim,
     TensorSpec,
@@ -110,6 +111,16 @@ class ExportedModel:
     """True if Optimum's registry has chosen the outputs for the model type and the task."""
     imported: str = ""
     """The name of the .onnx file that was imported, for messages; empty for other models."""
+
+
+def list_graphs(directory: Path) -> list[str]:
+    """Return the relative paths of all ONNX files below a directory, sorted.
+
+    Raises:
+        OSError: a directory cannot be listed.
+    """
+    graphs = [path for path in list_tree(directory) if path.suffix == ".onnx"]
+    return sorted(path.relative_to(directory).as_posix() for path in graphs)
 
 
 def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord], str]:

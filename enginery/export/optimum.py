@@ -27,7 +27,7 @@ from enginery.core.subprocess import report_phase
 from enginery.core.temporary import temporary_directory
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
-from enginery.export.graphs import ExportedModel, TracedInputs
+from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.side_files import copy_side_files
 
 try:
@@ -93,7 +93,7 @@ def export_with_optimum(
     if generates and config.layout == "enginery":
         report_phase("arranging the graphs for generation")
         notes = [*notes, *arrange_for_generation(out)]
-    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.onnx"))
+    files = list_graphs(out)
     notes += [note for file in files for note in _drop_unnamed_outputs(out / file)]
     _require_trained(untrained, [out / file for file in files], source, task)
     return ExportedModel(

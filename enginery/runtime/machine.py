@@ -12,7 +12,7 @@ from pathlib import Path
 
 _FEATURES = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),  # Arm
 )
 _SYSTEM = Path("/")

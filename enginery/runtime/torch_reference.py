@@ -32,7 +32,6 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import ArtifactError, EngineryError, ExportError, InputError
 from enginery.core.model.source import ModelSource
 from enginery.core.subprocess import WorkerProcess, WorkerResult, peak_rss_bytes, serve_requests
-from enginery.core.temporary import temporary_directory
 
 _IDLE_SECONDS = 30.0
 _LARGE_BYTES = 2 << 30
@@ -279,12 +278,8 @@ _idle_lock = threading.Lock()
 
 
 def _start_worker() -> WorkerProcess:
-    # The last lines of the log are part of the error of a failed request.
-    scratch = ExitStack()
-    atexit.register(scratch.close)
     return WorkerProcess(
         "enginery.runtime.torch_reference",
-        log=scratch.enter_context(temporary_directory("reference")) / "log",
         description="PyTorch",
         error=ExportError,
         environment={"TOKENIZERS_PARALLELISM": "false"},
@@ -321,7 +316,7 @@ def _end_worker(worker: WorkerProcess) -> None:
 
 @atexit.register
 def _end_all_workers() -> None:
-    for worker in _idle:
+    for worker in _idle.copy():
         _end_worker(worker)
 
 

@@ -20,7 +20,7 @@ from enginery.core.model.feeds import Feeds
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.providers import Provider
-from enginery.runtime.providers.known import CUDA
+from enginery.runtime.providers.precision import compute_precision
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
@@ -73,16 +73,18 @@ class ComparisonLimits:
         return cls(tolerance, error, accuracy=expected, rule=expected.describe())
 
     def where(self, providers: Sequence[Provider]) -> ComparisonLimits:
-        """Return the limits for these providers: CUDA may multiply FP32 in TensorFloat-32."""
-        options = providers[0].options if providers else {}
-        in_tf32 = providers[0].name == CUDA and options.get("use_tf32", "1") not in ("0", "False")
-        if not in_tf32 or self.tolerance != Tolerance.for_precision("fp32"):
+        """Return the limits for these providers, which may compute FP32 in a lower precision."""
+        if not providers or self.tolerance != Tolerance.for_precision("fp32"):
             return self
-        rule = (
-            "NVIDIA GPUs from Ampere on multiply FP32 in TensorFloat-32, so its tolerance applies; "
-            "--provider-option cuda.use_tf32=0 multiplies in FP32"
+        found = compute_precision(providers[0].name, providers[0].options)
+        if not found.reason:
+            return self
+        remedy = f"; {found.remedy}" if found.remedy else ""
+        return replace(
+            self,
+            tolerance=Tolerance.for_precision(found.precision),
+            rule=f"{found.reason}, so its tolerance applies{remedy}",
         )
-        return replace(self, tolerance=Tolerance.for_precision("tf32"), rule=rule)
 
     def of_case(self, case: ValidationCase) -> ComparisonLimits:
         """Return the limits for one case."""

@@ -16,11 +16,9 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.core.artifact.artifact import Artifact, copy_file
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
-from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import RANDOM_OPS, random_input
 from enginery.core.shapes import TensorSpec
 from enginery.passes.ir.graph_file import read_graph, write_graph
@@ -42,13 +40,14 @@ _STANDARD = {
 class GivenNumbers:
     """A graph that takes random numbers, and cases that have them."""
 
-    artifact: Artifact
-    """A copy with this graph alone."""
+    path: Path
+    record: GraphRecord
+    """The graph's record, with the inputs for random numbers."""
     cases: list[ValidationCase]
 
 
 def give_random_numbers(
-    artifact: Artifact,
+    path: Path,
     record: GraphRecord,
     cases: Sequence[ValidationCase],
     reference: ReferenceRun,
@@ -57,11 +56,11 @@ def give_random_numbers(
     """Write a copy of a graph whose random numbers are inputs.
 
     Args:
-        artifact: the artifact.
-        record: its graph, which draws random numbers.
+        path: the ONNX file, which draws random numbers.
+        record: its record.
         cases: the inputs.
         reference: the reference's outputs for them, and the numbers that it drew.
-        directory: where to write the copy; it must not exist.
+        directory: where to write the copy, under the name in the record.
 
     Returns:
         The copy and the cases, or the reason why there is none.
@@ -69,7 +68,7 @@ def give_random_numbers(
     drawn: Mapping[str, NDArray[Any]] = next(
         (each.random_numbers() for each in reference.outputs if each.files), {}
     )
-    model = read_graph(artifact.path / record.file)
+    model = read_graph(path)
     nodes = [node for node in all_nodes(model) if node.op_type in RANDOM_OPS and not node.domain]
     for node in nodes:
         if problem := _obstacle(node, inside=node.graph is not model.graph):
@@ -83,21 +82,18 @@ def give_random_numbers(
         _replace(model, node, name, drawn[name].ndim)
         for node, name in zip(nodes, names, strict=True)
     ]
-    path = directory / record.file
-    path.parent.mkdir(parents=True)
-    data = write_graph(model, path)
-    if (config := artifact.path / ModelConfig.FILE).exists():
-        copy_file(config, directory / ModelConfig.FILE)
-    other = record.model_copy(update={"inputs": (*record.inputs, *specs), "data_files": data})
-    manifest = artifact.manifest.model_copy(update={"graphs": (other,)})
+    copy = directory / record.file
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    data = write_graph(model, copy)
+    changes = {"inputs": (*record.inputs, *specs), "data_files": data}
     given = [
         replace(case, make=partial(_make, case, expected.random_numbers(), specs))
         for case, expected in zip(cases, reference.outputs, strict=True)
     ]
     outputs = [node.outputs[0].name or "" for node in nodes]
-    if problem := _other_shapes(path, dict(zip(outputs, names, strict=True)), given):
+    if problem := _other_shapes(copy, dict(zip(outputs, names, strict=True)), given):
         return problem
-    return GivenNumbers(Artifact(directory, manifest), given)
+    return GivenNumbers(copy, record.model_copy(update=changes), given)
 
 
 def _obstacle(node: ir.Node, *, inside: bool) -> str:

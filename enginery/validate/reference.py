@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,8 @@ class Reference:
     trust_remote_code: bool = False
     vocoder: Path | None = None
     """The directory of the vocoder that a model of speech was exported with."""
+    noise_precision: str = ""
+    """Precision whose rounding errors are the noise floor; empty for the artifact's."""
 
     @classmethod
     def of(cls, artifact: Artifact, config: ValidateConfig) -> Reference:
@@ -139,6 +141,18 @@ class Reference:
             return f"ONNX Runtime FP32, {self._file}"
         return "PyTorch FP32, eager attention"
 
+    def with_noise(self, precision: str) -> Reference:
+        """Return the reference with the noise floor of a precision; of FP32 for TF32.
+
+        PyTorch has no TF32 on a CPU.
+        """
+        return replace(self, noise_precision="" if precision == "tf32" else precision)
+
+    @property
+    def rounds_to(self) -> str:
+        """The precision whose rounding errors are the noise floor."""
+        return self.noise_precision or self.artifact.manifest.float_precision
+
     @property
     def _file(self) -> str:
         own = self.source.record.sha256 == self.artifact.manifest.source.sha256
@@ -154,7 +168,7 @@ class Reference:
 
     def open_noisy(self, graph: str) -> dict[str, Callable[[], TorchReference | SourceFile]]:
         """Return loaders of the runs whose errors are noise floors, by name for messages."""
-        precision = self.artifact.manifest.float_precision
+        precision = self.rounds_to
         if not self.is_onnx:
             noisy = _NOISE_PRECISION[precision]
             return {f"PyTorch in {noisy.upper()}": partial(self._open_torch, graph, noisy)}
@@ -366,7 +380,7 @@ def _noise_floors(
             refusals.setdefault(name, error.message)
     # Some operators have no kernel at this precision.
     missing = {output for wide in expected for output in wide.files} - noise_floors.keys()
-    unit = roundoff(reference.artifact.manifest.float_precision)
+    unit = roundoff(reference.rounds_to)
     for output in missing:
         loaded = (wide.load(output) for wide in expected if output in wide.files)
         largest = max(compute_differences(array, array, None).largest for array in loaded)

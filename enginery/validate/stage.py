@@ -55,9 +55,10 @@ from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.runtime.decoder_graphs import DecoderGraphs, input_graph, is_past
+from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
@@ -86,9 +87,12 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "16"
+STAGE_VERSION = "17"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
+
+_RANDOM = "random"
+"""Folder of the graphs that take random numbers."""
 
 # Permissions do not change the outputs.
 _NOT_IN_KEY = ("trust_remote_code", "allow_pickle")
@@ -179,10 +183,11 @@ def run(
     reached = reachable_profiles(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
-    limits = ComparisonLimits.of(artifact, config)
+    chosen = choose_providers(providers_of(config), allow_fallback=config.allow_fallback)
+    limits = ComparisonLimits.of(artifact, config).where(chosen)
     if config.label_column:
         require_classifier(artifact, config.data, config.label_column)
-    reference = Reference.of(artifact, config)
+    reference = Reference.of(artifact, config).with_noise(limits.tolerance.precision)
     feed_limits = FeedLimits.from_artifact(artifact)
     check_data_usable(artifact, config)
     manifest = artifact.manifest
@@ -229,7 +234,7 @@ def run(
                 record,
                 reached[record.file],
             )
-            found, limits = comparison.run(record, cases, promised, reached[record.file], limits)
+            found = comparison.run(record, cases, promised, reached[record.file], limits)
             results += found
             results += left_out
             notes += more_notes
@@ -238,7 +243,10 @@ def run(
     accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
     near = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
-    not_proven = find_unproven(results, reference.name, own_data=bool(config.data))
+    not_proven = [
+        *comparison.idle,
+        *find_unproven(results, reference.name, own_data=bool(config.data)),
+    ]
     rounding = comparison.rounding
     layers = comparison.layers
     near = near and not any(share.problem for share in rounding)
@@ -316,6 +324,8 @@ class _Comparison:
     generation: GenerationMetrics | None = None
     layers: LayerMetrics | None = None
     notes: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    """Graphs of which the requested provider runs nothing, in words."""
 
     def compare_weights(self) -> WeightMetrics:
         """Compare the weights; write graphs without rounding, and with each layer in FP32."""
@@ -336,7 +346,7 @@ class _Comparison:
         profiles: Sequence[Profile],
         engines: Sequence[Profile],
         limits: ComparisonLimits,
-    ) -> tuple[list[ValidationCaseResult], ComparisonLimits]:
+    ) -> list[ValidationCaseResult]:
         """Compare one graph, and if its weights are known, also the graph without rounding.
 
         Args:
@@ -345,20 +355,20 @@ class _Comparison:
             profiles: shape profiles, whose bounds are run in any case.
             engines: profiles of the engines that run the graph.
             limits: the tolerances.
-
-        Returns:
-            The results, and the tolerances with the providers that ran.
         """
         artifact, config, progress = self.reference.artifact, self.config, self.progress
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
-        given = None if engines else self._give_random_numbers(record, cases, reference)
+        run, run_record, run_cases = artifact, record, cases
+        path = artifact.path / record.file
+        given = None if engines else self._give_random_numbers(path, record, cases, reference)
         if given:
-            artifact, cases = given.artifact, given.cases
-            record = artifact.manifest.graphs[0]
+            run_record, run_cases = given.record, given.cases
+            manifest = artifact.manifest.model_copy(update={"graphs": (run_record,)})
+            run = Artifact(self.scratch / _RANDOM, manifest)
         with OrtRunner(
-            artifact,
+            run,
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
@@ -367,7 +377,6 @@ class _Comparison:
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]
-            limits = limits.where(runner.providers)
             made_up = quantized and exists and any(is_past(spec.name) for spec in record.inputs)
             if made_up:
                 self.notes.append(
@@ -378,8 +387,8 @@ class _Comparison:
             own_limits = replace(limits, made_up_cache=made_up)
             found = compare_graph(
                 runner,
-                record,
-                cases,
+                run_record,
+                run_cases,
                 reference,
                 own_limits,
                 embeddings=self.embeddings,
@@ -392,13 +401,14 @@ class _Comparison:
             if not (quantized and exists) and not simulated:
                 scan = ConsistencyScan(
                     runner,
-                    record,
+                    run_record,
                     self.feed_limits,
                     engines=engines,
                     sizes=_sizes(artifact.path / record.file),
                     seed=config.seed,
                 )
                 found += self._scan(record, scan, profiles, limits, reference, found)
+            self._check_placement(record, runner.providers)
         if simulated:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
@@ -434,21 +444,46 @@ class _Comparison:
         if self.layer_limits is not None:
             self._compare_layers(record, cases, self.layer_limits)
         self.notes += reference.notes
-        for outputs in ("cases", "scan", "random"):  # they may take gigabytes
+        for outputs in ("cases", "scan", _RANDOM):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
-        return found, limits
+        return found
+
+    def _check_placement(self, record: GraphRecord, providers: Sequence[Provider]) -> None:
+        """Report nodes that the CPU runs for another provider, as it runs all for a wrong device.
+
+        NVIDIA's providers are left out: another session takes their memory, or builds an engine.
+        """
+        head = providers[0]
+        if head.name in (CPU, CUDA, TENSORRT, TENSORRT_RTX):
+            return
+        try:
+            placement = read_placement(self.reference.artifact.path / record.file, providers)
+        except ProviderError as error:
+            self.notes.append(f"{record.file}: its placement is not known: {error.message}")
+            return
+        if any(node.provider == head.name for node in placement.nodes):
+            self.notes += [f"{record.file}: {note}" for note in placement.notes]
+            return
+        name = short_name(head.name)
+        options = ", ".join(f"{name}.{key}={value}" for key, value in head.options.items())
+        self.idle.append(
+            f"{record.file}: {name} runs none of its nodes, so the answers are the CPU's"
+            + (f"; check {options}" if options else "")
+        )
 
     def _give_random_numbers(
-        self, record: GraphRecord, cases: Sequence[ValidationCase], reference: ReferenceRun
+        self,
+        path: Path,
+        record: GraphRecord,
+        cases: Sequence[ValidationCase],
+        reference: ReferenceRun,
     ) -> GivenNumbers | None:
         """Return a graph that takes PyTorch's random numbers; None if it draws none, or others."""
         if not any(expected.random for expected in reference.outputs):
             return None
         from enginery.validate.random_numbers import give_random_numbers  # imports onnx, slowly
 
-        found = give_random_numbers(
-            self.reference.artifact, record, cases, reference, self.scratch / "random"
-        )
+        found = give_random_numbers(path, record, cases, reference, self.scratch / _RANDOM)
         if isinstance(found, str):
             self.notes.append(f"{record.file}: PyTorch has drawn other random numbers: {found}")
             return None
@@ -521,6 +556,8 @@ class _Comparison:
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
         """
+        if given := self._give_random_numbers(path, derived, cases, reference):
+            path, derived, cases = given.path, given.record, given.cases
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
             found = compare_graph(run, derived, cases, reference, limits, progress=self.progress)

@@ -22,6 +22,7 @@ from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import EngineryError
+from enginery.core.json_file import verify_checksum
 from enginery.core.options import old_names
 from enginery.core.store.store import Store
 from enginery.deploy.kserve.options import KserveConfig
@@ -513,7 +514,8 @@ def test_build_adds_an_engine_to_the_artifact_and_shows_it(cli, engine_words):
     status, out, err = cli(*words, "--out", made, "--json")
     assert "build: nothing to do, product has the engines" in err
     (record,) = json.loads(out)["engines"]
-    assert record == {"path": str(engine), **json.loads((engine / "engine.json").read_text())}
+    written = json.loads(verify_checksum((engine / "engine.json").read_bytes()))
+    assert record == {"path": str(engine), **written}
 
 
 def test_inspect_shows_an_engine_by_itself_and_within_its_artifact(cli, engine_words):

@@ -5,13 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from enginery.core.errors import ExportError, ShapeError, SourceError
-from enginery.core.subprocess import describe_exit, run_in_subprocess, run_module
+from enginery.core.subprocess import (
+    WorkerProcess,
+    describe_exit,
+    run_in_subprocess,
+    run_module,
+)
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -50,6 +56,11 @@ print(os.getpid(), flush=True)
 if sys.argv[1] == "locked":
     re.match(r"(a+)+$", "a" * 64 + "b")  # C code that keeps the lock
 time.sleep(600)
+"""
+
+ECHO = """
+from enginery.core.subprocess import serve_requests
+serve_requests(lambda request: request)
 """
 
 PARENT = """
@@ -103,12 +114,25 @@ def test_unexpected_exception_gives_one_line_and_a_traceback_in_the_log(modules)
     assert "Traceback" in (modules / "logs" / "child.log").read_text()
 
 
-def test_crash_message_names_the_signal_and_the_log(modules):
-    with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. Its"):
+def test_crash_message_names_the_signal_the_log_and_its_last_line(modules):
+    with pytest.raises(ExportError, match=r"working: the process crashed with signal 11\. The"):
         run(modules, "crash")
-    with pytest.raises(ExportError, match=r"the process ended with status 3\..*child\.log"):
+    with pytest.raises(ExportError, match=r"ended with status 3\. .*last words.*child\.log"):
         run(modules, "leave")
     assert (modules / "logs" / "child.log").read_text() == "last words"
+
+
+@pytest.mark.parametrize("file", ["request.json", "result.json"])
+def test_file_that_the_child_cannot_use_is_named_with_the_cause(modules, monkeypatch, file):
+    def removing_it_first(module, *arguments, on_line):
+        path = next(Path(word) for word in arguments if word.endswith(file))
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        return run_module(module, *arguments, on_line=on_line)
+
+    monkeypatch.setattr("enginery.core.subprocess.run_module", removing_it_first)
+    with pytest.raises(ExportError, match=rf"Is a directory: \S*{file}"):
+        run(modules, "double")
 
 
 def test_module_that_cannot_be_imported_is_an_error(modules):
@@ -228,3 +252,13 @@ def test_worker_can_be_run_by_hand(modules):
     words = [sys.executable, "-m", "child", modules / "request.json", modules / "result.json"]
     assert subprocess.run(words, check=False, stdin=subprocess.DEVNULL).returncode == 0
     assert json.loads((modules / "result.json").read_text()) == {"value": 8}
+
+
+def test_temporary_log_of_a_worker_process_is_removed_with_it(modules, monkeypatch):
+    (modules / "echo.py").write_text(ECHO)
+    (modules / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(modules / "tmp"))
+    with WorkerProcess("echo", description="working", error=ExportError) as worker:
+        assert worker.request("double", value=1) == {"do": "double", "value": 1}
+        assert len(list((modules / "tmp").glob("enginery-worker-*/log"))) == 1
+    assert list((modules / "tmp").iterdir()) == []

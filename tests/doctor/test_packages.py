@@ -7,6 +7,7 @@ import pytest
 from enginery.doctor import packages
 from enginery.doctor.packages import examine_packages, torch_cuda
 from enginery.doctor.report import PackageStatus, absent_extras
+from enginery.runtime.providers.availability import installed_onnxruntimes
 
 
 @pytest.fixture
@@ -158,6 +159,22 @@ def test_other_build_of_onnxruntime_is_not_recommended(site):
     assert not findings("the extra [cpu]")
     (other,) = [status for status in examine_packages()[0] if status.extra == "cpu"]
     assert (other.version, other.replaced_by) == ("", "onnxruntime-gpu")
+
+
+def test_the_builds_of_other_extras_are_not_recommended_beside_openvino(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "gone-onnxruntime>=1.31; extra == 'cpu'",
+        "gone-onnxruntime-gpu>=1.31; extra == 'gpu'",
+        "gone-openvino>=1.24.1; extra == 'openvino'",
+        extras=["cpu", "gpu", "openvino"],
+    )
+    site("onnxruntime-openvino", "1.24.1")
+    assert not [extra for extra in ("cpu", "gpu", "openvino") if findings(f"the extra [{extra}]")]
+    replaced = {s.extra: s.replaced_by for s in examine_packages()[0] if s.extra}
+    assert set(replaced.values()) == {installed_onnxruntimes()[0].name}
+    assert set(replaced) == {"cpu", "gpu", "openvino"}
 
 
 def test_a_complete_extra_with_a_wrong_version_is_an_error(site):

@@ -77,7 +77,7 @@ def write_engine(directory: Path, record: EngineRecord, *, plan: bytes = PLAN) -
     (directory / record.plan).write_bytes(plan)
     (directory / record.layer_list).write_text(json.dumps([LAYER]), encoding="utf-8")
     write_wrapper(directory, record)
-    (directory / ENGINE_FILE).write_text(record.to_json(), encoding="utf-8")
+    (directory / ENGINE_FILE).write_bytes(record.to_bytes())
     return directory
 
 

@@ -16,6 +16,7 @@ from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import ArtifactError, ProviderError
+from enginery.core.json_file import append_checksum, verify_checksum
 from enginery.core.store.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
@@ -232,7 +233,8 @@ def test_altered_record_is_detected(tmp_path, change):
     artifact = product(tmp_path / "a")
     engine, _ = obtain(artifact)
     file = engine.path / "engine.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    found = json.loads(verify_checksum(file.read_bytes()))
+    file.write_bytes(append_checksum(json.dumps({**found, **change}, indent=2)))
     assert find_engine(request_of(artifact)) is None
     with pytest.raises(ArtifactError, match=r"engine.json was altered"):
         Engine.open(engine.path)

@@ -9,6 +9,7 @@ from onnx import TensorProto
 
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.json_file import append_checksum
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.engine.ep_context import ENGINE_HEADER_BYTES, write_wrapper
 from enginery.runtime.tensorrt.process import build_plan
@@ -166,13 +167,29 @@ def test_unnamed_dims_stay_unnamed(write):
 
 def test_record_survives_json(artifact, tmp_path):
     record = engine_record(artifact)
-    (tmp_path / "engine.json").write_text(record.to_json(), encoding="utf-8")
+    (tmp_path / "engine.json").write_bytes(record.to_bytes())
+    assert EngineRecord.read(tmp_path) == record
+
+
+def test_every_changed_byte_of_a_record_is_detected(artifact, tmp_path):
+    content = engine_record(artifact).to_bytes()
+    for place in range(len(content)):
+        damaged = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        (tmp_path / "engine.json").write_bytes(damaged)
+        with pytest.raises(ArtifactError, match=r"engine\.json"):
+            EngineRecord.read(tmp_path)
+
+
+def test_record_of_an_earlier_version_has_no_checksum_and_is_accepted(artifact, tmp_path):
+    record = engine_record(artifact)
+    (tmp_path / "engine.json").write_text(record.model_dump_json(indent=2), encoding="utf-8")
     assert EngineRecord.read(tmp_path) == record
 
 
 def test_record_of_a_newer_version_is_rejected(artifact, tmp_path):
-    text = engine_record(artifact).to_json().replace('"schema_version": 1', '"schema_version": 2')
-    (tmp_path / "engine.json").write_text(text, encoding="utf-8")
+    text = engine_record(artifact).model_dump_json(indent=2)
+    text = text.replace('"schema_version": 1', '"schema_version": 2')
+    (tmp_path / "engine.json").write_bytes(append_checksum(text))
     with pytest.raises(ArtifactError, match=r"schema_version.*may come from a newer enginery"):
         EngineRecord.read(tmp_path)
 

@@ -1,5 +1,6 @@
 """The artifacts of the export stage, and its errors."""
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import pytest
 from enginery import Artifact, export_model, validate_model
 from enginery.core.errors import ExportError, OptionError, ProviderError, SourceError
 from enginery.core.store.store import Store
+from enginery.export.generation import arrange_for_generation
+from enginery.export.graphs import list_graphs
 
 
 def edited_config(source, out, **changes):
@@ -20,6 +23,21 @@ def edited_config(source, out, **changes):
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, **changes}))
     return str(out)
+
+
+@pytest.mark.parametrize("uses_list", [list_graphs, arrange_for_generation])
+def test_directory_of_graphs_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path, monkeypatch, uses_list
+):
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError):
+        uses_list(tmp_path)
 
 
 def test_tokenizer_files_are_copied_byte_for_byte(exported, tiny_model):

@@ -6,14 +6,38 @@ import gc
 import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from enginery.core.artifact import fingerprint
-from tests.faults.scenarios import Scenario, scenarios
+from tests.faults.scenarios import Scenario, scenarios, scenarios_with_children
+from tests.prefork import forked_children
 from tests.tiny import tiny_artifact
+
+_version = cache(metadata.version)
+
+
+class CompiledTemplates(jinja2.BytecodeCache):
+    """Keeps templates that are compiled in memory."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        if bucket.key in self._compiled:
+            bucket.bytecode_from_string(self._compiled[bucket.key])
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        self._compiled[bucket.key] = bucket.bytecode_to_string()
+
+
+_environment = partial(jinja2.Environment, bytecode_cache=CompiledTemplates())
 
 
 @dataclass
@@ -76,14 +100,15 @@ class Sandbox:
     def names(self) -> set[str]:
         """Return the paths of all files and directories.
 
-        Without locks, which hold nothing, and graphs that are optimized for this processor, which
-        are made when there is time.
+        Without locks, which hold nothing, verdicts, whose names depend on the time, and graphs that
+        are optimized for this processor, which are made when there is time.
         """
         found = {path.relative_to(self.root).as_posix() for path in self.root.rglob("*")}
         return {
             name
             for name in found
-            if not name.startswith(("home/locks", "home/graphs")) or ".tmp-" in name
+            if not name.startswith(("home/locks", "home/verdicts/", "home/graphs"))
+            or ".tmp-" in name
         }
 
     def empty(self) -> None:
@@ -101,12 +126,17 @@ def classifier(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def shared_sandbox(tmp_path_factory):
-    """Return the sandbox of all tests, in memory if possible: every run syncs dozens of files."""
+def shared_sandbox(request, tmp_path_factory):
+    """Return the sandbox of all tests, in memory if possible: every run syncs dozens of files.
+
+    Child processes are forked, see `tests.prefork`: scenarios start thousands.
+    """
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         memory = tmp_path_factory.mktemp("faults")
-    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory) as base:
+    with tempfile.TemporaryDirectory(prefix="faults-", dir=memory) as base, ExitStack() as stack:
+        if not request.config.getoption("--prefork"):
+            stack.enter_context(forked_children(Path(base, "socket")))
         yield Sandbox(Path(base, "root"), Path(base, "templates"))
 
 
@@ -114,7 +144,8 @@ def shared_sandbox(tmp_path_factory):
 def sandbox(shared_sandbox, monkeypatch):
     """Return the sandbox, with the store and the temporary files of this process in it.
 
-    The cache of hashes is left out: SQLite writes it, and it only saves time.
+    The cache of hashes is left out: SQLite writes it, and it only saves time. What does not change
+    is computed once: versions of packages, and templates of the model card.
     """
     monkeypatch.setenv("ENGINERY_HOME", str(shared_sandbox.root / "home"))
     monkeypatch.setenv("TMPDIR", str(shared_sandbox.root / "tmp"))
@@ -122,12 +153,15 @@ def sandbox(shared_sandbox, monkeypatch):
     monkeypatch.setattr(fingerprint, "_query_cache", lambda *_: None)
     monkeypatch.setattr(fingerprint, "_SETTLED_NS", 0)
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    monkeypatch.setattr(metadata, "version", _version)
+    monkeypatch.setattr(jinja2, "Environment", _environment)
     return shared_sandbox
 
 
 @pytest.fixture
 def scenario(request, classifier, sandbox):
     """Return the scenario with the name that the test asks for, prepared."""
-    found = next(each for each in scenarios(classifier) if each.name == request.param)
+    known = [*scenarios(classifier), *scenarios_with_children(classifier)]
+    found = next(each for each in known if each.name == request.param)
     sandbox.prepare(found)
     return found

@@ -5,7 +5,8 @@
     operations.fired    # False if `run` has fewer than seven operations
 
 Operations are calls of `open` and of functions in `os` and `fcntl` that create, read, change or
-lock something below `root`. Libraries written in C are not seen here: SQLite, for example.
+lock something below `root`, also in the child processes that stages start (`tests.faults.child`).
+Libraries written in C are not seen here: SQLite, for example.
 
 Linux only: paths that are relative to a descriptor are read from /proc.
 """
@@ -16,17 +17,24 @@ import builtins
 import errno
 import fcntl
 import io
+import json
+import mmap
 import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from enginery.core import subprocess as children
 from enginery.core.artifact import staging
 
+VARIABLE = "FILE_OPERATIONS"
+"""Environment variable that tells a child process what to count, and which fault strikes."""
+_REPOSITORY = str(Path(__file__).parents[2])
 STOPPED = 77
 """The exit status of a process that a `Stop` ended."""
 
@@ -84,7 +92,56 @@ class Stop:
             os._exit(STOPPED)
 
 
+_FAULTS = {kind.__name__: kind for kind in (FailOnce, FailFrom, Stop)}
+
+
 Fault = FailOnce | FailFrom | Stop
+
+
+class Tally:
+    """What a process and the children that it forks or starts count together."""
+
+    def __init__(self, path: str = "") -> None:
+        """Start at zero, or go on with the tally of another process, which has this path there."""
+        self._handle = os.open(path, os.O_RDWR) if path else os.memfd_create("tally")
+        os.ftruncate(self._handle, _TALLY_BYTES)
+        self._shared = mmap.mmap(self._handle, _TALLY_BYTES)
+        self._counts = memoryview(self._shared)[:_MARKS].cast("q")
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._handle}"
+
+    def close(self) -> None:
+        """Share it with no more processes."""
+        os.close(self._handle)
+
+    def count(self, *, is_child: bool) -> int:
+        """Count an operation and return its number."""
+        self._counts[0] += 1
+        self._shared[_MARKS + self._counts[0]] = is_child
+        return self.operations
+
+    def count_strike(self) -> None:
+        """Count that a fault struck."""
+        self._counts[1] += 1
+
+    @property
+    def operations(self) -> int:
+        return self._counts[0]
+
+    @property
+    def strikes(self) -> int:
+        return self._counts[1]
+
+    @property
+    def in_children(self) -> list[int]:
+        return [n for n in range(1, self.operations + 1) if self._shared[_MARKS + n]]
+
+
+_TALLY_BYTES = 1 << 14
+_MARKS = 16
+"""Where a tally has a byte for each operation: 1 if it is one of a child process."""
 
 
 class FileOperations:
@@ -102,18 +159,55 @@ class FileOperations:
         Args:
             root: a directory; operations elsewhere are left alone.
             fault: what happens to one or more operations; None to count only.
-            after: called with the kind and the paths of each operation that has succeeded.
+            after: called with the kind and the paths of each operation that has succeeded, without
+                those of child processes.
         """
         self._root = os.path.realpath(root) + os.sep
         self._fault = fault
         self._after = after
         self._lock = threading.RLock()
         self._patches = ExitStack()
-        self.count = 0
-        self.fired = False
-        self.log: list[tuple[str, tuple[str, ...]]] = []
+        self._tally = Tally()
+        self._is_child = False
+
+    @classmethod
+    def of_parent(cls) -> FileOperations:
+        """Return the layer of a child process: it goes on with the numbers of its parent."""
+        given = json.loads(os.environ[VARIABLE])
+        fault = _FAULTS[given["kind"]](**given["fault"]) if given["kind"] else None
+        operations = cls(Path(given["root"]), fault)
+        operations._tally.close()
+        operations._tally = Tally(given["tally"])
+        operations._is_child = True
+        return operations
+
+    @property
+    def count(self) -> int:
+        """Number of operations."""
+        return self._tally.operations
+
+    @property
+    def numbers_in_children(self) -> list[int]:
+        """Numbers of the operations in child processes."""
+        return self._tally.in_children
+
+    @property
+    def fired(self) -> bool:
+        """True if the fault has struck."""
+        return self._tally.strikes > 0
 
     def __enter__(self) -> FileOperations:
+        given = {
+            "root": self._root,
+            "kind": type(self._fault).__name__ if self._fault else "",
+            "fault": asdict(self._fault) if self._fault else {},
+            "tally": self._tally.path,
+        }
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), _REPOSITORY]))
+        environment = {VARIABLE: json.dumps(given), "PYTHONPATH": path}
+        self._patches.enter_context(mock.patch.dict(os.environ, environment))
+        command = children.python_command
+        self._patch(children, "python_command", partial(command, "tests.faults.child"))
         for name, kind, places in _FUNCTIONS:
             self._patch(os, name, self._function(getattr(os, name), kind, places))
         self._patch(os, "open", self._os_open(os.open))
@@ -135,6 +229,11 @@ class FileOperations:
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
+        self.close()
+
+    def close(self) -> None:
+        """Count the operations of no more processes."""
+        self._tally.close()
 
     def _patch(self, module: Any, name: str, function: Any) -> None:
         self._patches.enter_context(mock.patch.object(module, name, function))
@@ -146,13 +245,12 @@ class FileOperations:
         if not any((path + os.sep).startswith(self._root) for path in paths):
             return False
         with self._lock:
-            self.count += 1
-            self.log.append((kind, paths))
+            number = self._tally.count(is_child=self._is_child)
             if self._fault is not None:
                 try:
-                    self._fault.strike(self.count, kind, act)
+                    self._fault.strike(number, kind, act)
                 except OSError as error:
-                    self.fired = True
+                    self._tally.count_strike()
                     # A write or a sync by a descriptor has no path to report.
                     if kind in ("write", "fsync", "truncate"):
                         raise

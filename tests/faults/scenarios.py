@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 
+from enginery import build_engine, export_model, optimize_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
+from enginery.core.artifact.engine import Engine
+from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec
-from enginery.core.store.store import ARTIFACTS, Store
+from enginery.core.store.store import ARTIFACTS, ENGINES, Store
 from enginery.optimize.config import OptimizeConfig
 from enginery.predict import stage as predict
 from enginery.predict.config import PredictConfig
@@ -31,6 +35,7 @@ from enginery.publish.config import PublishConfig
 from enginery.publish.stage import pull
 from enginery.publish.stage import run as publish
 from enginery.publish.targets.folder import find_damage, read_aliases, read_versions
+from enginery.runtime import torch_reference
 from enginery.stages import run_cached
 from tests.core.artifacts import FINGERPRINT, make, manifest, validated, verdict
 from tests.export.test_onnx_file import linear
@@ -44,7 +49,7 @@ class Scenario:
     name = ""
     """Distinguishes the scenarios in the names of tests."""
     step = 1
-    """The quick suite lets a fault strike every `step`-th operation."""
+    """The quick suite cuts the power after every `4 * step`-th change."""
 
     def prepare(self, root: Path) -> None:
         """Write the files that the operation starts from."""
@@ -371,8 +376,113 @@ class Prune(Scenario):
         return stored()
 
 
+class Export(Scenario):
+    """`enginery export` of a text classifier; a child process writes the files."""
+
+    name = "export"
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def prepare(self, root: Path) -> None:
+        shutil.copytree(self.model.with_name(f"{self.model.name}-source"), root / "model")
+
+    def run(self, root: Path) -> None:
+        export_model(str(root / "model"), task="text-classification")
+
+    def results(self, root: Path) -> dict[str, str]:
+        return stored()
+
+
+class ExportOnnx(Export):
+    """`enginery export` of an ONNX file with external data, to an --out that has an artifact."""
+
+    name = "export of an ONNX file"
+
+    def prepare(self, root: Path) -> None:
+        linear(root / "mine.onnx", external="mine.bin")
+        make(root / "out")
+
+    def run(self, root: Path) -> None:
+        export_model(str(root / "mine.onnx"), out=root / "out")
+
+    def results(self, root: Path) -> dict[str, str]:
+        return {"out": opened(root / "out"), **stored()}
+
+
+class Fuse(Export):
+    """`enginery optimize --target cuda`; a child process fuses the graph."""
+
+    name = "optimize for CUDA"
+
+    def prepare(self, root: Path) -> None:
+        shutil.copytree(self.model, root / "model")
+
+    def run(self, root: Path) -> None:
+        optimize_model(root / "model", target="cuda", precision="fp32")
+
+
+class Build(Scenario):
+    """`enginery build` of an engine into its artifact; a child process runs TensorRT."""
+
+    name = "build"
+
+    def prepare(self, root: Path) -> None:
+        linear_artifact(root / "model")
+
+    def run(self, root: Path) -> None:
+        model = root / "model"
+        build_engine(model, out=model, profile=["batch=1:4:8"], capability="8.9")
+
+    def results(self, root: Path) -> dict[str, str]:
+        # The bytes of two builds differ in names that TensorRT generates.
+        engines = [entry.path for entry in Store().entries() if entry.kind == ENGINES.folder]
+        placed = engine_directories(root / "model")
+        assert opened(root / "model")
+        return {
+            "store": "".join(engine_key(path) for path in engines),
+            "model": "".join(engine_key(path) for path in placed),
+        }
+
+
+class Validate(Export):
+    """`enginery validate`; a child process runs PyTorch."""
+
+    name = "validate"
+
+    def prepare(self, root: Path) -> None:
+        super().prepare(root)
+        export_model(str(root / "model"), task="text-classification", out=root / "artifact")
+
+    def run(self, root: Path) -> None:
+        try:
+            validate_model(root / "artifact")
+        finally:
+            torch_reference._end_all_workers()  # or it would wait for another model
+
+    def results(self, root: Path) -> dict[str, str]:
+        artifact = Artifact.open(root / "artifact", verify=True)
+        return {"verdict": artifact.validation_status().replace("none", "")}
+
+
+def engine_key(path: Path) -> str:
+    """Return the key of an engine, which its files were checked for; empty if it does not open."""
+    try:
+        return Engine.open(path, verify=True).record.key
+    except ArtifactError:
+        return ""
+
+
+def scenarios_with_children(model: Path) -> list[Scenario]:
+    """Return a scenario for each kind of child process that writes or reads files."""
+    return [Export(model), ExportOnnx(model), Fuse(model), Build(), Validate(model)]
+
+
 def scenarios(model: Path) -> list[Scenario]:
-    """Return all scenarios; `model` is the directory of a text classifier."""
+    """Return the scenarios that need no child process, or a short one.
+
+    `model` is the directory of a text classifier.
+    """
     return [
         Optimize(),
         OptimizeAgain(),

@@ -1,6 +1,7 @@
 from dataclasses import dataclass, field
 
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.runtime.providers.known import CUDA, OPENVINO
 from enginery.validate.compare import ComparisonLimits
 
 
@@ -8,9 +9,6 @@ from enginery.validate.compare import ComparisonLimits
 class OnProvider:
     name: str
     options: dict[str, str] = field(default_factory=dict)
-
-
-CUDA = "CUDAExecutionProvider"
 
 
 def test_fp32_on_cuda_has_the_tolerance_of_tf32():
@@ -27,3 +25,16 @@ def test_other_providers_and_precisions_keep_their_tolerance():
     assert fp16.where([OnProvider(CUDA)]) is fp16
     quantized = ComparisonLimits(QuantizedTolerance("fp32"))
     assert quantized.where([OnProvider(CUDA)]) is quantized
+
+
+def test_fp32_on_openvino_has_the_tolerance_of_what_it_computes_in():
+    limits = ComparisonLimits(Tolerance.for_precision("fp32"))
+    plain = limits.where([OnProvider(OPENVINO)])
+    assert plain.tolerance == Tolerance.for_precision("fp32")
+    assert plain.rule == (
+        "OpenVINO computes in FP32, its default on the device CPU in ONNX Runtime, so its "
+        "tolerance applies"
+    )
+    found = limits.where([OnProvider(OPENVINO, {"device_type": "GPU"})])
+    assert found.tolerance == Tolerance.for_precision("fp16")
+    assert "openvino.precision=FP32" in found.rule

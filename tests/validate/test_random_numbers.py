@@ -7,10 +7,10 @@ import torch
 from onnx import helper
 
 from benchmarks.model_types import save_companions, save_model
-from enginery import Artifact, export_model, validate_model
+from enginery import export_model, validate_model
 from enginery.core.errors import SourceError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.torch_random import RandomNumbers
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.random_numbers import give_random_numbers
@@ -84,9 +84,8 @@ def give(vits, tmp_path):
     """Return a function that gives a graph the numbers of a reference."""
 
     def run(nodes, shapes=DRAWN):
-        artifact = tmp_path / "artifact"
-        artifact.mkdir()
-        onnx.save(onnx.parser.parse_model(GRAPH.replace("NODES", nodes)), artifact / "model.onnx")
+        path = tmp_path / "graph.onnx"
+        onnx.save(onnx.parser.parse_model(GRAPH.replace("NODES", nodes)), path)
         record = vits.manifest.graphs[0].model_copy(
             update={
                 "inputs": (TensorSpec("x", "float32", ("batch", 4)),),
@@ -99,19 +98,17 @@ def give(vits, tmp_path):
         expected = ReferenceOutputs({"y": tmp_path / "y.npy"}, random=tmp_path / "drawn.npz")
         case = ValidationCase("small", "sweep", lambda: {"x": np.ones((2, 4), np.float32)})
         reference = ReferenceRun("PyTorch", [expected], {}, [])
-        made = Artifact(artifact, vits.manifest)
-        return give_random_numbers(made, record, [case], reference, tmp_path / "given")
+        return give_random_numbers(path, record, [case], reference, tmp_path / "given")
 
     return run
 
 
 def test_given_numbers_are_inputs_of_a_copy(give):
     given = give(PLAIN)
-    record = given.artifact.manifest.graphs[0]
-    assert [str(spec) for spec in record.inputs[1:]] == [
+    assert [str(spec) for spec in given.record.inputs[1:]] == [
         f"{name}: float32 ({name}.0, {name}.1)" for name in DRAWN
     ]
-    with OrtRunner(given.artifact, graph="model.onnx") as run:
+    with GraphTracer(given.path, ["y"]) as run:
         np.testing.assert_allclose(run(given.cases[0].make())["y"], 1.25)
 
 

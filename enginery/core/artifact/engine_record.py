@@ -6,6 +6,8 @@
 
 The directory is `engines/<flavor>-<sm>-<first 16 digits of the key>/` in the artifact that the
 engine was built from. It also holds the plan, an ONNX model that wraps it, and the list of layers.
+The last member of the file, `self_sha256`, is the sha256 of everything before it. Earlier versions
+wrote none.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import read_document
+from enginery.core.json_file import (
+    CHECKSUM_KEY,
+    ChecksumError,
+    append_checksum,
+    read_document,
+    verify_checksum,
+)
 from enginery.core.paths import resolve_inside
 from enginery.core.shapes import TensorSpec
 
@@ -151,17 +159,22 @@ class EngineRecord(_Record):
         """Read the record in the directory of an engine.
 
         Raises:
-            ArtifactError: it is missing, cannot be read, or was written by a newer enginery.
+            ArtifactError: it is missing, cannot be read, was altered, or was written by a newer
+                enginery.
         """
         file = directory / ENGINE_FILE
         try:
-            text = read_document(file).decode()
+            content = read_document(file)
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactError(f"{directory} is not an engine: it has no {ENGINE_FILE}.") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.") from error
         try:
-            return cls.model_validate_json(text)
+            if CHECKSUM_KEY.encode() in content:
+                content = verify_checksum(content)
+            return cls.model_validate_json(content)
+        except ChecksumError as error:
+            raise ArtifactError(f"{file} is damaged: {error}.") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
@@ -171,9 +184,9 @@ class EngineRecord(_Record):
                 do=hint,
             ) from error
 
-    def to_json(self) -> str:
-        """Return the content of `engine.json`."""
-        return self.model_dump_json(indent=2) + "\n"
+    def to_bytes(self) -> bytes:
+        """Return the content of `engine.json`, with its checksum."""
+        return append_checksum(self.model_dump_json(indent=2))
 
     @property
     def directory_name(self) -> str:

@@ -38,12 +38,27 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
             per_channel=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=bool(data_files),
+            nodes_to_exclude=_computed_convolutions(source),
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )
     finally:
         logging.disable(logging.NOTSET)
     return tuple(external_data_files(out))
+
+
+def _computed_convolutions(source: Path) -> list[str]:
+    """Return the names of convolutions with a bias whose weights are computed.
+
+    The quantizer rejects them. VITS normalizes its weights in the graph.
+    """
+    graph = load_graph(source).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    return [
+        node.name
+        for node in graph.node
+        if node.op_type == "Conv" and len(node.input) == 3 and node.input[1] not in weights
+    ]
 
 
 def _without_types_of_weights(source: Path) -> Any:

@@ -20,7 +20,7 @@ from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 from enginery.runtime.providers.availability import register_plugin
-from enginery.runtime.providers.known import CPU, TENSORRT_RTX
+from enginery.runtime.providers.known import CPU, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider
 
 _EXACT_INT8 = "session.x64quantprecision"
@@ -80,10 +80,14 @@ def new_session(
     registered = session.get_providers()
     for provider in providers:
         if provider.name not in registered:
+            name = short_name(provider.name)
+            given = ", ".join(f"{name}.{key}={value}" for key, value in provider.options.items())
             raise ProviderError(
                 f"{provider.name} was requested but did not register; "
                 f"the session has {', '.join(registered)}.",
-                do="Run: enginery doctor",
+                do=f"ONNX Runtime has printed why above. Check its options: {given}"
+                if given
+                else "Run: enginery doctor",
             )
     return session
 

@@ -41,6 +41,9 @@ INSTALL = {
 }
 """Command that installs the libraries of a provider."""
 
+_TESTED = {"onnxruntime-gpu": ">=1.31,<1.32", "onnxruntime-openvino": ">=1.24.1,<1.25"}
+"""Versions of ONNX Runtime's builds, as in the extras of pyproject.toml."""
+
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
 _CUDNN = "libcudnn.so.9"
@@ -201,8 +204,7 @@ def reinstall(package: str) -> str:
     """Return the command that replaces all builds, which overwrite each other, by one."""
     names = dict.fromkeys(build.name for build in installed_onnxruntimes())
     installed = " ".join(names) or package
-    version = ">=1.31,<1.32" if package == "onnxruntime-gpu" else ""
-    return f"Run: pip uninstall -y {installed} && pip install '{package}{version}'"
+    return f"Run: pip uninstall -y {installed} && pip install '{package}{_TESTED.get(package, '')}'"
 
 
 # The libraries of a provider, and plugins.

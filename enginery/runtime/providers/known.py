@@ -19,6 +19,7 @@ CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 TENSORRT_RTX = "NvTensorRTRTXExecutionProvider"
+OPENVINO = "OpenVINOExecutionProvider"
 AZURE = "AzureExecutionProvider"
 
 _SYSTEMS = {

@@ -26,8 +26,12 @@ from typing import Any
 from enginery.core.errors import EngineryError
 from enginery.serve.batching.planner import MAX_PARTITIONED_ROWS, BatchRules, choose_batch
 
-_DECAY = 0.98
-"""Factor for the weights of earlier waits when a wait is observed."""
+_LATE_SHARE = 0.02
+"""Share of the requests that may wait longer than estimated."""
+_LONGER = 1.05
+"""Factor of the estimate for a request that has waited longer than estimated."""
+_SHORTER = _LONGER ** (-_LATE_SHARE / (1 - _LATE_SHARE))
+"""Factor for every other request. The two cancel out at that share."""
 _OBSERVED_SHARE = 0.1
 """Share of the maximum wait below which a backlog is not observed: for short waits the batches that
 already run, which the backlog does not include, dominate."""
@@ -105,9 +109,9 @@ class BatchQueue:
         """Number of waiting tokens, without padding."""
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self._max_wait_seconds = max_wait_seconds
-        # Decaying sums over past requests of the backlog at arrival and of the actual wait. They
-        # start as if one request had waited exactly as long as its backlog.
-        self._estimated_sum = self._waited_sum = max_wait_seconds * _OBSERVED_SHARE
+        # The ratio of wait to backlog that few requests exceed. Rows that arrive later and fill up
+        # a batch overtake others, so that some wait twice as long as their backlog takes.
+        self._stretch = 1.0
         self._lanes: dict[Hashable, list[QueueEntry]] = {}
         self._due: list[tuple[float, int, QueueEntry]] = []
         self._count = 0
@@ -120,9 +124,8 @@ class BatchQueue:
 
     @property
     def estimated_wait_seconds(self) -> float:
-        """Estimated wait of a request that arrives now, in seconds."""
-        stretch = self._waited_sum / self._estimated_sum if self._estimated_sum else 1.0
-        return self.backlog_seconds * min(max(stretch, 1.0), _MAX_STRETCH)
+        """Wait in seconds that most requests which arrive now will not exceed."""
+        return self.backlog_seconds * self._stretch
 
     @property
     def backlog_seconds(self) -> float:
@@ -138,8 +141,10 @@ class BatchQueue:
         """
         if backlog_seconds < self._max_wait_seconds * _OBSERVED_SHARE:
             return
-        self._estimated_sum = self._estimated_sum * _DECAY + backlog_seconds
-        self._waited_sum = self._waited_sum * _DECAY + waited
+        if waited > backlog_seconds * self._stretch:
+            self._stretch = min(self._stretch * _LONGER, _MAX_STRETCH)
+        else:
+            self._stretch = max(self._stretch * _SHORTER, 1.0)
 
     def put(self, entries: Sequence[QueueEntry], *, now: float, admitted: bool = False) -> None:
         """Add rows of a request to the queue: all of them or, with an error, none.

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +28,9 @@ from enginery.runtime.onnxruntime.placement import (
     read_placement,
 )
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.providers.known import CPU, CUDA
+from enginery.runtime.providers.known import CPU, CUDA, OPENVINO
 from enginery.runtime.providers.selection import Provider
 
-OPENVINO = "OpenVINOExecutionProvider"
 ON_CPU = [Provider(CPU, "requested")]
 CUDA_GRAPH = "enginery.runtime.onnxruntime.cuda_graphs"
 GRAPHS = [(Path("model.onnx"), {})]
@@ -222,6 +218,15 @@ def test_a_provider_that_does_not_register_is_an_error_and_not_the_cpu(two_produ
         read_placement(two_products, [Provider(CUDA, "requested")], FEEDS)
 
 
+def test_a_provider_that_does_not_register_with_options_leads_to_its_options(two_products):
+    asked = Provider(CUDA, "requested", {"device_id": "7", "use_tf32": "0"})
+    with pytest.raises(ProviderError) as caught:
+        read_placement(two_products, [asked], FEEDS)
+    assert caught.value.do == (
+        "ONNX Runtime has printed why above. Check its options: cuda.device_id=7, cuda.use_tf32=0"
+    )
+
+
 # Names and numbers are made up after the log in Optimum's guide to NVIDIA GPUs ("All the costly
 # MatMul operations are placed on the CUDA execution provider") and ONNX Runtime's profile format:
 # no GPU has been asked.
@@ -332,44 +337,6 @@ def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
     ((path, feeds),) = seen
     assert path == artifact.model
     assert feeds["input_ids"].shape == (1, 16)
-
-
-@pytest.fixture(scope="session")
-def with_openvino(tmp_path_factory):
-    """Runs Python where onnxruntime-openvino replaces ONNX Runtime; the rest is this environment's.
-
-    All builds of ONNX Runtime are one module, so it has an environment of its own.
-    """
-    place = tmp_path_factory.mktemp("openvino") / "venv"
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", str(place)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"no environment can be made: {made.stderr.strip()[-200:]}")
-    python = place / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    installed = subprocess.run(
-        [python, "-m", "pip", "install", "-q", "onnxruntime-openvino==1.24.1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if installed.returncode:
-        pytest.skip(f"onnxruntime-openvino cannot be had: {installed.stderr.strip()[-200:]}")
-
-    def run(code, *arguments):
-        # Behind the environment's own packages, so that its ONNX Runtime is found first.
-        path = [entry for entry in sys.path if entry]
-        done = subprocess.run(
-            [python, "-c", f"import sys; sys.path += {path!r}\n{code}", *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
 
 
 _PLACE = """

@@ -50,7 +50,7 @@ def test_a_driver_for_an_older_cuda_is_rejected(machine):
 def test_a_provider_that_is_not_compiled_in_names_the_build_that_has_it(machine):
     error = refusal("openvino")
     assert "is built without it" in error.message
-    assert "pip install 'onnxruntime-openvino'" in error.do
+    assert "pip install 'onnxruntime-openvino>=1.24.1,<1.25'" in error.do
     assert "pip uninstall -y" in error.do
 
 
