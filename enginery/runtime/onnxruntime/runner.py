@@ -92,8 +92,9 @@ class OrtRunner(Closeable):
                 again for each input that does not fit; the results are not stored.
             threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
             lone_threads: intra-op threads of a run that overlaps no other, in a second session; 0
-                for `threads`. It is only opened with `keep_optimized`, where both map the same
-                weights.
+                for none. It is only opened with `keep_optimized`, where both map the same weights.
+                Under load, runs overlap with short gaps: after one that did, the next is in the
+                first session in any case.
             io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
             cuda_graph: record the run of each shape as a CUDA graph and replay it. The graph is
                 loaded twice, first for a run on synthetic inputs that checks the placement. Each
@@ -134,7 +135,7 @@ class OrtRunner(Closeable):
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         self._lone_session: Any = None
-        self._running = 0
+        self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
         if cuda_graph:
             self.providers = with_cuda_graph(
@@ -220,12 +221,13 @@ class OrtRunner(Closeable):
 
     @contextmanager
     def _choose_session(self, index: int) -> Iterator[Any]:
-        """Return the session of an index, or the one with more threads if no run is in progress."""
+        """Return the session of an index, or the one for runs that overlap no other."""
         if self._lone_session is None:
             yield self._sessions[index]
             return
         with self._running_lock:
-            alone = not self._running
+            alone = not self._running and not self._overlapped
+            self._overlapped = bool(self._running)
             self._running += 1
         try:
             yield self._lone_session if alone else self._sessions[index]
