@@ -53,8 +53,8 @@ class ServeConfig:
     """Number of batches that run at the same time; 0 for one per physical core on the CPU, 1 on a
     GPU."""
     threads: int = 0
-    """Intra-op threads per batch; 0 for one on the CPU with several workers, else ONNX Runtime's
-    default."""
+    """Intra-op threads per batch; 0 for ONNX Runtime's default, or, on the CPU with several
+    workers, for one, and as many as there are workers while no other batch runs."""
     batch_tokens: int = 0
     """Maximum number of tokens of a batch after padding; 0 to choose it by measuring."""
     batch_rows: int = 64

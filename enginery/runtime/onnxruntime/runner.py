@@ -235,6 +235,18 @@ class OrtRunner(Closeable):
             with self._running_lock:
                 self._running -= 1
 
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Run as under load: in the session of runs that overlap."""
+        with self._running_lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._running_lock:
+                self._running -= 1
+                self._overlapped = False
+
     def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph and leave the outputs on the device of the session.
 

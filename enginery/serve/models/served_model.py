@@ -271,7 +271,8 @@ class ModelBackend:
             self._run_probe(tokens)
             return time.perf_counter() - started
 
-        with contextlib.suppress(EngineryError):  # an engine may not accept these lengths
+        # An engine may not accept these lengths.
+        with contextlib.suppress(EngineryError), self.runner.loaded():
             self._cost = CostEstimator(measure_cost(run, limit=self.limit))
         self.rules = self._rules()
 
