@@ -12,6 +12,7 @@ weights are memory-mapped instead of copied: all-MiniLM-L6-v2 in FP32 uses 72 Mi
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,11 @@ _STAGE_VERSION = "4"
 _DATA = f"{MODEL_FILE}.data"
 _SMALLEST_BYTES = "1024"
 """Smaller weights stay in the graph, because they are smaller than a page of memory."""
+_PACKED = re.compile(rb"\|(\d+);\d+;\d+")
+"""Offset, length and another number of weights that are stored in the layout of a kernel."""
+_ALIGNMENT = 64
+"""Kernels read such weights with instructions that need this alignment, or crash. ONNX Runtime does
+not align them in the file: one weight of another size before them is enough."""
 
 
 def optimized_graph(
@@ -81,7 +87,8 @@ def _make(
     import onnxruntime as ort
 
     check_allocations(artifact.path / record.file, record=record)
-    with staging(out) as directory:
+
+    def optimize(directory: Path, *, pack: bool) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # it warns that the file is only for this processor
         options.optimized_model_filepath = str(directory / MODEL_FILE)
@@ -89,18 +96,33 @@ def _make(
         prefix = "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{prefix}file_name", _DATA)
         options.add_session_config_entry(f"{prefix}min_size_in_bytes", _SMALLEST_BYTES)
-        # Weights in the layout of the kernels are mapped, too, and shared by all sessions.
-        options.add_session_config_entry(
-            "session.save_external_prepacked_constant_initializers", "1"
-        )
+        entry = "save_external_prepacked_constant_initializers" if pack else "disable_prepacking"
+        options.add_session_config_entry(f"session.{entry}", "1")
         try:
             ort.InferenceSession(
                 str(artifact.path / record.file), options, providers=[CPU], enable_fallback=0
             )
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise EngineryError(f"{record.file} cannot be optimized: {error}") from error
+
+    with staging(out) as directory:
+        # Weights in the layout of the kernels are mapped, too, and shared by all sessions.
+        optimize(directory, pack=True)
+        offsets = _packed_offsets(directory / MODEL_FILE)
+        if any(offset % _ALIGNMENT for offset in offsets):
+            (directory / _DATA).unlink()  # ONNX Runtime would append to it
+            optimize(directory, pack=False)
         write_record(directory, fingerprint, artifact.manifest.source.id)
     return OptimizedGraph.open(out)
+
+
+def has_packed_weights(path: Path) -> bool:
+    """Return True if an optimized graph has weights as its kernels read them, to be mapped."""
+    return bool(_packed_offsets(path))
+
+
+def _packed_offsets(path: Path) -> list[int]:
+    return [int(offset) for offset in _PACKED.findall(path.read_bytes())]
 
 
 def _processor() -> str:

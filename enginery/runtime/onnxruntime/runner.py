@@ -38,7 +38,7 @@ from enginery.runtime.onnxruntime.device_values import (
     read_value,
     shape_only_array,
 )
-from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
+from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import check_interface, new_session
 from enginery.runtime.providers.selection import Provider
@@ -92,7 +92,7 @@ class OrtRunner(Closeable):
                 again for each input that does not fit; the results are not stored.
             threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
             lone_threads: intra-op threads of a run that overlaps no other, in a second session; 0
-                for none. It is only opened with `keep_optimized`, where both map the same weights.
+                for none. It is only opened with `keep_optimized`, if both can map the same weights.
                 Under load, runs overlap with short gaps: after one that did, the next is in the
                 first session in any case.
             io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
@@ -161,7 +161,7 @@ class OrtRunner(Closeable):
                     record=self.record,
                 )
             ]
-            if kept and lone_threads:
+            if kept and lone_threads and has_packed_weights(kept):
                 self._lone_session = open_session(
                     kept,
                     self.providers,

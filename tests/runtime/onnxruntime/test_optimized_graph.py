@@ -7,7 +7,7 @@ import pytest
 
 from enginery.core.errors import InputError
 from enginery.core.store.store import GRAPHS, Store
-from enginery.runtime.onnxruntime.optimized_graph import optimized_graph
+from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider, choose_providers
 from tests.tolerances import OUTPUTS
@@ -117,6 +117,20 @@ def test_sessions_map_the_same_weights(tmp_path, home):
             second(feeds_of(artifact))
             added = process.memory_full_info().pss - before
     assert added < weights / 4
+
+
+def test_weights_that_would_not_be_aligned_are_not_packed(tmp_path, home):
+    """The bias of a vocabulary of 600 has 2400 bytes."""
+    from tests.tiny import tiny_artifact
+
+    artifact = tiny_artifact("bert", "fill-mask", tmp_path / "masked")
+    feeds = feeds_of(artifact)
+    with (
+        OrtRunner(artifact) as plain,
+        OrtRunner(artifact, threads=1, lone_threads=2, keep_optimized=True) as kept,
+    ):
+        assert not has_packed_weights(graph_of(artifact))
+        np.testing.assert_allclose(kept(feeds)["logits"], plain(feeds)["logits"], atol=OUTPUTS)
 
 
 def test_it_is_made_once(tiny, home):
