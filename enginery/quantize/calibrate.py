@@ -24,7 +24,7 @@ from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
-from enginery.passes.qdq.insert import insert_qdq
+from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
 from enginery.passes.qdq.layers import Layer, operands
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
@@ -98,7 +98,9 @@ def quantize_graph(
     ranges: Mapping[str, ActivationQuantParams],
     bias_deltas: Mapping[str, Vector],
     fp32_nodes: Collection[str],
-) -> None:
+    *,
+    residuals: bool = False,
+) -> list[str]:
     """Quantize layers in place, and cast the rest if `residual` says so.
 
     Args:
@@ -108,12 +110,18 @@ def quantize_graph(
         ranges: the parameters of each activation, by name.
         bias_deltas: layer -> correction of its bias.
         fp32_nodes: nodes that are not cast.
+        residuals: quantize the residual additions after convolutions, too.
+
+    Returns:
+        The names of these additions.
     """
     insert_qdq(model, layers, ranges, scheme=scheme_from_config(config), bias_deltas=bias_deltas)
+    additions = quantize_residuals(model) if residuals else []
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
+    return additions
 
 
 def calibrate(

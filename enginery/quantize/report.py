@@ -49,6 +49,8 @@ class QuantizedGraph:
     trials: Sequence[EngineTrial]
     layer_errors: dict[str, LayerError]
     builtin_layer_errors: dict[str, LayerError]
+    additions: int = 0
+    """Number of residual additions in INT8."""
 
     @property
     def quantized(self) -> list[str]:

@@ -73,7 +73,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 
 STAGE = "quantize"
-STAGE_VERSION = "11"
+STAGE_VERSION = "12"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -245,6 +245,11 @@ def _quantize_static(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
+    if additions := sum(graph.additions for graph in found):
+        notes.append(
+            f"{additions} residual additions after convolutions read their input in INT8, so that "
+            "TensorRT keeps it in one byte"
+        )
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
         if not save_curve(directory / CURVE, answers.measured, config.scheme):
@@ -322,9 +327,21 @@ def _quantize_graph(
     )
     quantized = cache.quantized_layers(layers)
     known = float_operands(model, quantized)
-    record = _write_graph(model, quantized, cache, source.record, directory, config)
+    # Without held-out rows nothing tells what the additions cost.
+    residuals = config.target == "tensorrt" and measured is not None
+    record, additions = _write_graph(
+        model, quantized, cache, source.record, directory, config, residuals=residuals
+    )
     graph = directory / record.file
-    accuracy = _check_accuracy(graph, measured, config)
+    accuracy = _measure_saved(graph, measured, config)
+    if additions and measured and accuracy and not measured.budget.is_met_by(accuracy):
+        model = source.read()
+        known = float_operands(model, quantized)
+        record, additions = _write_graph(
+            model, quantized, cache, source.record, directory, config, residuals=False
+        )
+        accuracy = _measure_saved(graph, measured, config)
+    _check_accuracy(accuracy, measured, config)
     trials = []
     if config.target == "tensorrt":
         with progress.task("building a trial engine"):
@@ -332,7 +349,9 @@ def _quantize_graph(
     add_float_layers(model, float_layers(model, quantized, known))
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
-    return QuantizedGraph(record, layers, cache, measured, accuracy, trials, held_out, builtin)
+    return QuantizedGraph(
+        record, layers, cache, measured, accuracy, trials, held_out, builtin, len(additions)
+    )
 
 
 def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
@@ -396,43 +415,52 @@ def _write_graph(
     old: GraphRecord,
     directory: Path,
     config: QuantizeConfig,
-) -> GraphRecord:
-    """Write the quantized graph and return its record."""
-    quantize_graph(model, quantized, config, cache.ranges, cache.bias_deltas, cache.fp32_nodes)
+    *,
+    residuals: bool,
+) -> tuple[GraphRecord, list[str]]:
+    """Write the quantized graph; return its record and the residual additions in INT8."""
+    additions = quantize_graph(
+        model,
+        quantized,
+        config,
+        cache.ranges,
+        cache.bias_deltas,
+        cache.fp32_nodes,
+        residuals=residuals,
+    )
     path = directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(model, path)
     check_graph(path)
     folder = Path(old.file).parent
-    return old.model_copy(
-        update={
-            "opset": model.opset_imports[""],
-            "data_files": tuple((folder / name).as_posix() for name in data_files),
-        }
-    )
+    changes = {
+        "opset": model.opset_imports[""],
+        "data_files": tuple((folder / name).as_posix() for name in data_files),
+    }
+    return old.model_copy(update=changes), additions
+
+
+def _measure_saved(
+    graph: Path, measured: AccuracySearch | None, config: QuantizeConfig
+) -> AccuracyMetrics | None:
+    """Measure the saved graph on held-out rows; None if there are none."""
+    if measured is None:
+        return None
+    fused = scheme_from_config(config).supports_fusions
+    return measure_file(graph, measured.evaluator, fused=fused)
 
 
 def _check_accuracy(
-    graph: Path, measured: AccuracySearch | None, config: QuantizeConfig
-) -> AccuracyMetrics | None:
-    """Measure the saved graph.
-
-    Raises:
-        CheckFailedError: it does not meet the accuracy budget.
-    """
-    if measured is None:
-        return None
-    found = measure_file(
-        graph, measured.evaluator, fused=scheme_from_config(config).supports_fusions
-    )
-    if not measured.budget.is_met_by(found):
+    found: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
+) -> None:
+    """Raise CheckFailedError if the saved graph does not meet the accuracy budget."""
+    if found and measured and not measured.budget.is_met_by(found):
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
             f"{found.cosine:.5f}. Before casting the rest to {residual_precision(config)} it was "
             f"{measured.result.accuracy.cosine:.5f}.",
             do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
-    return found
 
 
 def _measure_layers(

@@ -1,12 +1,15 @@
 """Quantize tiny models of each architecture and build trial engines of them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 
+from enginery import validate_model
 from enginery.quantize import stage
+from enginery.quantize.accuracy import measure_file
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 WIDE = {"hidden_size": 128, "num_attention_heads": 2}
@@ -141,3 +144,38 @@ def test_report_counts_only_convolutions_that_run_in_fp8(
     assert engine["not_quantized"] == []
     assert {name: engine["layers"].get(name) for name in kernels} == kernels
     assert any("3 input channels" in reason for reason in report["left_out"].values())
+
+
+RESNET = {"embedding_size": 64, "hidden_sizes": [64, 64], "depths": [2, 2]}
+
+
+def residual_inputs(artifact):
+    """Return the op types that the additions of a graph read."""
+    graph = onnx.load(artifact.model).graph
+    made = {name: node.op_type for node in graph.node for name in node.output}
+    return [{made.get(name, "") for name in n.input} for n in graph.node if n.op_type == "Add"]
+
+
+def test_residual_additions_read_int8(tiny, quantized, images):
+    made = quantized(tiny("resnet", "image-classification", **RESNET), images, capability=("8.9",))
+    additions = [found for found in residual_inputs(made) if "DequantizeLinear" in found]
+    assert additions
+    assert all("Conv" in found for found in additions)
+    (note,) = [note for note in made.manifest.stages[-1].notes if "residual additions" in note]
+    assert note.startswith(f"{len(additions)} residual additions after convolutions read")
+    assert validate_model(made, effort="quick").passed
+
+
+def test_residual_additions_stay_if_they_miss_the_budget(tiny, quantized, images, monkeypatch):
+    measured = []
+
+    def measure(*arguments, **options):
+        found = measure_file(*arguments, **options)
+        measured.append(found)
+        return found if len(measured) > 1 else replace(found, cosine=-1.0)
+
+    monkeypatch.setattr(stage, "measure_file", measure)
+    made = quantized(tiny("resnet", "image-classification", **RESNET), images, min_cosine=0.9)
+    assert len(measured) == 2
+    assert not any("DequantizeLinear" in found for found in residual_inputs(made))
+    assert not any("residual additions" in note for note in made.manifest.stages[-1].notes)

@@ -101,6 +101,40 @@ def insert_qdq(
     return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
 
 
+def quantize_residuals(model: ir.Model) -> list[str]:
+    """Let residual additions after convolutions read their other input in INT8, in place.
+
+    Where a quantized layer reads an activation x, and x is added to the output of a convolution,
+    the addition gets the dequantized x as well. TensorRT then fuses the dequantization into the
+    addition and keeps x in one byte; otherwise it also writes x in FP16, and reads that.
+
+    Args:
+        model: a graph with Q/DQ nodes, as `insert_qdq` has left it.
+
+    Returns:
+        The names of the additions.
+    """
+    place = {node: index for index, node in enumerate(model.graph)}
+    found = []
+    for node in list(model.graph):
+        quantizer = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
+        if node.op_type != "DequantizeLinear" or quantizer is None:
+            continue
+        source = quantizer.inputs[0] if quantizer.op_type == "QuantizeLinear" else None
+        for use in list(source.uses()) if source is not None else []:
+            if _is_residual(use.node, source) and place[node] < place[use.node]:
+                use.node.replace_input_with(use.idx, node.outputs[0])
+                found.append(use.node.name or "")
+    return found
+
+
+def _is_residual(node: ir.Node, value: ir.Value | None) -> bool:
+    """Return True if a node adds a value to the output of a convolution."""
+    others = [other for other in node.inputs if other is not value]
+    made = others[0].producer() if len(others) == 1 and others[0] is not None else None
+    return node.op_type == "Add" and made is not None and made.op_type == "Conv"
+
+
 def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:
     """Add a vector (N,) to the layer's output: to its bias, or with a new Add if it has none."""
     holder = node if layer.op_type in ("Gemm", "Conv") else following_add(node)
