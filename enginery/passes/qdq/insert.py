@@ -41,6 +41,9 @@ from enginery.passes.qdq.scales import (
 from enginery.passes.qdq.scheme import INT8, Scheme, Vector
 
 
+_ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Mul")
+
+
 @dataclass(frozen=True)
 class QdqSummary:
     """The numbers of layers and activations that `insert_qdq` quantized."""
@@ -129,10 +132,20 @@ def quantize_residuals(model: ir.Model) -> list[str]:
 
 
 def _is_residual(node: ir.Node, value: ir.Value | None) -> bool:
-    """Return True if a node adds a value to the output of a convolution."""
+    """Return True if a node adds a value to what a convolution and its activation compute."""
     others = [other for other in node.inputs if other is not value]
-    made = others[0].producer() if len(others) == 1 and others[0] is not None else None
-    return node.op_type == "Add" and made is not None and made.op_type == "Conv"
+    return node.op_type == "Add" and len(others) == 1 and _is_convolved(others[0])
+
+
+def _is_convolved(value: ir.Value | None, depth: int = 3) -> bool:
+    """Return True for the output of a convolution, or of an activation function behind it."""
+    made = value.producer() if value is not None else None
+    if made is None or made.op_type == "Conv":
+        return made is not None
+    if not depth or made.op_type not in _ACTIVATIONS:
+        return False
+    operands = made.inputs if made.op_type == "Mul" else made.inputs[:1]  # SiLU is x * sigmoid(x)
+    return all(_is_convolved(operand, depth - 1) for operand in operands)
 
 
 def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> None:

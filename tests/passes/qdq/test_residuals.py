@@ -33,19 +33,24 @@ def test_addition_reads_what_the_first_convolution_reads():
     assert made["add"].inputs[0].producer() is made["second"]
 
 
+def test_activation_function_may_be_between():
+    silu = "[s] s = Sigmoid(c)\n [silu] m = Mul(c, s)\n [add] y = Add(x, m)"
+    assert quantized(BLOCK + silu, "first", "second")[1] == ["add"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "names"),
     [
         (BLOCK + "[add] y = Add(c, other)", ("first", "second")),
         (BLOCK + "[add] y = Add(c, x)", ("second",)),
-        (BLOCK + "[add] y = Add(b, x)", ("first", "second")),
+        (BLOCK + "[mul] m = Mul(c, other)\n [add] y = Add(m, x)", ("first", "second")),
         (
             "[before] d = Conv(other, w)\n [add] e = Add(d, x)\n [layer] f = Conv(x, w)\n"
             "y = Mul(e, f)",
             ("layer",),
         ),
     ],
-    ids=["not quantized", "first layer in FP32", "not after a convolution", "before the layer"],
+    ids=["not quantized", "first layer in FP32", "gated", "before the layer"],
 )
 def test_other_additions_stay(nodes, names):
     assert quantized(nodes, *names)[1] == []
