@@ -40,7 +40,6 @@ from enginery.passes.qdq.scales import (
 )
 from enginery.passes.qdq.scheme import INT8, Scheme, Vector
 
-
 _ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Mul")
 
 
