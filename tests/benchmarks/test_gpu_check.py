@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import goals, processes, results
-from benchmarks.gpu_check.inputs import text_feeds
+from benchmarks.gpu_check.inputs import sentences, text_feeds
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import (
     agreement,
@@ -35,6 +35,7 @@ from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.tensorrt.options import CLASSIC, RTX
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
 
@@ -426,6 +427,24 @@ def test_text_inputs_are_real_tokens_with_padding(exported):
     assert (feeds["input_ids"][:, 0] == feeds["input_ids"][0, 0]).all()  # [CLS]
     assert (feeds["input_ids"][feeds["attention_mask"] == 0] == 0).all()
     assert (feeds["input_ids"] != others["input_ids"]).any()
+
+
+def test_text_models_have_a_tokenizer_without_the_package_of_minilm(work, monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+
+    _, path = models.source_of(work(), "bert-base")
+
+    tokenizer = TextTokenizer.open(path)
+    for encoding in tokenizer.encode(list(sentences())):
+        assert encoding.tokens[0] == "[CLS]"
+        assert encoding.tokens[-1] == "[SEP]"
+        assert "[UNK]" not in encoding.tokens
+    assert tokenizer.encode(["zyxwv"])[0].tokens == [
+        "[CLS]",
+        "z",
+        *(f"##{c}" for c in "yxwv"),
+        "[SEP]",
+    ]
 
 
 def test_outputs_of_each_search_are_compared_with_the_cpu(work):
