@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import goals, processes, results
+from benchmarks.gpu_check import goals, processes, pytorch, results
 from benchmarks.gpu_check.inputs import sentences, text_feeds
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import (
@@ -24,6 +24,8 @@ from benchmarks.gpu_check.parts import (
     convolutions,
     models,
     placement,
+    smoke,
+    speed,
     tensorrt,
 )
 from benchmarks.gpu_check.results import Results
@@ -728,6 +730,25 @@ def test_error_in_a_case_is_a_failed_check(work):
         "there is none. Install it.",
         "KeyError: 'logits'",
     ]
+
+
+@pytest.mark.parametrize("part", [agreement, placement, smoke, speed])
+def test_packed_graph_runs_on_a_gpu_only(part, work, monkeypatch):
+    monkeypatch.setattr(pytorch, "require_device", lambda device: None)
+    ran = []
+    monkeypatch.setattr(Work, "case", lambda self, name, action, **_: ran.append((name, action)))
+    on_cpu = work()
+    part.run(on_cpu)
+    note = dict(ran)["fp16-packed"]
+    on_cpu._case = {"notes": []}
+    note()
+    assert on_cpu._case["notes"] == [
+        "fp16-packed: left out, ONNX Runtime has no CPU kernels of PackedAttention"
+    ]
+
+    ran.clear()
+    part.run(work(device="cuda"))
+    assert "fp16-packed" in dict(ran)["fp16-packed"].args or part is speed
 
 
 def test_full_run_has_every_shape_once_those_with_goals_first():
