@@ -6,6 +6,7 @@ Only metadata is read. Nothing is imported, so a broken package cannot break the
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from itertools import groupby
@@ -32,6 +33,9 @@ _NOT_FOR_USERS = ("dev", "all")
 
 _ALTERNATIVES = ("cpu", "gpu", "openvino")
 """Extras of which an environment has one: their builds of ONNX Runtime overwrite each other."""
+
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+"""enginery's requirements in a checkout."""
 
 _GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
 
@@ -102,23 +106,44 @@ def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
                 break
 
 
+def _own_requirements() -> Iterator[tuple[str, Requirement]]:
+    """Yield enginery's requirements, each with its extra; a checkout's if it is not installed."""
+    from packaging.requirements import Requirement
+
+    if installed_version("enginery"):
+        yield from _requirements("enginery")
+        return
+    if not _PYPROJECT.is_file():
+        return
+    project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+    if project.get("name") != "enginery":
+        return
+    for extra, texts in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        for requirement in map(Requirement, texts):
+            if requirement.marker is None or requirement.marker.evaluate():
+                yield extra, requirement
+
+
 def _own_packages() -> list[PackageStatus]:
     statuses = []
     builds = installed_onnxruntimes()
-    for extra, requirement in _requirements("enginery"):
+    imported = [build.name for build in builds if build.directory == builds[0].directory]
+    for extra, requirement in _own_requirements():
         if extra in _NOT_FOR_USERS or requirement.name == "enginery":
             continue
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
         asked = str(requirement.specifier)
-        other = builds[0].name if extra in _ALTERNATIVES and not version and builds else ""
+        # A build that another directory hides is not used, whatever its version.
+        is_replaced = extra in _ALTERNATIVES and builds and requirement.name not in imported
+        other = imported[0] if is_replaced else ""
         statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
     return statuses
 
 
 def _gpu_packages() -> list[PackageStatus]:
-    """Return the installed GPU packages that are not in enginery's own metadata."""
-    own = {requirement.name for _, requirement in _requirements("enginery")}
+    """Return the installed GPU packages that are not among enginery's requirements."""
+    own = {requirement.name for _, requirement in _own_requirements()}
     found = {}
     for dist in metadata.distributions():
         name = (dist.metadata["Name"] or "").lower().replace("_", "-")
@@ -128,7 +153,15 @@ def _gpu_packages() -> list[PackageStatus]:
 
 
 def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
-    if not statuses or not installed_version("enginery"):
+    is_installed = bool(installed_version("enginery"))
+    if not is_installed and any(status.requirement for status in statuses):
+        yield Finding(
+            "note",
+            "enginery runs from a checkout and is not installed",
+            f"its requirements were read from {_PYPROJECT}",
+            "Nothing needs to be done.",
+        )
+    elif not is_installed:
         yield Finding(
             "warning",
             "enginery is not installed, so its pins cannot be checked",

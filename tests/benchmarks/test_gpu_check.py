@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_check import __main__ as command
-from benchmarks.gpu_check import goals, processes, results
-from benchmarks.gpu_check.inputs import text_feeds
+from benchmarks.gpu_check import goals, processes, pytorch, results
+from benchmarks.gpu_check.inputs import sentences, text_feeds
 from benchmarks.gpu_check.page import page
 from benchmarks.gpu_check.parts import (
     agreement,
@@ -24,6 +24,8 @@ from benchmarks.gpu_check.parts import (
     convolutions,
     models,
     placement,
+    smoke,
+    speed,
     tensorrt,
 )
 from benchmarks.gpu_check.results import Results
@@ -35,6 +37,7 @@ from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.tensorrt.options import CLASSIC, RTX
+from enginery.runtime.text.tokenizer import TextTokenizer
 
 H200 = CudaGpu("NVIDIA H200", "9.0", 141 << 30)
 
@@ -428,6 +431,24 @@ def test_text_inputs_are_real_tokens_with_padding(exported):
     assert (feeds["input_ids"] != others["input_ids"]).any()
 
 
+def test_text_models_have_a_tokenizer_without_the_package_of_minilm(work, monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+
+    _, path = models.source_of(work(), "bert-base")
+
+    tokenizer = TextTokenizer.open(path)
+    for encoding in tokenizer.encode(list(sentences())):
+        assert encoding.tokens[0] == "[CLS]"
+        assert encoding.tokens[-1] == "[SEP]"
+        assert "[UNK]" not in encoding.tokens
+    assert tokenizer.encode(["zyxwv"])[0].tokens == [
+        "[CLS]",
+        "z",
+        *(f"##{c}" for c in "yxwv"),
+        "[SEP]",
+    ]
+
+
 def test_outputs_of_each_search_are_compared_with_the_cpu(work):
     given = work("convolutions:resnet")
     expected = [np.arange(8.0), np.ones(8)]
@@ -709,6 +730,25 @@ def test_error_in_a_case_is_a_failed_check(work):
         "there is none. Install it.",
         "KeyError: 'logits'",
     ]
+
+
+@pytest.mark.parametrize("part", [agreement, placement, smoke, speed])
+def test_packed_graph_runs_on_a_gpu_only(part, work, monkeypatch):
+    monkeypatch.setattr(pytorch, "require_device", lambda device: None)
+    ran = []
+    monkeypatch.setattr(Work, "case", lambda self, name, action, **_: ran.append((name, action)))
+    on_cpu = work()
+    part.run(on_cpu)
+    note = dict(ran)["fp16-packed"]
+    on_cpu._case = {"notes": []}
+    note()
+    assert on_cpu._case["notes"] == [
+        "fp16-packed: left out, ONNX Runtime has no CPU kernels of PackedAttention"
+    ]
+
+    ran.clear()
+    part.run(work(device="cuda"))
+    assert "fp16-packed" in dict(ran)["fp16-packed"].args or part is speed
 
 
 def test_full_run_has_every_shape_once_those_with_goals_first():

@@ -161,6 +161,20 @@ def test_other_build_of_onnxruntime_is_not_recommended(site):
     assert (other.version, other.replaced_by) == ("", "onnxruntime-gpu")
 
 
+def test_version_of_a_hidden_build_breaks_no_extra(site, tmp_path, monkeypatch):
+    site("enginery", "0.1.0", "onnxruntime>=1.31; extra == 'cpu'", extras=["cpu"])
+    site("onnxruntime-gpu", "1.31.1")
+    image = tmp_path / "image"
+    (image / "onnxruntime-1.30.0.dist-info").mkdir(parents=True)
+    (image / "onnxruntime-1.30.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: onnxruntime\nVersion: 1.30.0\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(image)])
+    assert not findings("the extra [cpu]")
+    (hidden,) = [status for status in examine_packages()[0] if status.extra == "cpu"]
+    assert (hidden.version, hidden.replaced_by) == ("1.30.0", "onnxruntime-gpu")
+
+
 def test_the_builds_of_other_extras_are_not_recommended_beside_openvino(site):
     site(
         "enginery",
@@ -187,6 +201,45 @@ def test_a_missing_package_of_the_bare_install_is_an_error(site):
     site("enginery", "0.1.0", "gone-base>=3")
     (finding,) = findings("enginery needs gone-base>=3")
     assert (finding.severity, finding.evidence) == ("error", "it is not installed")
+
+
+@pytest.fixture
+def uninstalled(monkeypatch, tmp_path):
+    """Hide enginery's metadata; return the file from which a checkout's requirements are read."""
+    version = packages.installed_version
+    monkeypatch.setattr(
+        packages, "installed_version", lambda name: "" if name == "enginery" else version(name)
+    )
+    monkeypatch.setattr(packages, "_PYPROJECT", tmp_path / "pyproject.toml")
+    return tmp_path / "pyproject.toml"
+
+
+def test_requirements_of_a_checkout_that_is_not_installed_are_checked(site, uninstalled):
+    uninstalled.write_text(
+        "[project]\n"
+        'name = "enginery"\n'
+        'dependencies = ["gone-base>=3", "gone-part; sys_platform == \'nowhere\'"]\n'
+        "[project.optional-dependencies]\n"
+        'export = ["torch>=2.9,<2.14", "enginery[data]"]\n'
+    )
+    site("torch", "2.11.0")
+    statuses, found = examine_packages()
+    assert [status for status in statuses if status.requirement] == [
+        PackageStatus("gone-base", "", ">=3", "", fits=False),
+        PackageStatus("torch", "2.11.0", "<2.14,>=2.9", "export", fits=True),
+    ]
+    assert [finding.problem for finding in found if "enginery" in finding.problem] == [
+        "enginery runs from a checkout and is not installed",
+        "enginery needs gone-base>=3",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", '[project]\nname = "other"\n'])
+def test_without_metadata_or_a_checkout_pins_cannot_be_checked(uninstalled, text):
+    if text:
+        uninstalled.write_text(text)
+    (finding,) = findings("so its pins cannot be checked")
+    assert finding.severity == "warning"
 
 
 def test_tensorrt_11_with_a_provider_that_links_10_is_an_error(site, monkeypatch):

@@ -40,7 +40,7 @@ def run(work: Work) -> None:
             work.case(precision, partial(_compare, work, precision))
     if work.on_gpu:
         work.case("fp32 by TF32", partial(_compare, work, "fp32", tf32=True))
-        work.case(PACKED, partial(_compare, work, PACKED))
+    work.packed_case(partial(_compare, work, PACKED))
     for way, options in (("IOBinding", {}), ("CUDA graph", {"cuda_graph": True})):
         if work.on_gpu or way == "IOBinding":
             for places in ("host", "device", "host and device by turns"):

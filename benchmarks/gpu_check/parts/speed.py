@@ -42,8 +42,7 @@ def run(work: Work) -> None:
     for point in work.settings.points:
         name = f"{point[0]}×{point[1]}"
         work.case(name, partial(_measure, work, models, point), seconds=_CASE_SECONDS)
-    if work.on_gpu:
-        work.case(PACKED, partial(_measure_packed, work), seconds=_CASE_SECONDS)
+    work.packed_case(partial(_measure_packed, work), seconds=_CASE_SECONDS)
 
 
 def _measure(work: Work, models: dict[str, Any], point: Point) -> None:

@@ -247,6 +247,9 @@ def confined(*models: Path, writable: Iterable[Path] = ()) -> Iterator[Confineme
     confinement = Confinement(models, writable=writable)
     # Python would write bytecode into the directories of packages.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    # With PYTHONPYCACHEPREFIX, Python would run bytecode from a directory that anything may write
+    # to, such as the temporary one. Without it, bytecode lies beside its source.
+    prefix, sys.pycache_prefix = sys.pycache_prefix, None
     _active.append(confinement)
     try:
         yield confinement
@@ -257,6 +260,7 @@ def confined(*models: Path, writable: Iterable[Path] = ()) -> Iterator[Confineme
     finally:
         _active.remove(confinement)
         sys.dont_write_bytecode = before
+        sys.pycache_prefix = prefix
     if confinement.blocked:
         raise confinement.error()
 

@@ -200,6 +200,15 @@ def test_a_virtual_environment_in_the_models_directory_is_no_code_of_the_model(p
     assert json.loads(found.stdout) == "done"
 
 
+def test_modules_are_imported_although_their_bytecode_is_among_temporary_files(place, monkeypatch):
+    cache = place / "tmp/bytecode"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(cache))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    subprocess.run([sys.executable, "-c", "import colorsys"], check=True)
+    assert list(cache.rglob("colorsys.*.pyc"))
+    assert run(place, "import colorsys") == "done"
+
+
 def test_outside_of_the_block_nothing_is_stopped(place):
     code = "pass"
     program = PROGRAM + "\nprint(subprocess.run(['echo', 'free']).returncode)"
