@@ -159,6 +159,8 @@ def _run(request: dict, descriptors) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [entry for entry in paths if entry and entry not in sys.path]
     sys.argv = [request["module"], *request["arguments"]]
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), "utf-8")
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), "utf-8", write_through=True)

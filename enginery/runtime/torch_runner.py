@@ -7,7 +7,7 @@
 A model runs unchanged, with eager attention: as a whole, or as its encoder or decoder, see
 `torch_decoder`. Other models that Optimum exports as several graphs, and those whose cache has
 another layout than the graph's, run through Optimum's submodels; `TorchRunner.notes` states that.
-Only this module and `torch_decoder` import torch and transformers in the runtime.
+Only this module, `torch_decoder` and `torch_random` import torch and transformers in the runtime.
 """
 
 from __future__ import annotations
