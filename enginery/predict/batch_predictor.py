@@ -110,7 +110,7 @@ class BatchPredictor(Closeable):
                 providers=specs,
                 allow_fallback=config.allow_fallback,
                 threads=1 if on_cpu and not generates else 0,
-                lone_threads=workers if on_cpu and not generates and workers > 1 else 0,
+                lone_threads=workers if on_cpu and not generates else 0,
                 io_binding=config.io_binding,
                 cuda_graph=config.cuda_graph,
                 shrink_arena=config.shrink_arena,

@@ -328,7 +328,8 @@ def _quantize_graph(
     quantized = cache.quantized_layers(layers)
     known = float_operands(model, quantized)
     # Without held-out rows nothing tells what the additions cost.
-    residuals = config.target == "tensorrt" and measured is not None
+    in_int8 = config.target == "tensorrt" and config.scheme == "int8"
+    residuals = in_int8 and measured is not None
     record, additions = _write_graph(
         model, quantized, cache, source.record, directory, config, residuals=residuals
     )

@@ -17,18 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from enginery.core.model.onnx_structure import random_input
 
 _SEED = 0
-_ATEN = torch.ops.aten
-_NORMAL = {_ATEN.randn.default, _ATEN.randn_like.default}
-_UNIFORM = {_ATEN.rand.default, _ATEN.rand_like.default}
-_BERNOULLI = {_ATEN.bernoulli.default, _ATEN.bernoulli.p}
+_NORMAL = {torch.randn, torch.randn_like}
+_UNIFORM = {torch.rand, torch.rand_like}
+_BERNOULLI = {torch.bernoulli, torch.Tensor.bernoulli}
 
 
-class RandomNumbers(TorchDispatchMode):  # type: ignore[misc]  # torch is not type-checked
+class RandomNumbers(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
     """Record or replay the standard normal and uniform numbers that PyTorch draws.
 
     Bernoulli's are drawn as `uniform < p`, as torch.onnx exports them.
@@ -44,10 +43,10 @@ class RandomNumbers(TorchDispatchMode):  # type: ignore[misc]  # torch is not ty
         if not self._replays:
             torch.manual_seed(_SEED)
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call an operator, and record or replace what it draws.
+        """Call a torch function, and record or replace what it draws.
 
         Raises:
             ValueError: the model draws other numbers than in the earlier run.
@@ -58,7 +57,7 @@ class RandomNumbers(TorchDispatchMode):  # type: ignore[misc]  # torch is not ty
         if func in _UNIFORM:
             return self._draw("uniform", found)
         if func in _BERNOULLI:
-            probability = args[1] if len(args) > 1 else args[0]
+            probability = (kwargs or {}).get("p", args[1] if len(args) > 1 else args[0])
             drawn = self._draw("uniform", torch.rand(found.shape, device=found.device))
             return (drawn < probability).to(found.dtype)
         return found

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ExportError, InputError, ProviderError, SourceError
+from enginery.core.errors import ArtifactError, ExportError, InputError, ProviderError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
@@ -121,6 +121,7 @@ class Reference:
                     f"{source.path} is one graph, but {artifact.path} has several: {files}.",
                     do="Name the original model with --reference MODEL.",
                 )
+            return cls(artifact, source)
         vocoder = _find_vocoder(artifact, config)
         return cls(artifact, source, config.trust_remote_code, vocoder)
 
@@ -210,14 +211,19 @@ def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:
 
     Raises:
         SourceError: it does not exist any more, has changed, or has only pickled weights.
+        ArtifactError: the manifest does not name it.
     """
     export = next((s for s in artifact.manifest.stages if s.stage == "export"), None)
-    kwargs = export.options.get("model_kwargs") if export else None
-    if export is None or not kwargs:
+    if export is None or "vocoder" not in export.fields:
         return None
-    name = kwargs["vocoder"]
+    kwargs = export.options.get("model_kwargs")
+    name = kwargs.get("vocoder") if isinstance(kwargs, dict) else None
+    if not isinstance(name, str):
+        raise ArtifactError(
+            f"{artifact.path}: manifest.json has the digest of a vocoder, but not its name."
+        )
     source = resolve_source(name, allow_pickle=config.allow_pickle)
-    if source.record.sha256 != export.fields.get("vocoder"):
+    if source.record.sha256 != export.fields["vocoder"]:
         raise SourceError(
             f"the vocoder {name} has changed since the export.", do="Export the model again."
         )
@@ -275,7 +281,8 @@ def run_reference(
     """
     expected: list[ReferenceOutputs] = []
     pooling = _pooling_in_graph(reference.artifact, record)
-    random = bool(read_structure(reference.artifact.path / record.file).random_ops())
+    graph = reference.artifact.path / record.file
+    random = not reference.is_onnx and bool(read_structure(graph).random_ops())
     with (
         reference.open(record.file) as model,
         progress.task(reference.description, total=len(cases)) as advance,

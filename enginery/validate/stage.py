@@ -360,15 +360,15 @@ class _Comparison:
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
-        run, run_record, run_cases = artifact, record, cases
+        runnable, run_record, run_cases = artifact, record, cases
         path = artifact.path / record.file
         given = None if engines else self._give_random_numbers(path, record, cases, reference)
         if given:
             run_record, run_cases = given.record, given.cases
             manifest = artifact.manifest.model_copy(update={"graphs": (run_record,)})
-            run = Artifact(self.scratch / _RANDOM, manifest)
+            runnable = Artifact(self.scratch / _RANDOM, manifest)
         with OrtRunner(
-            run,
+            runnable,
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,

@@ -8,7 +8,7 @@ from onnx import helper
 
 from benchmarks.model_types import save_companions, save_model
 from enginery import export_model, validate_model
-from enginery.core.errors import SourceError
+from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.torch_random import RandomNumbers
@@ -185,11 +185,16 @@ def test_rows_of_codebooks_validate(folder):
 def test_a_vocoder_that_is_gone_or_has_changed_is_an_error(speecht5, copied):
     artifact = copied(speecht5)
     (stage,) = artifact.manifest.stages
-    for changes, problem in (
-        ({"fields": {**stage.fields, "vocoder": "0" * 64}}, "has changed since the export"),
-        ({"options": {**stage.options, "model_kwargs": {"vocoder": "/nowhere"}}}, "/nowhere"),
+    for changes, error, problem in (
+        ({"fields": {**stage.fields, "vocoder": "0" * 64}}, SourceError, "has changed since"),
+        (
+            {"options": {**stage.options, "model_kwargs": {"vocoder": "/nowhere"}}},
+            SourceError,
+            "/nowhere",
+        ),
+        ({"options": {**stage.options, "model_kwargs": ["x"]}}, ArtifactError, "not its name"),
     ):
         changed = stage.model_copy(update=changes).model_dump(mode="json")
         edit_manifest(artifact.path, stages=[changed])
-        with pytest.raises(SourceError, match=problem):
+        with pytest.raises(error, match=problem):
             validate_model(artifact.path, effort="quick")

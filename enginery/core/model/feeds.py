@@ -53,7 +53,7 @@ class FeedLimits:
     image_tokens: int = 0
     """Number of such ids at the start of each row."""
     codebooks: int = 1
-    """Rows of tokens for each row of the batch; more than 1 in decoders of sound."""
+    """Rows of tokens for each row of the batch: an audio decoder has one for each codebook."""
     type_vocab_size: int = 1
     min_sequence: int = 1
     """Shortest sequence; for raw audio, the samples that the convolutions need."""
@@ -99,7 +99,7 @@ class FeedLimits:
         merged = config.merged()
         pad, eos = merged.pad_token_id, merged.eos_token_id
         ends = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
-        frames = 1 if _speaks(merged) else merged.audio_samples
+        frames = 1 if _is_text_to_speech(merged) else merged.audio_samples
         limit = merged.position_limit()
         vision = config.vlm_config
         patches = vision.image_tokens if vision else 0
@@ -126,8 +126,8 @@ def _reads_the_end(config: ModelConfig) -> bool:
     )
 
 
-def _speaks(config: ModelConfig) -> bool:
-    """Return True for SpeechT5 that takes texts, and whose convolutions over sound are unused."""
+def _is_text_to_speech(config: ModelConfig) -> bool:
+    """Return True for SpeechT5's text-to-speech model, which does not use its audio encoder."""
     return any(name.endswith("ForTextToSpeech") for name in config.architectures)
 
 

@@ -212,7 +212,7 @@ class ModelPart(_Values):
     ) = None
     max_length: Count = 0
     num_codebooks: Count = 0
-    """Rows of tokens that a decoder of sound has for each row of its batch; 0 for other models."""
+    """Codebooks of an audio decoder, each with a row of tokens; 0 for other models."""
 
     @property
     def positions(self) -> int:

@@ -245,9 +245,7 @@ def _random_batches(
     sizes = {
         name: limits.sizes.get(name, share_of_positions(name, names, longest)) for name in names
     }
-    for name in names:
-        if (size_of_rows := limits.rows(name, 1)) is not None:
-            sizes[name] = size_of_rows
+    sizes |= {name: one for name in names if (one := limits.rows(name, 1)) is not None}
     return [
         Batch((row,), partial(make_feeds, record.inputs, sizes, limits, seed=seed + row))
         for row in rows

@@ -110,7 +110,6 @@ def _make(
         optimize(directory, pack=True)
         offsets = _packed_offsets(directory / MODEL_FILE)
         if any(offset % _ALIGNMENT for offset in offsets):
-            (directory / _DATA).unlink()  # ONNX Runtime would append to it
             optimize(directory, pack=False)
         write_record(directory, fingerprint, artifact.manifest.source.id)
     return OptimizedGraph.open(out)

@@ -92,9 +92,9 @@ class OrtRunner(Closeable):
                 again for each input that does not fit; the results are not stored.
             threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
             lone_threads: intra-op threads of a run that overlaps no other, in a second session; 0
-                for none. It is only opened with `keep_optimized`, if both can map the same weights.
-                Under load, runs overlap with short gaps: after one that did, the next is in the
-                first session in any case.
+                for none. The session is opened only with `keep_optimized` and for more threads than
+                `threads`, if both can map the same weights. Under load, runs overlap with short
+                gaps: after a run that did, the next one is in the first session in any case.
             io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
             cuda_graph: record the run of each shape as a CUDA graph and replay it. The graph is
                 loaded twice, first for a run on synthetic inputs that checks the placement. Each
@@ -161,7 +161,7 @@ class OrtRunner(Closeable):
                     record=self.record,
                 )
             ]
-            if kept and lone_threads and has_packed_weights(kept):
+            if kept and lone_threads > threads and has_packed_weights(kept):
                 self._lone_session = open_session(
                     kept,
                     self.providers,
@@ -221,7 +221,7 @@ class OrtRunner(Closeable):
 
     @contextmanager
     def _choose_session(self, index: int) -> Iterator[Any]:
-        """Return the session of an index, or the one for runs that overlap no other."""
+        """Yield the session of an index, or the one for runs that overlap no other."""
         if self._lone_session is None:
             yield self._sessions[index]
             return

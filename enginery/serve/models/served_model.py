@@ -172,8 +172,8 @@ class ModelBackend:
         providers = parse_providers(options.providers, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
         generates = artifact.manifest.task in TextGenerator.tasks
-        alone = (options.workers or usable_cores()) == 1
-        adapts = not threads and on_cpu and not alone and not generates
+        workers = options.workers or usable_cores()
+        adapts = not threads and on_cpu and workers > 1 and not generates
         if adapts:
             threads = 1
 
@@ -184,11 +184,11 @@ class ModelBackend:
                 providers=providers,
                 allow_fallback=options.allow_fallback,
                 threads=threads,
-                lone_threads=(options.workers or usable_cores()) if adapts else 0,
+                lone_threads=workers if adapts else 0,
                 shrink_arena=options.shrink_arena,
                 keep_optimized=options.optimized_graph,
                 # Spinning threads of several workers would take the cores from each other.
-                spinning=threads == 1 or (on_cpu and alone),
+                spinning=threads == 1 or (on_cpu and workers == 1),
             )
 
         generator = TextGenerator(artifact, open_graph) if generates else None
