@@ -59,6 +59,17 @@ def list_tree(directory: Path) -> list[Path]:
     return found
 
 
+def list_prefixed(directory: Path, prefix: str) -> list[Path]:
+    """Return the entries of a directory whose names start with `prefix`, sorted.
+
+    `Path.glob` finds nothing in a directory that cannot be listed, without a word.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    return sorted(path for path in directory.iterdir() if path.name.startswith(prefix))
+
+
 def _raise(error: OSError) -> None:
     raise error
 

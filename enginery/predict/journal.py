@@ -32,6 +32,7 @@ from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home, file_lock
 from enginery.core.json_file import json_bytes, read_document
+from enginery.core.paths import list_prefixed
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import remove_leftovers as remove_temporary
 from enginery.core.temporary import write_atomically
@@ -151,7 +152,7 @@ class Journal:
             if found is not None:
                 return found
             make_directory(directory)
-            for path in [directory / _JOURNAL, *directory.glob(f"{_PART}*")]:
+            for path in [directory / _JOURNAL, *list_prefixed(directory, _PART)]:
                 path.unlink(missing_ok=True)
             journal = cls(directory, [])
             journal._append(head)

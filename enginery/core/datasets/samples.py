@@ -24,7 +24,7 @@ import numpy as np
 from enginery.core.datasets.batches import DatasetReader, Item, Values
 from enginery.core.datasets.folders import take_evenly
 from enginery.core.datasets.reader import detect_format, open_dataset
-from enginery.core.errors import InputError, nearest
+from enginery.core.errors import InputError, nearest, os_errors_as
 
 ARRAY_SUFFIXES = (".npz", ".npy")
 _ARRAY_BYTES = 2 << 30
@@ -194,7 +194,9 @@ def holds_arrays(path: Path) -> bool:
 
 
 def _npz_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.npz") if not path.name.startswith("."))
+    with os_errors_as(InputError, f"data '{folder}' cannot be read"):
+        files = sorted(folder.iterdir())
+    return [path for path in files if path.suffix == ".npz" and not path.name.startswith(".")]
 
 
 def array_files(path: Path) -> list[Path]:

@@ -42,7 +42,7 @@ from enginery.core.errors import (
     os_errors_as,
 )
 from enginery.core.json_file import json_bytes
-from enginery.core.paths import is_portable_name, list_tree, resolve_inside
+from enginery.core.paths import is_portable_name, list_prefixed, list_tree, resolve_inside
 from enginery.core.progress import Progress
 from enginery.core.temporary import PREFIX, remove_leftovers, write_atomically
 from enginery.publish.config import LATEST, PublishConfig
@@ -451,7 +451,7 @@ def write_version(
         OSError: the folder cannot be written.
     """
     part = folder / f"{_PART}{package.content_sha256[:16]}"
-    for leftover in folder.glob(f"{_PART}*"):
+    for leftover in list_prefixed(folder, _PART):
         if leftover != part:
             # A killed run left it: this run holds the lock.
             shutil.rmtree(leftover, ignore_errors=True)
@@ -486,7 +486,7 @@ def find_damage(listing: Publication, place: Path) -> str:
 
 def restore_interrupted(folder: Path) -> None:
     """Restore the versions that a run killed between two renames had moved; hold the lock."""
-    for old in folder.glob(f"{_OLD}*"):
+    for old in list_prefixed(folder, _OLD):
         place = folder / old.name.removeprefix(_OLD)
         if place.exists():
             shutil.rmtree(old, ignore_errors=True)
@@ -497,10 +497,10 @@ def restore_interrupted(folder: Path) -> None:
 def _remove_leftovers(folder: Path) -> None:
     """Remove what killed runs have left in a model's folder; hold the lock."""
     remove_leftovers(folder)
-    for name in (f"{_PART}*", f"{_OLD}*"):
-        for path in folder.glob(name):
+    for prefix in (_PART, _OLD):
+        for path in list_prefixed(folder, prefix):
             shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in list_prefixed(folder, PREFIX):
         if path.is_symlink():
             path.unlink()
 

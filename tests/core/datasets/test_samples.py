@@ -1,6 +1,8 @@
 """Texts and images from files, and what is wrong with some of them."""
 
+import errno
 import json
+import os
 import tracemalloc
 
 import numpy as np
@@ -339,3 +341,13 @@ def test_files_that_are_no_arrays_are_errors(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "z.npz", a=np.zeros(10_000))
     with pytest.raises(InputError, match="have 80,128 bytes, expected at most 1,000"):
         read_arrays(tmp_path / "z.npz", ["a"], rows=2)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    def denied(path="."):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, denied)
+    with pytest.raises(InputError, match="cannot be read: Permission denied"):
+        holds_arrays(tmp_path)

@@ -1,5 +1,6 @@
 """The folder registry: versions, aliases, damage, concurrent and killed writers."""
 
+import errno
 import json
 import os
 import signal
@@ -188,6 +189,31 @@ def test_version_without_listing_is_neither_used_nor_overwritten(artifact, regis
         publish(artifact, registry, version="1")
     assert publish(artifact, registry).version == "2"
     assert index(registry)["latest"] == "2"
+
+
+def test_moved_version_stays_if_the_folder_cannot_be_listed_once(
+    artifact, registry, tmp_path, monkeypatch
+):
+    """A killed writer has moved version 1; the next one must not take it for a leftover."""
+    publish(artifact, registry)
+    (registry / "m/1").rename(registry / "m/.old-1")
+    failures = [OSError(errno.EACCES, "Permission denied")]
+
+    def failing_once(function):
+        def call(path="."):
+            if failures and Path(path) == registry / "m":
+                raise failures.pop()
+            return function(path)
+
+        return call
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing_once(getattr(os, name)))
+    with pytest.raises(RegistryError, match="Permission denied"):
+        publish(artifact, registry)
+    assert (registry / "m/.old-1").is_dir()
+    publish(artifact, registry)
+    assert (registry / "m/1").is_dir()
 
 
 def test_writer_killed_between_two_renames_loses_nothing(artifact, registry, tmp_path):
