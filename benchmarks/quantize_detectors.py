@@ -21,6 +21,7 @@ from PIL import Image
 from enginery import Artifact, export_model, quantize_model
 from enginery.core.artifact.reports import QuantizationReport
 from enginery.runtime.agreement import AnswerAgreement
+from enginery.runtime.detections import read_detections
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.sample_inputs import ImageFeeder, media_batches
 from tests.photos import save_pages
@@ -83,6 +84,7 @@ def row(source: Artifact, quantized: Artifact, images: Path) -> str:
     record = source.manifest.graphs[0]
     agreement = AnswerAgreement.of(source.path)
     files = sorted(images.glob("*.png"))
+    boxes = 0  # that the unquantized graph finds
     names = [spec.name for spec in record.outputs]
     with (
         GraphTracer(source.path / record.file, names, optimized=True) as reference,
@@ -91,15 +93,17 @@ def row(source: Artifact, quantized: Artifact, images: Path) -> str:
         for batch in media_batches("images", ImageFeeder.open(source, record), files, record):
             feeds = batch.load()
             found = {name: np.asarray(a, np.float32) for name, a in int8(feeds).items()}
-            agreement.add(found, reference(feeds), feeds)
+            wanted = reference(feeds)
+            agreement.add(found, wanted, feeds)
+            boxes += sum(len(each.boxes) for each in read_detections(wanted, feeds) or ())
     seen = agreement.metrics()
-    boxes = "–" if seen.box_f1 is None else f"{seen.box_f1:.1%}"
+    found_boxes = "–" if seen.box_f1 is None else f"{seen.box_f1:.1%} of {boxes}"
     total = len(report.quantized_layers) + len(report.left_out)
     layers = f"{len(report.quantized_layers)} of {total}"
     share = report.multiply_adds.share if report.multiply_adds else float("nan")
     engine = f"{trial.quantized_layers} of {trial.quantized_layers + len(trial.not_quantized)}"
     cosines = f"{seen.cosine:.5f} | {seen.worst_cosine:.4f}"
-    return f"{layers} | {share:.1%} | {engine} | {cosines} | {boxes}"
+    return f"{layers} | {share:.1%} | {engine} | {cosines} | {found_boxes}"
 
 
 if __name__ == "__main__":
