@@ -86,7 +86,8 @@ def run_and_stop(sandbox, scenario, fault):
     operations.close()
     ended = os.waitstatus_to_exitcode(status)
     assert ended in (0, STOPPED), f"the process ended with {ended}"
-    return ended == STOPPED
+    # A child of this process that has handed over its results may be stopped unnoticed.
+    return operations.count >= fault.number
 
 
 @pytest.mark.parametrize("scenario", NAMES, indirect=True)
