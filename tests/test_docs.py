@@ -27,6 +27,8 @@ from tests.sounds import speech, wav
 from tests.speech import save_whisper
 from tests.test_readme import PAGES, ROOT, commands
 from tests.tiny import TEXT, save_tiny
+from tests.tiny_generators import save_translator
+from tests.translation import save_tokenizer
 
 DOCS = ROOT / "docs"
 
@@ -91,7 +93,6 @@ GRAPHS = {
     "model.onnx": "build/minilm",
     "minilm.onnx": "build/minilm",
     "model_quantized.onnx": "build/minilm",
-    "detector.onnx": "build/vit",
 }
 
 
@@ -128,6 +129,11 @@ class Shelf:
             return path
         if name in GRAPHS:
             return shutil.copy(self.has(GRAPHS[name]) / "model.onnx", path)
+        if name == "build/detector":
+            export_model(str(self.has(RAPIDOCR)), resize="480x640", out=path)
+            return path
+        if name == "build/m2m100":
+            return self._translator(path)
         if name == "photos":
             path.mkdir()
             for index, image in enumerate(synthetic_images(3)):
@@ -135,11 +141,11 @@ class Shelf:
             return path
         if name == "pages":
             return save_pages(path, 64)
-        if name == RAPIDOCR:
+        if name in (RAPIDOCR, "detector.onnx"):
             found = importlib.util.find_spec("rapidocr")
             if found is None:
                 pytest.skip("pip install --no-deps rapidocr")
-            return shutil.copy(Path(found.origin).parent / "models" / name, path)
+            return shutil.copy(Path(found.origin).parent / "models" / RAPIDOCR, path)
         if name == "calls":
             path.mkdir()
             for index in range(3):
@@ -166,8 +172,17 @@ class Shelf:
         (path / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
         return path
 
+    def _translator(self, path):
+        tokenizer = save_tokenizer("m2m100", self.root / "m2m100-tokenizer")
+        model = self.root / "m2m100"
+        save_translator("m2m_100", tokenizer, model)
+        export_model(str(model), task="text2text-generation-with-past", out=path)
+        return path
+
     def _table(self, path):
-        texts = [" ".join((TEXT[i % 10] * 2).split()[: 2 + i]) for i in range(64)]
+        # The tiny translation model takes 64 tokens.
+        rows = 12 if path.stem == "sentences" else 64
+        texts = [" ".join((TEXT[i % 10] * 2).split()[: 2 + i]) for i in range(rows)]
         with path.open("w", encoding="utf-8", newline="") as file:
             if path.stem == "labelled":
                 rows = ([text, index % 2] for index, text in enumerate(texts))
