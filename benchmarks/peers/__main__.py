@@ -227,7 +227,7 @@ def write(
         "rounds": rounds,
     }
     (work / f"{given.mode}.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    report.draw({title: {name: rates[name] for name in names}}, work / f"{given.mode}.svg")
+    report.draw(title, {name: rates[name] for name in names}, work / f"{given.mode}.svg")
 
 
 if __name__ == "__main__":

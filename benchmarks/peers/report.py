@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers.contenders import Library, Server
+from enginery.core.figures import COLORS, save_figure
 
 LEAST_MEAN_COSINE = 0.99
 """Contenders below it are marked: their embeddings are not those of the model."""
@@ -104,35 +105,25 @@ def _cosines(found: list[dict[str, Any]]) -> str:
     return f"{mean:.5f}{mark} | {min(f['least_cosine'] for f in found):.4f}"
 
 
-def draw(figures: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draw the throughput of each contender as bars, from the least to the most round.
+def draw(title: str, rates: dict[str, list[float]], path: Path) -> None:
+    """Draw the median throughput of each contender as a bar, with the least and the most round.
 
     Args:
-        figures: title of a panel with its unit -> contender -> throughput by round.
+        title: what is measured, with its unit.
+        rates: contender -> throughput by round.
         path: the SVG file.
     """
-    import matplotlib as mpl
+    names = list(reversed(rates))
+    rounds = [rates[name] for name in names]
+    middle = [statistics.median(each) for each in rounds]
+    low = [m - min(each) for m, each in zip(middle, rounds, strict=True)]
+    high = [max(each) - m for m, each in zip(middle, rounds, strict=True)]
+    colors = [COLORS[0] if "enginery" in name else "gray" for name in names]
 
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    heights = [len(panel) for panel in figures.values()]
-    figure, panels = plt.subplots(
-        len(figures),
-        figsize=(8, 0.8 * len(figures) + 0.35 * sum(heights)),
-        height_ratios=heights,
-        squeeze=False,
-    )
-    for axes, (title, panel) in zip(panels[:, 0], figures.items(), strict=True):
-        names = list(reversed(panel))
-        middle = [statistics.median(panel[name]) for name in names]
-        low = [m - min(panel[name]) for m, name in zip(middle, names, strict=True)]
-        high = [max(panel[name]) - m for m, name in zip(middle, names, strict=True)]
-        colors = ["tab:blue" if "enginery" in name else "tab:gray" for name in names]
+    def draw_bars(axes: Any) -> None:
         bars = axes.barh(names, middle, xerr=[low, high], color=colors, error_kw={"capsize": 2})
         axes.bar_label(bars, [f"{value:,.0f}" for value in middle], label_type="center", color="w")
         axes.set_title(title, fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+        axes.grid(visible=False, axis="y")
+
+    save_figure(path, draw_bars, width=8, height=0.8 + 0.35 * len(names))
