@@ -102,6 +102,8 @@ class BatchPredictor(Closeable):
         )
         definition = self.task
         generates = issubclass(definition, Generate)
+        # Text batches overlap until the last one: a session for lone ones would not pay for itself.
+        lone_threads = 0 if generates or definition.modality == "text" or not on_cpu else workers
 
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
@@ -110,7 +112,7 @@ class BatchPredictor(Closeable):
                 providers=specs,
                 allow_fallback=config.allow_fallback,
                 threads=1 if on_cpu and not generates else 0,
-                lone_threads=workers if on_cpu and not generates else 0,
+                lone_threads=lone_threads,
                 io_binding=config.io_binding,
                 cuda_graph=config.cuda_graph,
                 shrink_arena=config.shrink_arena,

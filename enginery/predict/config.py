@@ -73,9 +73,9 @@ class PredictConfig:
     workers: int = 0
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor."""
-    window: int = 1024
+    window: int = 2048
     """Number of rows that are sorted by length before they are cut into batches."""
-    batch_tokens: int = 256
+    batch_tokens: int = 512
     """Maximum number of padded tokens per batch; a single text may have more. A GPU needs much
     larger batches than a CPU."""
     batch_rows: int = 64
