@@ -13,6 +13,7 @@ at the end of a window.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -182,7 +183,7 @@ class WindowRunner:
             for place, part in zip(batch, parts, strict=True):
                 outputs[place] = part
 
-        plan = self.batches.plan(rows, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        plan = self._plan(rows)
         first = self.batches.runner.record.inputs[0].name
         try:
             for batch in plan:
@@ -198,3 +199,21 @@ class WindowRunner:
             for _, _, run in waiting:
                 run.cancel()
         return outputs
+
+    def _plan(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return the indices of the rows of each batch.
+
+        If there are too few rows to give each worker a batch of `max_tokens`, they are divided
+        among all workers, because on the CPU each has only one core.
+        """
+
+        def plan(max_tokens: int) -> list[list[int]]:
+            return self.batches.plan(rows, max_rows=self.max_rows, max_tokens=max_tokens)
+
+        def fits(max_tokens: int) -> bool:
+            return len(plan(max_tokens)) <= self.pool.workers
+
+        whole = plan(self.max_tokens)
+        if len(whole) >= self.pool.workers or self.batches.runner.device.kind != "cpu":
+            return whole
+        return plan(bisect_left(range(1, self.max_tokens), True, key=fits) + 1)

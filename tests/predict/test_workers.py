@@ -2,6 +2,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from enginery.core.errors import OptionError
@@ -118,6 +119,32 @@ def test_memory_does_not_depend_on_the_size_of_the_input(tiny, tmp_path):
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] < peaks[0] + (32 << 20)
+
+
+def test_few_texts_are_divided_among_all_workers(tiny, monkeypatch):
+    from enginery.predict.report import WindowStats
+    from enginery.predict.token_batches import InferencePool, WindowRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.embed import Embed
+
+    texts = ["The pump is warm.", "The belt is loose.", "The fan is loud."] * 4
+    batches = []
+    submit = InferencePool.submit
+
+    def noting(pool, runner, feeds):
+        batches.append(len(feeds["input_ids"]))
+        return submit(pool, runner, feeds)
+
+    monkeypatch.setattr(InferencePool, "submit", noting)
+    found = {}
+    artifact = tiny("bert", "feature-extraction")
+    with OrtRunner(artifact) as runner:
+        for workers in (1, 4):
+            with InferencePool(workers) as pool:
+                model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig())
+                found[workers] = model(texts, WindowStats())
+    assert batches == [12, 3, 3, 3, 3]
+    np.testing.assert_allclose(np.stack(found[4]), np.stack(found[1]), atol=1e-6)
 
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
