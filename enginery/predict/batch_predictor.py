@@ -102,8 +102,8 @@ class BatchPredictor(Closeable):
         )
         definition = self.task
         generates = issubclass(definition, Generate)
-        # Text batches overlap until the last one: a session for lone ones would not pay for itself.
-        lone_threads = 0 if generates or definition.modality == "text" or not on_cpu else workers
+        # Batches of texts overlap, so that a session for batches that do not would hardly be used.
+        has_lone_runs = on_cpu and not generates and definition.modality != "text"
 
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
@@ -112,7 +112,7 @@ class BatchPredictor(Closeable):
                 providers=specs,
                 allow_fallback=config.allow_fallback,
                 threads=1 if on_cpu and not generates else 0,
-                lone_threads=lone_threads,
+                lone_threads=workers if has_lone_runs else 0,
                 io_binding=config.io_binding,
                 cuda_graph=config.cuda_graph,
                 shrink_arena=config.shrink_arena,

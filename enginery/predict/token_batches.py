@@ -203,8 +203,8 @@ class WindowRunner:
     def _plan(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each batch.
 
-        If there are too few rows to give each worker a batch of `max_tokens`, they are divided
-        among all workers, because on the CPU each has only one core.
+        On the CPU a worker has one core, so rows that fill fewer batches than there are workers are
+        divided among all of them.
         """
 
         def plan(max_tokens: int) -> list[list[int]]:
@@ -213,7 +213,8 @@ class WindowRunner:
         def fits(max_tokens: int) -> bool:
             return len(plan(max_tokens)) <= self.pool.workers
 
-        whole = plan(self.max_tokens)
-        if len(whole) >= self.pool.workers or self.batches.runner.device.kind != "cpu":
-            return whole
-        return plan(bisect_left(range(1, self.max_tokens), True, key=fits) + 1)
+        full = plan(self.max_tokens)
+        on_cpu = self.batches.runner.device.kind == "cpu"
+        if len(full) >= self.pool.workers or self.batches.fixed_rows or not on_cpu:
+            return full
+        return plan(bisect_left(range(self.max_tokens), True, lo=1, key=fits))

@@ -136,15 +136,37 @@ def test_few_texts_are_divided_among_all_workers(tiny, monkeypatch):
         return submit(pool, runner, feeds)
 
     monkeypatch.setattr(InferencePool, "submit", noting)
-    found = {}
+    found = []
     artifact = tiny("bert", "feature-extraction")
     with OrtRunner(artifact) as runner:
-        for workers in (1, 4):
+        for workers, fixed_rows in ((1, 0), (4, 0), (4, 12)):
             with InferencePool(workers) as pool:
                 model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig())
-                found[workers] = model(texts, WindowStats())
-    assert batches == [12, 3, 3, 3, 3]
-    np.testing.assert_allclose(np.stack(found[4]), np.stack(found[1]), atol=1e-6)
+                model.batches.fixed_rows = fixed_rows
+                found.append(np.stack(model(texts, WindowStats())))
+    whole, divided, fixed = [12], [3, 3, 3, 3], [12]  # a smaller batch would be filled up
+    assert batches == [*whole, *divided, *fixed]
+    for vectors in found[1:]:
+        np.testing.assert_allclose(vectors, found[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "threads"),
+    [("bert", "feature-extraction", 0), ("vit", "image-classification", 3)],
+)
+def test_only_batches_of_images_get_a_session_for_lone_runs(tiny, monkeypatch, kind, task, threads):
+    from enginery.predict import batch_predictor
+
+    found = []
+
+    class Noting(batch_predictor.OrtRunner):
+        def __init__(self, *args, **options):
+            found.append(options["lone_threads"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(batch_predictor, "OrtRunner", Noting)
+    batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(), workers=3).close()
+    assert found == [threads]
 
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
