@@ -1,16 +1,20 @@
 """Quantize detectors from .onnx files to INT8, and compare the boxes that they find.
 
     python -m benchmarks.quantize_detectors --packages DIR --photos DIR --work DIR ddddocr rapidocr
+    python -m benchmarks.quantize_detectors --target cpu --packages DIR --photos DIR --work DIR nudenet
 
 The models come with the packages of these names: `pip download --no-deps ddddocr nudenet rapidocr`,
 and unzip. Calibration and test images are crops of photographs with lines of text;
 the photographs of `--photos` are divided between both, so that no crop that measures has been seen.
-Boxes are compared with those of the source file in ONNX Runtime, as `quantize` compares them.
+Boxes are compared with those of the source file in ONNX Runtime, as `quantize` compares them. For
+TensorRT, each model is quantized with and without bias correction. For the CPU, FP32 and INT8 take
+turns over the test images, one at a time, on all cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,10 @@ from PIL import Image
 
 from enginery import Artifact, export_model, quantize_model
 from enginery.core.artifact.reports import QuantizationReport
+from enginery.core.model.feeds import Feeds
 from enginery.runtime.agreement import AnswerAgreement
 from enginery.runtime.detections import read_detections
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.sample_inputs import ImageFeeder, media_batches
 from tests.photos import save_pages
@@ -44,7 +50,7 @@ _IMAGES = {"calibration": 192, "test": 96}
 
 
 def main() -> None:
-    """Quantize each model twice, with and without bias correction, and print a table."""
+    """Quantize each model, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", choices=MODELS)
     parser.add_argument("--packages", type=Path, required=True, help="the folder of the packages")
@@ -52,46 +58,52 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--min-cosine", type=float, default=0.9985)
+    parser.add_argument("--target", choices=("tensorrt", "cpu"), default="tensorrt")
+    parser.add_argument("--rounds", type=int, default=5, help="of the CPU's speed")
     given = parser.parse_args()
     files = sorted(p for p in given.photos.rglob("*") if p.suffix in (".png", ".jpg"))
     for index, name in enumerate(_IMAGES):
         photos = [Image.open(file).convert("RGB") for file in files[index::2]]
         save_pages(given.work / name, _IMAGES[name], photos=photos, seed=index)
-    print("| model | bias correction | layers | multiply-adds | engine | cosine | least | F1 | s |")
+    run = "to FP32, by round" if given.target == "cpu" else "engine"
+    print(f"| model | bias correction | layers | multiply-adds | {run} | cosine | least | F1 | s |")
     print("|-|-|-|-|-|-|-|-|-|")
     for model in given.models:
         file, options = MODELS[model]
         source = export_model(str(given.packages / model / file), opset=20, **options)
-        for correct in (True, False):
+        for correct in (True, False) if given.target == "tensorrt" else (True,):
             started = time.monotonic()
             quantized = quantize_model(
                 source,
                 data=str(given.work / "calibration"),
                 rows=given.rows,
                 min_cosine=given.min_cosine,
+                target=given.target,
                 bias_correction=correct,
                 force=True,
             )
             seconds = time.monotonic() - started
-            cells = row(source, quantized, given.work / "test")
+            cells = row(source, quantized, given.work / "test", given.rounds)
             print(f"| {model} | {correct} | {cells} | {seconds:.0f} |", flush=True)
 
 
-def row(source: Artifact, quantized: Artifact, images: Path) -> str:
+def row(source: Artifact, quantized: Artifact, images: Path, rounds: int) -> str:
     """Return the cells of one quantized model."""
     report = QuantizationReport.of(quantized)
-    trial = report.engines[0]
     record = source.manifest.graphs[0]
     agreement = AnswerAgreement.of(source.path)
     files = sorted(images.glob("*.png"))
     boxes = 0  # that the unquantized graph finds
+    every = [
+        batch.load()
+        for batch in media_batches("images", ImageFeeder.open(source, record), files, record)
+    ]
     names = [spec.name for spec in record.outputs]
     with (
         GraphTracer(source.path / record.file, names, optimized=True) as reference,
         GraphTracer(quantized.path / record.file, names, optimized=True) as int8,
     ):
-        for batch in media_batches("images", ImageFeeder.open(source, record), files, record):
-            feeds = batch.load()
+        for feeds in every:
             found = {name: np.asarray(a, np.float32) for name, a in int8(feeds).items()}
             wanted = reference(feeds)
             agreement.add(found, wanted, feeds)
@@ -101,9 +113,29 @@ def row(source: Artifact, quantized: Artifact, images: Path) -> str:
     total = len(report.quantized_layers) + len(report.left_out)
     layers = f"{len(report.quantized_layers)} of {total}"
     share = report.multiply_adds.share if report.multiply_adds else float("nan")
-    engine = f"{trial.quantized_layers} of {trial.quantized_layers + len(trial.not_quantized)}"
     cosines = f"{seen.cosine:.5f} | {seen.worst_cosine:.4f}"
-    return f"{layers} | {share:.1%} | {engine} | {cosines} | {found_boxes}"
+    if report.engines:
+        trial = report.engines[0]
+        run = f"{trial.quantized_layers} of {trial.quantized_layers + len(trial.not_quantized)}"
+    else:
+        run = speedup(source, quantized, every, rounds)
+    return f"{layers} | {share:.1%} | {run} | {cosines} | {found_boxes}"
+
+
+def speedup(source: Artifact, quantized: Artifact, every: list[Feeds], rounds: int) -> str:
+    """Return how many times as fast as FP32 the quantized graph is in ONNX Runtime on the CPU."""
+    ratios = []
+    with OrtRunner(source) as fp32, OrtRunner(quantized) as int8:
+        for _ in range(rounds + 1):
+            seconds = []
+            for runner in (fp32, int8):
+                started = time.perf_counter()
+                for feeds in every:
+                    runner(feeds)
+                seconds.append(time.perf_counter() - started)
+            ratios.append(seconds[0] / seconds[1])
+    ratios = ratios[1:]  # the first warms up
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 if __name__ == "__main__":

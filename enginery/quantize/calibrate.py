@@ -25,7 +25,8 @@ from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
 from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
-from enginery.passes.qdq.layers import Layer, operands
+from enginery.passes.qdq.joining import joining_tensors
+from enginery.passes.qdq.layers import Layer, operands, quantized_tensors
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
 from enginery.passes.ranges.measure import float_tensors, measure_ranges
@@ -60,11 +61,6 @@ _MAX_COUNTED_ROWS = 1024
 _FP8_CHANNELS = 16
 """Minimum. TensorRT for RTX 1.7 ran an FP8 convolution with 3 input channels in FP16, and one
 with 16 in FP8."""
-_NOT_ON_CPU = {
-    "Conv": "ONNX Runtime's CPU provider multiplies a convolution in INT8 only between quantized "
-    "activations",
-    "Gemm": "ONNX Runtime's CPU provider multiplies a Gemm in INT8 only with a quantized bias",
-}
 _EFFECT_ROWS = 32
 """Rows that measure the effect of a single layer; mixed-precision graphs are measured on all."""
 _RANGE_BATCHES = 4
@@ -99,7 +95,7 @@ def quantize_graph(
     bias_deltas: Mapping[str, Vector],
     fp32_nodes: Collection[str],
     *,
-    residuals: bool = False,
+    joined: bool = False,
 ) -> list[str]:
     """Quantize layers in place, and cast the rest if `residual` says so.
 
@@ -110,18 +106,22 @@ def quantize_graph(
         ranges: the parameters of each activation, by name.
         bias_deltas: layer -> correction of its bias.
         fp32_nodes: nodes that are not cast.
-        residuals: quantize the residual additions after convolutions, too.
+        joined: also quantize what lies between convolutions. For TensorRT, these are inputs of
+            residual additions; for the CPU, all that ONNX Runtime has kernels for.
 
     Returns:
-        The names of these additions.
+        The names of these additions, or of these tensors.
     """
-    insert_qdq(model, layers, ranges, scheme=scheme_from_config(config), bias_deltas=bias_deltas)
-    additions = quantize_residuals(model) if residuals else []
+    scheme = scheme_from_config(config)
+    joining = list(joining_tensors(model, layers)) if joined and scheme.unsigned else []
+    insert_qdq(model, layers, ranges, scheme=scheme, bias_deltas=bias_deltas, joining=joining)
+    if joined and not scheme.unsigned:
+        joining = quantize_residuals(model)
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
-    return additions
+    return joining
 
 
 def calibrate(
@@ -171,27 +171,36 @@ def calibrate(
             + "; ".join(sorted(set(left_out.values())))
             + "."
         )
+    tensors, _ = _quantized_tensors(model, candidates, scheme)
     with progress.task("calibrating: channels", total=len(batches)) as advance:
         seen = collect_channel_statistics(
-            source.path, candidates, batches, seed=config.seed, advance=advance
+            source.path, tensors, batches, seed=config.seed, advance=advance
         )
-    constant_zero = {name for name, found in seen.items() if not found.largest_magnitude}
-    for layer in [x for x in candidates if x.activation in constant_zero]:
-        left_out[layer.name] = "its input is zero on all calibration inputs, so it has no range"
-        candidates.remove(layer)
-    seen = {name: found for name, found in seen.items() if name not in constant_zero}
+    zeros = {name for name, found in seen.items() if not found.largest_magnitude}
+    for layer in list(candidates):
+        read, written = layer.activation in zeros, layer.activated_output in zeros
+        if read or (written and scheme.unsigned and not layer.linear):
+            what = "its input" if read else "its output"
+            left_out[layer.name] = f"{what} is zero on all calibration inputs, so it has no range"
+            candidates.remove(layer)
     if not candidates:
-        raise InputError("every layer's input is zero on all calibration inputs.")
+        raise InputError("every layer's input or output is zero on all calibration inputs.")
+    tensors, sources = _quantized_tensors(model, candidates, scheme)
+    seen = {name: found for name, found in seen.items() if name in tensors}
     weights = _weights(model, candidates)
     ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
-        ranges = _ranges_by_method(
-            source, candidates, batches, seen, ranges, config, scheme, progress
-        )
+        ranges = _ranges_by_method(source, tensors, batches, seen, ranges, config, scheme, progress)
+    if scheme.unsigned:
+        ranges |= {
+            name: _use_all_of_uint8(ranges[name], seen[name], scheme)
+            for name, by_channel in tensors.items()
+            if not by_channel
+        }
+        ranges |= {name: ranges[source] for name, source in sources.items()}
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
-        name: ActivationQuantParams(float(fp16_scale(r.scale)), r.multiplier, r.offset)
-        for name, r in ranges.items()
+        name: replace(found, scale=float(fp16_scale(found.scale))) for name, found in ranges.items()
     }
     deltas = {
         x.name: mean_output_error(
@@ -228,12 +237,13 @@ def calibrate(
     )
     cache = CalibrationCache(
         graph_sha256=sha256_of(source.path),
-        scheme=scheme.name,
+        scheme=scheme.title,
         ranges=ranges,
         bias_deltas=deltas,
         left_out={**left_out, **measured.result.left_out},
         smoothed=smoothed,
         fp32_nodes=fp32_nodes,
+        joined=True,
     )
     return cache, measured
 
@@ -263,12 +273,11 @@ def excluded_layers(
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
         vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
-        if layer.skip_reason:
+        gains_on_cpu = scheme.unsigned and layer.too_small and not layer.linear
+        if layer.skip_reason and not gains_on_cpu:
             reasons[layer.name] = layer.skip_reason
         elif named:
             reasons[layer.name] = f"excluded by '{named}'"
-        elif scheme.unsigned and layer.op_type != "MatMul":
-            reasons[layer.name] = _NOT_ON_CPU[layer.op_type]
         elif vector and layer.linear:
             reasons[layer.name] = "one row per input: a matrix-vector product does not get faster"
         elif scheme.name == "fp8" and layer.in_channels < _FP8_CHANNELS:
@@ -307,7 +316,7 @@ def _choose_smoothing(
 
 def _ranges_by_method(
     source: SourceGraph,
-    layers: Sequence[Layer],
+    tensors: Mapping[str, bool],
     batches: Sequence[Batch],
     seen: Mapping[str, ChannelStatistics],
     ranges: Mapping[str, ActivationQuantParams],
@@ -316,7 +325,9 @@ def _ranges_by_method(
     progress: Progress,
 ) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
-        histograms = collect_histograms(source.path, layers, batches, seen, ranges, advance=advance)
+        histograms = collect_histograms(
+            source.path, tensors, batches, seen, ranges, advance=advance
+        )
     tops = {
         name: choose_range(histogram, config.method, scheme, percentile=config.percentile)
         for name, histogram in histograms.items()
@@ -325,6 +336,26 @@ def _ranges_by_method(
         name: ActivationQuantParams(tops[name] / scheme.largest, params.multiplier, params.offset)
         for name, params in ranges.items()
     }
+
+
+def _quantized_tensors(
+    model: ir.Model, layers: Sequence[Layer], scheme: Scheme
+) -> tuple[dict[str, bool], dict[str, str]]:
+    """Return the tensors that need ranges, see `quantized_tensors`, and `joining_tensors`."""
+    if not scheme.unsigned:
+        return quantized_tensors(layers, outputs=False), {}
+    joining = joining_tensors(model, layers)
+    return quantized_tensors(layers, outputs=True) | dict.fromkeys(joining, False), joining
+
+
+def _use_all_of_uint8(
+    params: ActivationQuantParams, seen: ChannelStatistics, scheme: Scheme
+) -> ActivationQuantParams:
+    """Return parameters for the numbers that were seen within a symmetric range."""
+    top = params.scale * scheme.largest
+    return ActivationQuantParams.of_range(
+        max(float(seen.smallest.min()), -top), min(float(seen.largest.max()), top)
+    )
 
 
 def _search(
@@ -360,7 +391,9 @@ def _search(
         def confirm(quantized: Collection[str]) -> AccuracyMetrics:
             graph = source.read()
             chosen = [layer for layer in layers if layer.name in quantized]
-            quantize_graph(graph, chosen, config, ranges, deltas, fp32_nodes)
+            # The additions of TensorRT are tried on what the search has found.
+            joined = scheme.unsigned
+            quantize_graph(graph, chosen, config, ranges, deltas, fp32_nodes, joined=joined)
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 path = Path(folder, "model.onnx")
                 write_graph(graph, path)

@@ -114,8 +114,12 @@ def _insert_toggles(
         if layer.op_type == "Conv":
             delta = delta.reshape((-1,) + (1,) * (weight.ndim - 2))
         stem = toggles[layer.name]
+        quantizes_output = scheme.unsigned and not layer.linear
+        output_params = ranges[layer.activated_output] if quantizes_output else None
         branches = {
-            "then_branch": _quantized_branch(stem, node, params, rounded, delta, scheme),
+            "then_branch": _quantized_branch(
+                stem, node, params, output_params, rounded, delta, scheme
+            ),
             "else_branch": _branch(f"{stem}_fp32", [_copy(node, node.inputs)]),
         }
         switch = ir.node("If", [toggle], attributes=branches, name=f"{stem}_if")
@@ -136,10 +140,16 @@ def _quantized_branch(
     stem: str,
     node: ir.Node,
     params: ActivationQuantParams,
+    output_params: ActivationQuantParams | None,
     weight: Vector,
     delta: Vector,
     scheme: Scheme,
 ) -> ir.Graph:
+    """Return the quantized layer; `output_params` of None leaves its output as it is.
+
+    What a ReLU behind the layer removes is outside the range of its output, so that quantizing
+    before it is the same as behind it.
+    """
     nodes: list[ir.Node] = []
 
     def constant(name: str, array: NDArray[Any]) -> ir.Value:
@@ -159,19 +169,25 @@ def _quantized_branch(
         nodes[-1].outputs[0].name = f"{stem}_{len(nodes)}"
         return nodes[-1].outputs[0]
 
+    def fake_quantize(value: ir.Value, name: str, params: ActivationQuantParams) -> ir.Value:
+        scale = constant(f"{name}_scale", np.asarray(params.scale, dtype=np.float32))
+        zero = constant(f"{name}_zero", params.stored_zero_point(scheme))
+        return add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
+
     constants: list[ir.Value] = []
     value, _ = operands(node)
     if params.multiplier is not None:
         value = add("Mul", [value, constant("multiplier", params.multiplier)])
     if params.offset is not None:
         value = add("Add", [value, constant("offset", params.offset)])
-    scale = constant("scale", np.asarray(params.scale, dtype=np.float32))
-    zero = constant("zero", scheme.zeros(()))
-    value = add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
+    value = fake_quantize(value, "input", params)
     nodes.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
-    nodes[-1].outputs[0].name = f"{stem}_product"
+    value = nodes[-1].outputs[0]
+    value.name = f"{stem}_product"
     if np.any(delta):
-        add("Add", [nodes[-1].outputs[0], constant("delta", delta)])
+        value = add("Add", [value, constant("delta", delta)])
+    if output_params is not None:
+        fake_quantize(value, "output", output_params)
     return _branch(stem, nodes, constants)
 
 

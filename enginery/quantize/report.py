@@ -49,8 +49,8 @@ class QuantizedGraph:
     trials: Sequence[EngineTrial]
     layer_errors: dict[str, LayerError]
     builtin_layer_errors: dict[str, LayerError]
-    additions: int = 0
-    """Number of residual additions in INT8."""
+    joining: int = 0
+    """Number of residual additions, or of tensors between convolutions, that are in INT8, too."""
 
     @property
     def quantized(self) -> list[str]:

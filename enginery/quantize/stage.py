@@ -73,7 +73,7 @@ from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 
 STAGE = "quantize"
-STAGE_VERSION = "12"
+STAGE_VERSION = "13"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"
@@ -239,16 +239,19 @@ def _quantize_static(
     cache = CalibrationCache.merge([each.cache for each in found], _digest(graphs))
     answers = found[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
     if config.target == "cpu":
-        notes.append("activations are stored as uint8 around 128, for ONNX Runtime's CPU kernels")
+        notes.append("activations are stored as uint8, for ONNX Runtime's CPU kernels")
     elif not list_capabilities(config):
         notes.append(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
-    if additions := sum(graph.additions for graph in found):
+    if joining := sum(graph.joining for graph in found):
         notes.append(
-            f"{additions} residual additions after convolutions read their input in INT8, so that "
-            "TensorRT keeps it in one byte"
+            f"{joining} tensors between convolutions are in INT8, too, so that ONNX Runtime does "
+            "not convert them"
+            if config.target == "cpu"
+            else f"{joining} residual additions after convolutions read their input in INT8, so "
+            "that TensorRT keeps it in one byte"
         )
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
@@ -301,7 +304,7 @@ def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> Calib
     if not config.ranges:
         return None
     scheme = scheme_from_config(config)
-    return CalibrationCache.read(config.ranges, graph_sha256=_digest(graphs), scheme=scheme.name)
+    return CalibrationCache.read(config.ranges, graph_sha256=_digest(graphs), scheme=scheme.title)
 
 
 def _digest(graphs: Sequence[SourceGraph]) -> str:
@@ -327,20 +330,14 @@ def _quantize_graph(
     )
     quantized = cache.quantized_layers(layers)
     known = float_operands(model, quantized)
-    # Without held-out rows nothing tells what the additions cost.
-    in_int8 = config.target == "tensorrt" and config.scheme == "int8"
-    residuals = in_int8 and measured is not None
-    record, additions = _write_graph(
-        model, quantized, cache, source.record, directory, config, residuals=residuals
-    )
+    record, joining = _write_graph(model, quantized, cache, source.record, directory, config)
     graph = directory / record.file
     accuracy = _measure_saved(graph, measured, config)
-    if additions and measured and accuracy and not measured.budget.is_met_by(accuracy):
+    if joining and measured and accuracy and not measured.budget.is_met_by(accuracy):
+        cache = replace(cache, joined=False)
         model = source.read()
         known = float_operands(model, quantized)
-        record, additions = _write_graph(
-            model, quantized, cache, source.record, directory, config, residuals=False
-        )
+        record, joining = _write_graph(model, quantized, cache, source.record, directory, config)
         accuracy = _measure_saved(graph, measured, config)
     _check_accuracy(accuracy, measured, config)
     trials = []
@@ -351,7 +348,7 @@ def _quantize_graph(
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
     return QuantizedGraph(
-        record, layers, cache, measured, accuracy, trials, held_out, builtin, len(additions)
+        record, layers, cache, measured, accuracy, trials, held_out, builtin, len(joining)
     )
 
 
@@ -405,7 +402,7 @@ def _obtain_calibration(
         return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     excluded = excluded_layers(layers, config.exclude, None, scheme_from_config(config))
     progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
-    found = reused.of_graph(layers, {node.name or "" for node in model.graph})
+    found = reused.of_graph(model, layers)
     return replace(found, left_out={**found.left_out, **excluded}), None
 
 
@@ -416,18 +413,16 @@ def _write_graph(
     old: GraphRecord,
     directory: Path,
     config: QuantizeConfig,
-    *,
-    residuals: bool,
 ) -> tuple[GraphRecord, list[str]]:
-    """Write the quantized graph; return its record and the residual additions in INT8."""
-    additions = quantize_graph(
+    """Write the quantized graph; return its record and what is joined, see `quantize_graph`."""
+    joining = quantize_graph(
         model,
         quantized,
         config,
         cache.ranges,
         cache.bias_deltas,
         cache.fp32_nodes,
-        residuals=residuals,
+        joined=cache.joined and config.scheme == "int8",
     )
     path = directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,7 +433,7 @@ def _write_graph(
         "opset": model.opset_imports[""],
         "data_files": tuple((folder / name).as_posix() for name in data_files),
     }
-    return old.model_copy(update=changes), additions
+    return old.model_copy(update=changes), joining
 
 
 def _measure_saved(

@@ -9,12 +9,19 @@ import onnxruntime
 import pytest
 
 from enginery import validate_model
-from enginery.core.errors import CheckFailedError
-from enginery.quantize import stage
+from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.errors import CheckFailedError, InputError
+from enginery.passes.ir.graph_file import read_graph
+from enginery.passes.qdq.joining import joining_tensors
+from enginery.passes.qdq.layers import find_layers
+from enginery.passes.qdq.scales import ActivationQuantParams
+from enginery.quantize import calibrate, stage
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.edits import break_graph
 
 BERT = ("bert", "text-classification")
+RESNET = ("resnet", "image-classification")
+IMAGES = [np.random.default_rng(i).integers(0, 256, (32, 32, 3), np.uint8) for i in range(8)]
 
 
 def report_of(artifact):
@@ -76,12 +83,90 @@ def test_the_budget_is_checked(tiny, quantized):
         quantized(tiny(*BERT), target="cpu", min_cosine=1.0)
 
 
-def test_convolutions_stay_in_fp32_and_say_why(tiny, quantized):
-    images = [np.random.default_rng(i).integers(0, 256, (32, 32, 3), np.uint8) for i in range(8)]
-    made = quantized(tiny("vit", "image-classification"), images, target="cpu")
+def test_convolutions_are_multiplied_in_int8(tiny, quantized, tmp_path):
+    made = quantized(tiny(*RESNET), IMAGES, target="cpu")
     report = report_of(made)
-    assert report["quantized_layers"]
-    assert any("only between quantized activations" in why for why in report["left_out"].values())
+    found = executed(made, tmp_path)
+    assert len(report["quantized_layers"]) == found["QLinearConv"] == 16
+    assert found["Conv"] + found["FusedConv"] == 0
+    # The last of four residual additions leads to no convolution.
+    assert (found["QLinearAdd"], found["Add"], found["QuantizeLinear"]) == (3, 1, 1)
+    assert any("tensors between convolutions" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(("kind", "convolutions"), [("vit", 1), ("convnext", 8)])
+def test_transformers_of_images_are_quantized_whole(kind, convolutions, tiny, quantized, tmp_path):
+    made = quantized(tiny(kind, "image-classification"), IMAGES, target="cpu")
+    found = executed(made, tmp_path)
+    assert found["QLinearConv"] == convolutions  # depthwise ones, too
+    products = len(report_of(made)["quantized_layers"]) - convolutions
+    assert found["MatMulIntegerToFloat"] == products > 0
+
+
+def test_what_lies_between_convolutions_stays_if_the_budget_needs_it(tiny, quantized, monkeypatch):
+    source, real, seen = tiny(*RESNET), calibrate.quantize_graph, []
+    perfect = AccuracyMetrics(2, 1.0, 1.0, None, 1.0, None)
+
+    def spoil(model, layers, config, ranges, *more, joined=False):
+        seen.append(joined)
+        if joined:  # as if a range were far too small
+            wrong = min(joining_tensors(model, layers))
+            ranges = {**ranges, wrong: ActivationQuantParams.of_range(0, 1e-3)}
+        return real(model, layers, config, ranges, *more, joined=joined)
+
+    monkeypatch.setattr(calibrate, "quantize_graph", spoil)
+    monkeypatch.setattr(stage, "quantize_graph", spoil)
+    # The search confirms what it has found on graphs that are joined: let it believe them.
+    monkeypatch.setattr(calibrate, "measure_file", lambda *_, **__: perfect)
+    made = quantized(source, IMAGES, target="cpu", min_cosine=0.99)
+    assert seen[-2:] == [True, False]
+    report = report_of(made)
+    assert report["accuracy"]["cosine"] >= 0.99
+    assert not any("between convolutions" in note for note in report["notes"])
+
+
+def test_a_convolutional_artifact_is_validated(tiny, quantized):
+    made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
+    report = validate_model(made, effort="quick")
+    assert report.passed, report.summary
+    assert "100 % of" in report.summary
+
+
+@pytest.mark.parametrize("kind", ["zero_point", "scale"])
+def test_a_change_behind_a_convolution_is_found(kind, tiny, quantized):
+    made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
+    ranges = json.loads((made.path / "reports" / "ranges.json").read_bytes())["ranges"]
+    read = {layer.activation for layer in find_layers(read_graph(tiny(*RESNET).model))}
+    tensor = next(name for name in ranges if name not in read)
+
+    def edit(graph):
+        found = next(t for t in graph.graph.initializer if t.name == f"{tensor}/{kind}")
+        value = onnx.numpy_helper.to_array(found)
+        changed = value + 1 if kind == "zero_point" else value * np.float32(1.01)
+        found.CopyFrom(onnx.numpy_helper.from_array(changed.astype(value.dtype), found.name))
+
+    report = validate_model(break_graph(made, edit), effort="quick")
+    assert not report.passed
+    problems = [difference.problem for difference in report.weights.differences]
+    # The pair has these initializers in common.
+    assert [f"activation {tensor}: {kind.replace('_', ' ')}" in p for p in problems] == [True]
+
+
+def test_ranges_make_the_same_graph_again(tiny, quantized, tmp_path):
+    source = tiny(*RESNET)
+    made = quantized(source, IMAGES, out=tmp_path / "made", target="cpu", min_cosine=0.99)
+    again = quantized(source, None, out=tmp_path / "again", target="cpu", ranges=str(made.path))
+    assert again.model.read_bytes() == made.model.read_bytes()
+
+
+def test_ranges_for_another_target_are_refused(tiny, quantized, tmp_path):
+    source = tiny(*RESNET)
+    cpu = quantized(source, IMAGES, out=tmp_path / "cpu", target="cpu")
+    with pytest.raises(InputError, match="calibrated for int8 for the CPU, but this is int8"):
+        quantized(source, None, out=tmp_path / "no", ranges=str(cpu.path))
+    tensorrt = quantized(source, IMAGES, out=tmp_path / "tensorrt")
+    with pytest.raises(InputError, match="calibrated for int8, but this is int8 for the CPU"):
+        quantized(source, None, out=tmp_path / "no", target="cpu", ranges=str(tensorrt.path))
 
 
 def test_no_tensorrt_is_needed(tiny, quantized, monkeypatch):

@@ -12,6 +12,12 @@ The activation and the weight of a MatMul, Gemm or Conv are quantized, both symm
 and outputs are not: Q/DQ nodes behind a GEMM would separate it from the ops that TensorRT fuses
 into it. Source: TensorRT developer guide, "Q/DQ layer-placement recommendations".
 
+For the CPU, the output of a Conv is quantized as well, behind its ReLU, and everything reads that:
+ONNX Runtime multiplies a convolution in INT8 only between quantized tensors (`QLinearConv`). What
+lies between convolutions can be quantized, too. A Gemm is multiplied in INT8 only if another node
+adds the bias. Source: ONNX Runtime,
+core/optimizer/qdq_transformer/selectors_actions/qdq_selectors.cc.
+
 An activation can be scaled and shifted per channel before it is quantized (SmoothQuant). The weight
 and the bias then take up the inverse, so that the layer computes the same:
 x @ W + b = (x * m + o) @ (W / m) + (b - o @ (W / m)).
@@ -19,7 +25,7 @@ x @ W + b = (x * m + o) @ (W / m) + (b - o @ (W / m)).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,20 +66,24 @@ def insert_qdq(
     *,
     scheme: Scheme = INT8,
     bias_deltas: Mapping[str, Vector] | None = None,
+    joining: Collection[str] = (),
 ) -> QdqSummary:
     """Quantize the layers in place.
 
     Args:
         model: an FP32 model of opset 13 or later, for FP8 of opset 19 or later.
         layers: the layers to quantize, see `find_layers`.
-        ranges: the parameters of each activation, by name.
+        ranges: the parameters of each tensor that is quantized, by name; see `quantized_tensors`.
         scheme: the quantized type.
         bias_deltas: vectors (N,) by layer, to add to the bias besides the one for the offset.
+        joining: other tensors to quantize, see `joining_tensors`.
     """
     graph = model.graph
     nodes = {node.name: node for node in graph}
     chosen = {layer.name: layer for layer in layers}
     quantized: dict[str, ir.Value] = {}
+    if scheme.unsigned:
+        quantized = _quantize_around_convolutions(graph, layers, joining, ranges, scheme)
     for node in [nodes[name] for name in nodes if name in chosen]:
         layer = chosen[node.name or ""]
         params = ranges[layer.activation]
@@ -88,7 +98,10 @@ def insert_qdq(
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
         scales = channel_scales(layer, scaled, scheme)
-        if has_shared_scale(layer, scheme):
+        shared_scale = has_shared_scale(layer, scheme)
+        if layer.op_type == "Gemm" and (shared_scale or scheme.unsigned):
+            _separate_bias(graph, node, layer)
+        if shared_scale:
             # TensorRT splits such a weight and then multiplies in floating point, unless the weight
             # has a single scale. So the scales of the channels are applied to the product instead.
             shared, factors = split_scales(scales)
@@ -178,23 +191,32 @@ def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector)
     """Multiply the channels of the product by factors (N,), before the bias is added."""
     output = node.outputs[0]
     factor = _add_initializer(graph, f"{layer.name}/weight_factors", factors)
-    made = [_node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)]
-    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        scaled = [made[0].outputs[0], node.inputs[2]]
-        made.append(_node("Add", scaled, f"{layer.name}/add_bias", like=output))
-        node.resize_inputs(2)
+    made = _node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)
     graph.insert_after(node, made)
-    _replace_uses(graph, output, made)
+    _replace_uses(graph, output, [made])
 
 
-def _replace_uses(graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node]) -> None:
-    """Replace all uses of `old`, graph outputs included, with the output of the last new node."""
+def _separate_bias(graph: ir.Graph, node: ir.Node, layer: Layer) -> None:
+    """Add the bias of a Gemm with a node of its own."""
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return
+    output = node.outputs[0]
+    made = _node("Add", [output, node.inputs[2]], f"{layer.name}/add_bias", like=output)
+    node.resize_inputs(2)
+    graph.insert_after(node, made)
+    _replace_uses(graph, output, [made])
+
+
+def _replace_uses(
+    graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node], *, outputs: bool = True
+) -> None:
+    """Replace all uses of `old` with the output of the last new node, also as a graph output."""
     new = made[-1].outputs[0]
     for use in list(old.uses()):
         if use.node not in made:
             use.node.replace_input_with(use.idx, new)
     for index, value in enumerate(graph.outputs):
-        if value is old:
+        if outputs and value is old:
             old.name, new.name = f"{old.name}/product", old.name
             graph.outputs[index] = new
 
@@ -207,6 +229,44 @@ def _quantize_activation(
     scheme: Scheme,
 ) -> ir.Value:
     """Insert scaling, shift, Q and DQ before the first layer that reads the activation."""
+    made = _quantizers(graph, source, params, scheme)
+    graph.insert_before(before, made)
+    return made[-1].outputs[0]
+
+
+def _quantize_around_convolutions(
+    graph: ir.Graph,
+    layers: Sequence[Layer],
+    joining: Collection[str],
+    ranges: Mapping[str, ActivationQuantParams],
+    scheme: Scheme,
+) -> dict[str, ir.Value]:
+    """Insert Q and DQ where tensors are made; everything reads the result. Return it, by name.
+
+    These are what convolutions read and write, and the tensors of `joining`. Outputs of the graph
+    stay in floating point unless a convolution writes them.
+    """
+    convolutions = [layer for layer in layers if not layer.linear]
+    written = {layer.activated_output for layer in convolutions}
+    names = {*(layer.activation for layer in convolutions), *written, *joining}
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    found = {}
+    for value in [value for value in values if value.name in names]:
+        name, made = value.name or "", _quantizers(graph, value, ranges[value.name or ""], scheme)
+        producer = value.producer()
+        if producer is None:
+            graph.insert_before(graph[0], made)
+        else:
+            graph.insert_after(producer, made)
+        _replace_uses(graph, value, made, outputs=name in written)
+        found[name] = made[-1].outputs[0]
+    return found
+
+
+def _quantizers(
+    graph: ir.Graph, source: ir.Value, params: ActivationQuantParams, scheme: Scheme
+) -> list[ir.Node]:
+    """Return the nodes that scale, shift, quantize and dequantize a tensor."""
     name, value = source.name or "", source
     made = []
     if params.multiplier is not None:
@@ -218,7 +278,7 @@ def _quantize_activation(
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
     scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
-    zero = _add_initializer(graph, f"{name}/zero_point", scheme.activation_zero())
+    zero = _add_initializer(graph, f"{name}/zero_point", params.stored_zero_point(scheme))
     made.append(
         _node(
             "QuantizeLinear",
@@ -236,8 +296,7 @@ def _quantize_activation(
             like=source,
         )
     )
-    graph.insert_before(before, made)
-    return made[-1].outputs[0]
+    return made
 
 
 def _quantize_weight(

@@ -46,7 +46,11 @@ class Layer:
     """True if the output is split along its channels, like the joint query, key and value of
     GPT-2."""
     skip_reason: str
-    """The reason why the layer cannot be quantized to INT8; empty if it can."""
+    """The reason why the layer is not quantized to INT8 for TensorRT; empty if it can be."""
+    too_small: bool
+    """True if `skip_reason` is the layer's size, which matters to tensor cores alone."""
+    activated_output: str
+    """The output after the ReLU or Clip that alone reads it; `output` if there is none."""
 
     @property
     def linear(self) -> bool:
@@ -149,7 +153,8 @@ def _layer(node: ir.Node) -> Layer | None:
         reduction_size, out_channels = shape[1 - axis] if len(shape) == 2 else 0, shape[axis]
         in_channels, gemm_n = reduction_size, out_channels
         skip_reason = skip_reason or _product_skip_reason(node, shape)
-    if not skip_reason and min(reduction_size, gemm_n) < _MIN_GEMM_SIZE:
+    too_small = not skip_reason and min(reduction_size, gemm_n) < _MIN_GEMM_SIZE
+    if too_small:
         skip_reason = (
             f"K = {reduction_size} and N = {gemm_n}: INT8 gains nothing below {_MIN_GEMM_SIZE}"
         )
@@ -166,7 +171,37 @@ def _layer(node: ir.Node) -> Layer | None:
         bias=_bias(node, out_channels),
         split=_is_split(node.outputs[0]),
         skip_reason=skip_reason,
+        too_small=too_small,
+        activated_output=activated_output(node).name or "",
     )
+
+
+def activated_output(node: ir.Node) -> ir.Value:
+    """Return a layer's output, or that of the ReLU or Clip that alone reads it."""
+    output = node.outputs[0]
+    uses = list(output.uses())
+    if len(uses) != 1 or output.is_graph_output() or uses[0].idx:
+        return output
+    user = uses[0].node
+    return user.outputs[0] if user.op_type in ("Relu", "Clip") else output
+
+
+def quantized_tensors(layers: Sequence[Layer], *, outputs: bool) -> dict[str, bool]:
+    """Return the tensors that quantizing layers needs ranges of, by name.
+
+    Args:
+        layers: the layers.
+        outputs: include the outputs of convolutions, see `insert_qdq`.
+
+    Returns:
+        Whether all layers that read the tensor multiply over its last axis, so that its channels
+        can be scaled. False for an output that is quantized.
+    """
+    linear: dict[str, bool] = {}
+    for layer in layers:
+        linear[layer.activation] = linear.get(layer.activation, True) and layer.linear
+    convolutions = [layer for layer in layers if outputs and not layer.linear]
+    return linear | {layer.activated_output: False for layer in convolutions}
 
 
 def _product_skip_reason(node: ir.Node, shape: Sequence[int]) -> str:

@@ -4,15 +4,18 @@
 (0.0999755859375, True)
 
 A scale is the largest magnitude divided by the largest number of the type, because both are
-quantized symmetrically.
+quantized symmetrically. For the CPU, what convolutions read and write may use the whole range of
+uint8 instead: the output of a ReLU has no negative numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginery.passes.qdq.layers import Layer
 from enginery.passes.qdq.scheme import Scheme, Vector
@@ -20,6 +23,8 @@ from enginery.passes.qdq.scheme import Scheme, Vector
 MIN_SCALE = 2.0**-20
 """The smallest scale, for channels that are all zero. FP16 represents it with four significand
 bits."""
+_UINT8 = 255
+"""The largest number."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,58 @@ class ActivationQuantParams:
     """The factor of each channel, (K,); None if channels are not scaled."""
     offset: Vector | None = None
     """The shift of each channel after scaling, (K,); None if channels are not shifted."""
+    zero_point: int | None = None
+    """The number of uint8 that 0 is quantized to; None for the scheme's, which is symmetric."""
+
+    @classmethod
+    def of_range(cls, smallest: float, largest: float) -> ActivationQuantParams:
+        """Return the parameters with which uint8 covers a range, and 0 is exact."""
+        smallest, largest = min(smallest, 0.0), max(largest, 0.0)
+        scale = float(fp16_scale((largest - smallest) / _UINT8))
+        return cls(scale, zero_point=round(min(-smallest / scale, _UINT8)))
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> ActivationQuantParams:
+        """Read what `to_json` has made.
+
+        Raises:
+            KeyError: a part is missing.
+            TypeError, ValueError: a part has another type.
+        """
+        multiplier, offset = (
+            None if record[name] is None else np.asarray(record[name], dtype=np.float32)
+            for name in ("multiplier", "offset")
+        )
+        zero_point = record.get("zero_point")
+        return cls(
+            float(record["scale"]),
+            multiplier,
+            offset,
+            None if zero_point is None else int(zero_point),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parameters as numbers and lists."""
+        # Converting float32 to float64 and back is exact.
+        vectors = {
+            name: None if vector is None else [float(value) for value in vector]
+            for name, vector in (("multiplier", self.multiplier), ("offset", self.offset))
+        }
+        return {"scale": float(self.scale), **vectors, "zero_point": self.zero_point}
+
+    def fake_quantize(self, values: Vector, scheme: Scheme) -> Vector:
+        """Quantize and dequantize values that have been scaled and shifted."""
+        scale = max(self.scale, 1e-12)
+        if self.zero_point is None:
+            return np.asarray(scheme.nearest(values / scale) * scale, dtype=np.float32)
+        low, high = -self.zero_point, _UINT8 - self.zero_point
+        return np.asarray(np.clip(np.rint(values / scale), low, high) * scale, dtype=np.float32)
+
+    def stored_zero_point(self, scheme: Scheme) -> NDArray[Any]:
+        """Return the zero point, a scalar of the type that activations are quantized to."""
+        if self.zero_point is None:
+            return scheme.activation_zero()
+        return np.asarray(self.zero_point, dtype=np.uint8)
 
 
 def fp16_scale(scale: Any) -> Vector:

@@ -34,8 +34,13 @@ class Scheme:
     per_channel: bool = True
     """True for one scale per output channel of a weight, False for one scale per weight."""
     unsigned: bool = False
-    """True to store activations as uint8 around 128: the same numbers, in the type that ONNX
-    Runtime's kernels for x86 multiply with signed weights."""
+    """True for ONNX Runtime on the CPU: activations are uint8, the type that its kernels for x86
+    multiply with signed weights. Zero is 128, unless a convolution reads or writes the tensor."""
+
+    @property
+    def title(self) -> str:
+        """The scheme's name, and the CPU if its ranges fit no other target."""
+        return f"{self.name} for the CPU" if self.unsigned else self.name
 
     @property
     def dtype(self) -> ir.DataType:

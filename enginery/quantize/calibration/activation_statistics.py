@@ -88,24 +88,23 @@ class ChannelStatistics:
 
 def collect_channel_statistics(
     model: Path,
-    layers: Sequence[Layer],
+    tensors: Mapping[str, bool],
     batches: Sequence[Batch],
     *,
     seed: int,
     advance: Advance = lambda: None,
 ) -> dict[str, ChannelStatistics]:
-    """Run the first pass: collect statistics of every activation that feeds one of the layers.
+    """Run the first pass: collect statistics of tensors, see `quantized_tensors`.
 
     Raises:
         InputError: an activation is not finite, or was never computed.
     """
-    linear = _per_channel_activations(layers)
     seen: dict[str, ChannelStatistics] = {}
-    for name, rows in _trace_activations(model, linear, batches, advance):
+    for name, rows in _trace_activations(model, tensors, batches, advance):
         if name not in seen:
             seen[name] = ChannelStatistics(rows.shape[1], seed)
         seen[name].add(rows)
-    for name in linear:
+    for name in tensors:
         if name not in seen or seen[name].rows == 0:
             raise InputError(
                 f"no calibration input computes activation '{name}', so it has no range."
@@ -121,19 +120,19 @@ def collect_channel_statistics(
 
 def collect_histograms(
     model: Path,
-    layers: Sequence[Layer],
+    tensors: Mapping[str, bool],
     batches: Sequence[Batch],
     seen: Mapping[str, ChannelStatistics],
     transforms: Mapping[str, ActivationQuantParams],
     *,
     advance: Advance = lambda: None,
 ) -> dict[str, Histogram]:
-    """Run the second pass: collect a histogram of every activation after its smoothing."""
+    """Run the second pass: collect a histogram of every tensor after its smoothing."""
     histograms = {
         name: Histogram.empty(largest_scaled_magnitude(seen[name], transforms[name]))
-        for name in seen
+        for name in tensors
     }
-    for name, rows in _trace_activations(model, _per_channel_activations(layers), batches, advance):
+    for name, rows in _trace_activations(model, tensors, batches, advance):
         histograms[name].add(scale_and_shift(rows, transforms[name]))
     return histograms
 
@@ -151,8 +150,7 @@ class ChannelMeans:
         """Add values (batch, channels, …)."""
         axes = (0, *range(2, images.ndim))
         count = images.size // images.shape[1]
-        scale = max(params.scale, 1e-12)
-        rounded = scheme.nearest(images / scale) * scale
+        rounded = params.fake_quantize(images, scheme)
         share = count / (self.count + count)
         self.exact += share * (images.mean(axis=axes, dtype=np.float64) - self.exact)
         self.quantized += share * (rounded.mean(axis=axes, dtype=np.float64) - self.quantized)
@@ -196,23 +194,15 @@ def largest_scaled_magnitude(channels: ChannelStatistics, params: ActivationQuan
     return float(np.abs(scale_and_shift(ends, params)).max())
 
 
-def _per_channel_activations(layers: Sequence[Layer]) -> dict[str, bool]:
-    """Map each activation to whether all its layers multiply over the last axis."""
-    linear: dict[str, bool] = {}
-    for layer in layers:
-        linear[layer.activation] = linear.get(layer.activation, True) and layer.linear
-    return linear
-
-
 def _trace_activations(
-    model: Path, linear: Mapping[str, bool], batches: Sequence[Batch], advance: Advance
+    model: Path, tensors: Mapping[str, bool], batches: Sequence[Batch], advance: Advance
 ) -> Iterator[tuple[str, Vector]]:
-    with GraphTracer(model, list(linear), optimized=True) as tracer:
+    with GraphTracer(model, list(tensors), optimized=True) as tracer:
         for batch in batches:
             feeds = batch.load()
             values = tracer(feeds)
             for name in list(values):
-                yield name, unpadded_rows(values.pop(name), feeds, by_channel=linear[name])
+                yield name, unpadded_rows(values.pop(name), feeds, by_channel=tensors[name])
             advance()
 
 

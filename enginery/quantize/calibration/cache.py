@@ -6,12 +6,13 @@ It is `reports/ranges.json` of a quantized artifact.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import parse_json, read_document
@@ -41,7 +42,7 @@ class CalibrationCache:
     graph_sha256: str
     """Digest of the FP32 graph; the ranges fit no other."""
     scheme: str
-    """`int8` or `fp8`, which the scales are for."""
+    """`Scheme.title` of the scheme that the scales are for."""
     ranges: dict[str, ActivationQuantParams]
     """Activation name -> range."""
     bias_deltas: dict[str, Vector]
@@ -52,6 +53,8 @@ class CalibrationCache:
     """Activation name -> smoothing."""
     fp32_nodes: dict[str, str]
     """Nodes that would overflow in FP16 -> reason."""
+    joined: bool = False
+    """True if what lies between convolutions is quantized, too; see `quantize_graph`."""
 
     @classmethod
     def merge(cls, caches: Sequence[CalibrationCache], graph_sha256: str) -> CalibrationCache:
@@ -87,23 +90,21 @@ class CalibrationCache:
             left_out=join(cache.left_out for cache in caches),
             smoothed=join(cache.smoothed for cache in caches),
             fp32_nodes=join(cache.fp32_nodes for cache in caches),
+            joined=all(cache.joined for cache in caches),
         )
 
-    def of_graph(self, layers: Sequence[Layer], nodes: Collection[str]) -> CalibrationCache:
-        """Return what is about one of several graphs.
-
-        Args:
-            layers: its layers.
-            nodes: names of all its nodes.
-        """
+    def of_graph(self, model: ir.Model, layers: Sequence[Layer]) -> CalibrationCache:
+        """Return what is about one of several graphs, and its layers."""
         names = {layer.name for layer in layers}
-        activations = {layer.activation for layer in layers}
+        nodes = {node.name for node in model.graph}
+        made = (value for node in model.graph for value in node.outputs)
+        tensors = {value.name for value in (*model.graph.inputs, *made)}
         return replace(
             self,
-            ranges={n: r for n, r in self.ranges.items() if n in activations},
+            ranges={n: r for n, r in self.ranges.items() if n in tensors},
             bias_deltas={n: d for n, d in self.bias_deltas.items() if n in names},
             left_out={n: r for n, r in self.left_out.items() if n in names},
-            smoothed={n: s for n, s in self.smoothed.items() if n in activations},
+            smoothed={n: s for n, s in self.smoothed.items() if n in tensors},
             fp32_nodes={n: r for n, r in self.fp32_nodes.items() if n in nodes},
         )
 
@@ -117,17 +118,12 @@ class CalibrationCache:
             "version": VERSION,
             "graph_sha256": self.graph_sha256,
             "scheme": self.scheme,
-            "ranges": {
-                name: {
-                    "scale": float(r.scale),
-                    "multiplier": _list(r.multiplier),
-                    "offset": _list(r.offset),
-                }
-                for name, r in self.ranges.items()
-            },
-            "bias_deltas": {name: _list(delta) for name, delta in self.bias_deltas.items()},
+            "ranges": {name: r.to_json() for name, r in self.ranges.items()},
+            # Converting float32 to float64 and back is exact.
+            "bias_deltas": {n: [float(v) for v in d] for n, d in self.bias_deltas.items()},
             "left_out": self.left_out,
             "fp32_nodes": self.fp32_nodes,
+            "joined": self.joined,
             "smoothed": {name: asdict(found) for name, found in self.smoothed.items()},
         }
         return json.dumps(document).encode() + b"\n"
@@ -146,11 +142,14 @@ class CalibrationCache:
             cache = cls(
                 graph_sha256=found["graph_sha256"],
                 scheme=found["scheme"],
-                ranges={n: _range(r) for n, r in found["ranges"].items()},
-                bias_deltas={n: _required(v) for n, v in found["bias_deltas"].items()},
+                ranges={n: ActivationQuantParams.from_json(r) for n, r in found["ranges"].items()},
+                bias_deltas={
+                    n: np.asarray(d, dtype=np.float32) for n, d in found["bias_deltas"].items()
+                },
                 left_out=dict(found["left_out"]),
                 smoothed={n: SmoothQuantParams(**s) for n, s in found["smoothed"].items()},
                 fp32_nodes=dict(found["fp32_nodes"]),
+                joined=bool(found.get("joined", False)),
             )
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
@@ -162,7 +161,7 @@ class CalibrationCache:
             )
         if cache.scheme != scheme:
             raise InputError(
-                f"ranges '{file}' were calibrated for {cache.scheme}, but --scheme is {scheme}.",
+                f"ranges '{file}' were calibrated for {cache.scheme}, but this is {scheme}.",
                 do=f"Calibrate for {scheme}: --data FILE",
             )
         return cache
@@ -181,22 +180,3 @@ def find_ranges_file(path: str | Path) -> Path:
     raise InputError(
         f"ranges '{given}' not found: expected a {RANGES} file or an artifact that has one."
     )
-
-
-def _range(record: dict[str, Any]) -> ActivationQuantParams:
-    return ActivationQuantParams(
-        float(record["scale"]), _vector(record["multiplier"]), _vector(record["offset"])
-    )
-
-
-def _list(vector: Vector | None) -> list[float] | None:
-    # Converting float32 to float64 and back is exact.
-    return None if vector is None else [float(value) for value in vector]
-
-
-def _vector(values: list[float] | None) -> Vector | None:
-    return None if values is None else _required(values)
-
-
-def _required(values: list[float]) -> Vector:
-    return np.asarray(values, dtype=np.float32)

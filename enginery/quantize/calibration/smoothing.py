@@ -120,16 +120,9 @@ def simulate_layer(
     """Return the quantized layer's output for the sample, without its bias: float32 (rows, N)."""
     scaled = scale_weight(layer, weight, params)
     rounded = fake_quantize_weight(layer, scaled, scheme)
-    product = fake_quantize(sample, params, scheme) @ _as_matrix(layer, rounded)
+    quantized = params.fake_quantize(scale_and_shift(sample, params), scheme)
+    product = quantized @ _as_matrix(layer, rounded)
     return np.asarray(product + bias_shift(layer, scaled, params), dtype=np.float32)
-
-
-def fake_quantize(sample: Vector, params: ActivationQuantParams, scheme: Scheme) -> Vector:
-    """Scale, shift, quantize and dequantize rows (n, K)."""
-    scale = max(params.scale, 1e-12)
-    return np.asarray(
-        scheme.nearest(scale_and_shift(sample, params) / scale) * scale, dtype=np.float32
-    )
 
 
 def mean_output_error(

@@ -50,7 +50,12 @@ from enginery.validate.weights.parameters import (
     WeightSource,
     sample_distance,
 )
-from enginery.validate.weights.quantized import Calibration, QuantizedLayer, quantized_layers
+from enginery.validate.weights.quantized import (
+    Calibration,
+    QuantizedLayer,
+    joining_pairs,
+    quantized_layers,
+)
 from enginery.validate.weights.stored import (
     StoredWeight,
     Use,
@@ -208,6 +213,8 @@ class _GraphComparison:
         """The quantized layers whose weight and calibration are known."""
         self.float_layers: dict[str, FloatLayer] = {}
         """The quantized layers whose weight and bias in FP32 are known, by name."""
+        self.joining: list[ir.Node] = []
+        """DequantizeLinear nodes that no layer reads, and whose calibration is known."""
         self.untraced_layers = 0
         """The number of quantized layers whose weight is not known."""
         self.quantized = False
@@ -224,9 +231,18 @@ class _GraphComparison:
             if quantized_precision(tensor) and self.parameters.has_integers(name):
                 self._handled.add(name)  # the source file is quantized itself
                 self._compare(read_plain(value, tensor))
-        for layer in quantized_layers(model, self.calibration):
+        layers = list(quantized_layers(model, self.calibration))
+        for layer in layers:
             if layer.weight.name not in self._handled:
                 self._compare_layer(layer)
+        for pair in joining_pairs(model, self.calibration, layers):
+            self._handled |= set(pair.names)
+            if pair.problem:
+                self.differences.append(
+                    WeightDifference(self.graph, pair.names[0], "", 1, 0, nan, nan, pair.problem)
+                )
+            elif pair.recorded:
+                self.joining.append(pair.dequantizer)
         for name, (_, tensor) in tensors.items():
             scaled = f"{name.removesuffix('_quantized')}_scale" in tensors
             if scaled and name not in self._handled and quantized_precision(tensor):
@@ -261,7 +277,7 @@ class _GraphComparison:
         exact = self.kinds.total() - sum(self.kinds[kind] for kind in _NOT_EXACT)
         every = self.kinds.total() + sum(prod(weight.shape) for weight in self.untraced)
         if self.layers and not self.untraced_layers:
-            write_unquantized(model, self.layers, path)
+            write_unquantized(model, self.layers, self.joining, path)
         elif self.precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
             write_in_fp32(model, LOW_TYPES[self.precision], self.exact, path)
 
@@ -314,12 +330,14 @@ class _GraphComparison:
         found = turn(stored, turned, expected.shape)
         wrong = mismatches(found, expected, self._error(name, expected))
         exact = partial(self._read_turned, name, turned, shape)
-        if not np.any(wrong):
-            return _Match(name, _kind(found, turned), exact=exact)
-        if use is not None and self._norm(use) is not None:
+        fits = not np.any(wrong)
+        if use is not None and self._norm(use) is not None and not _is_normalized(use.node):
+            # A weight that is rounded may fit both with and without a normalization near 1.
             folded = self._check_folded(found, use, name, expected, turned)
             if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
                 return folded
+        if fits:
+            return _Match(name, _kind(found, turned), exact=exact)
         pointwise = use is not None and use.node.op_type in ("Mul", "Add")
         frozen = self._check_frozen(found, name, turned, shape) if pointwise else None
         if frozen is not None:
@@ -607,6 +625,11 @@ class _GraphComparison:
             if self._distance(found, other, turned) <= _SAME[found.precision] and other != name:
                 holds = other
         return describe_difference(self.graph, found, name, expected, wrong, holds=holds)
+
+
+def _is_normalized(node: ir.Node) -> bool:
+    """Return True if a batch normalization reads a node's output, so that none was folded in."""
+    return any(use.node.op_type == "BatchNormalization" for use in node.outputs[0].uses())
 
 
 def _kind(found: StoredWeight, turned: str) -> str:

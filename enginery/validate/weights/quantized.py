@@ -6,7 +6,7 @@ smoothing of each activation and the correction of each bias, is in the artifact
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ Array = NDArray[Any]
 Vector = NDArray[np.float32]
 
 _RANGES = f"{REPORTS}/ranges.json"
+_MIDDLE = 128
+"""The number of uint8 that 0 of a symmetric range is quantized to."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,7 @@ class Calibration:
         try:
             found = parse_json(read_document(artifact.path / _RANGES))
             ranges = {
-                name: ActivationQuantParams(
-                    float(record["scale"]),
-                    _vector(record["multiplier"]),
-                    _vector(record["offset"]),
-                )
+                name: ActivationQuantParams.from_json(record)
                 for name, record in found["ranges"].items()
             }
             deltas = {n: np.asarray(d, np.float32) for n, d in found["bias_deltas"].items()}
@@ -224,20 +222,65 @@ def _activation(
         for vector in (record.multiplier, record.offset)
     ):
         found, more, _, source = _smoothing(quantizer.inputs[0], None)
-        plain = ActivationQuantParams(float(scale.max()), **found)
+        plain = ActivationQuantParams(float(scale.max()), found["multiplier"], found["offset"])
         return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more], source
     _, more, problems, source = _smoothing(quantizer.inputs[0], record)
+    problems += _differences(quantizer, dequantizer, record)
+    what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
+    return True, record, what, [*names, *more], source
+
+
+@dataclass
+class JoiningPair:
+    """A QuantizeLinear and a DequantizeLinear that no layer reads, such as behind a convolution."""
+
+    dequantizer: ir.Node
+    names: list[str]
+    """The initializers of both."""
+    problem: str
+    """How scale and zero point differ from what calibration recorded."""
+    recorded: bool
+    """True if calibration recorded the tensor."""
+
+
+def joining_pairs(
+    model: ir.Model, calibration: Calibration | None, layers: Sequence[QuantizedLayer]
+) -> Iterator[JoiningPair]:
+    """Yield the pairs of the main graph that quantize what none of the layers reads."""
+    read = {id(layer.dequantizer) for layer in layers}
+    for node in model.graph:
+        quantizer = _maker(_input_of(node, "DequantizeLinear"))
+        if quantizer is None or quantizer.op_type != "QuantizeLinear" or id(node) in read:
+            continue
+        names = [_behind_casts(v).name or "" for v in quantizer.inputs[1:] if v is not None]
+        tensor = names[0].removesuffix("/scale") if names else ""
+        record = calibration.ranges.get(tensor) if calibration is not None else None
+        if record is None:
+            problem = _pair_problem(quantizer, node)
+        else:
+            problem = "; ".join(_differences(quantizer, node, record))
+        problem = f"activation {tensor}: {problem}" if problem else ""
+        yield JoiningPair(node, names, problem, record is not None)
+
+
+def _differences(
+    quantizer: ir.Node, dequantizer: ir.Node, record: ActivationQuantParams
+) -> list[str]:
+    """Return how scale and zero point of a pair differ from the calibrated ones."""
+    problems = []
+    calibrated = 0 if record.zero_point is None else record.zero_point - _MIDDLE
     if pair := _pair_problem(quantizer, dequantizer):
         problems.append(pair)
-    elif (zero := _zero_point(quantizer)) != 0:
-        problems.append(f"zero point {zero:g}, calibrated 0")
+    elif (zero := _zero_point(quantizer)) != calibrated:
+        problems.append(f"zero point {zero:g}, calibrated {calibrated}")
+    tensor = constant_tensor(quantizer.inputs[1])
+    scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     expected = fp16_scale(record.scale)
     if scale.size != 1:
         problems.append(f"{scale.size} scales, calibrated one")
     elif scale.item() != expected:
         problems.append(f"scale {scale.item():g}, calibrated {float(expected):g}")
-    what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
-    return True, record, what, [*names, *more], source
+    return problems
 
 
 def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
@@ -263,7 +306,7 @@ def _zero_point(quantizer: ir.Node) -> float:
     tensor = constant_tensor(quantizer.inputs[2]) if len(quantizer.inputs) > 2 else None
     if tensor is None:
         return 0.0
-    middle = 128 if tensor.dtype == ir.DataType.UINT8 else 0
+    middle = _MIDDLE if tensor.dtype == ir.DataType.UINT8 else 0
     return float(np.max(read_values(tensor).astype(np.float32), initial=0.0)) - middle
 
 
@@ -433,7 +476,3 @@ def _unchanged_input(node: ir.Node) -> ir.Value | None:
 
 def _input_of(node: ir.Node | None, op_type: str) -> ir.Value | None:
     return node.inputs[0] if node is not None and node.op_type == op_type else None
-
-
-def _vector(values: list[float] | None) -> Vector | None:
-    return None if values is None else np.asarray(values, np.float32)

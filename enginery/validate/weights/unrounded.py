@@ -45,8 +45,16 @@ class ExactLayer:
     """The weight with the shape of the stored one, and without smoothing."""
 
 
-def write_unquantized(model: ir.Model, layers: Sequence[ExactLayer], path: Path) -> None:
+def write_unquantized(
+    model: ir.Model, layers: Sequence[ExactLayer], joining: Sequence[ir.Node], path: Path
+) -> None:
     """Write a graph without the quantization of these layers; the model is changed.
+
+    Args:
+        model: the graph.
+        layers: its quantized layers.
+        joining: DequantizeLinear nodes that no layer reads.
+        path: where to write the ONNX file.
 
     Raises:
         OSError: it cannot be written.
@@ -54,7 +62,10 @@ def write_unquantized(model: ir.Model, layers: Sequence[ExactLayer], path: Path)
     for exact in layers:
         _restore_weight(model, exact)
         _restore_bias(model, exact.layer)
-        _restore_activation(model, exact.layer)
+        if exact.layer.dequantizer is not None:
+            _bypass(model, exact.layer.dequantizer)
+    for dequantizer in joining:
+        _bypass(model, dequantizer)
     RemoveUnusedNodesPass()(model)
     _write(model, path)
 
@@ -129,16 +140,20 @@ def _restore_bias(model: ir.Model, layer: QuantizedLayer) -> None:
             _replace(model, layer.bias_value, plain.reshape(stored.shape.numpy()), stored.dtype)
 
 
-def _restore_activation(model: ir.Model, layer: QuantizedLayer) -> None:
-    dequantizer = layer.dequantizer
-    quantized = dequantizer.inputs[0] if dequantizer is not None else None
+def _bypass(model: ir.Model, dequantizer: ir.Node) -> None:
+    """Let everything read what is quantized in place of what is dequantized."""
+    quantized, old = dequantizer.inputs[0], dequantizer.outputs[0]
     quantizer = quantized.producer() if quantized is not None else None
-    if dequantizer is None or quantizer is None or not dequantizer.outputs[0].uses():
+    if quantizer is None or not (old.uses() or old.is_graph_output()):
         return
     # In a mixed graph, a pair may also convert floats.
     plain = ir.node("Cast", [quantizer.inputs[0]], {"to": int(_dtype(dequantizer.inputs[1]))})
-    plain.outputs[0].name = f"{dequantizer.outputs[0].name}/unquantized"
-    dequantizer.outputs[0].replace_all_uses_with(plain.outputs[0])
+    new, name = plain.outputs[0], f"{old.name}/unquantized"
+    if old.is_graph_output():
+        old.name, name = name, old.name
+        new.shape, new.type = old.shape, old.type
+    new.name = name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
     model.graph.insert_after(dequantizer, plain)
 
 

@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, checker, helper, numpy_helper
+from onnx import TensorProto, checker, helper, load, numpy_helper
 
 from enginery.passes.qdq.insert import insert_qdq
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
+from enginery.passes.qdq.scheme import INT8
 from enginery.runtime.onnxruntime.session import use_exact_int8
 
 K, N = 32, 48
@@ -261,3 +264,21 @@ def test_a_weight_behind_an_identity_is_found():
     assert [layer.name for layer in find_layers(graph)] == ["layer"]
     quantize(graph)
     assert relative_error(run(graph)[0], ROWS @ WEIGHT) < 0.02
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["alone", "split"])
+def test_onnx_runtime_multiplies_a_gemm_in_int8_on_the_cpu(split, tmp_path):
+    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["z" if split else "y"], name="layer")]
+    if split:
+        nodes.append(helper.make_node("Split", ["z"], ["y", "rest"], axis=1, num_outputs=2))
+    graph = model(nodes, {"w": WEIGHT, "b": BIAS})
+    (plain,) = run(graph)
+    quantize(graph, scheme=replace(INT8, unsigned=True))
+    (found,) = run(graph)
+    assert relative_error(found, plain) < 0.02
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "executed.onnx")
+    ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options)
+    executed = [node.op_type for node in load(tmp_path / "executed.onnx").graph.node]
+    assert "QGemm" in executed
+    assert "Gemm" not in executed

@@ -3,7 +3,7 @@ import pytest
 
 from enginery.core.errors import InputError
 from enginery.passes.ir.graph_file import read_graph
-from enginery.passes.qdq.layers import find_layers
+from enginery.passes.qdq.layers import find_layers, quantized_tensors
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import INT8
 from enginery.quantize.calibration.activation_statistics import (
@@ -74,12 +74,17 @@ def batches(artifact, *, padding):
     return [Batch((i,), lambda feeds=feeds: feeds) for i, feeds in enumerate(made)]
 
 
+def activations(artifact):
+    layers = find_layers(read_graph(artifact.model))
+    return quantized_tensors([x for x in layers if not x.skip_reason], outputs=False)
+
+
 def test_padding_does_not_change_the_statistics(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
-    bare = collect_channel_statistics(artifact.model, layers, batches(artifact, padding=0), seed=0)
+    tensors = activations(artifact)
+    bare = collect_channel_statistics(artifact.model, tensors, batches(artifact, padding=0), seed=0)
     padded = collect_channel_statistics(
-        artifact.model, layers, batches(artifact, padding=6), seed=0
+        artifact.model, tensors, batches(artifact, padding=6), seed=0
     )
     for name, channels in bare.items():
         assert padded[name].rows == channels.rows == 16
@@ -89,14 +94,14 @@ def test_padding_does_not_change_the_statistics(tiny):
 
 def test_histograms_count_every_value_in_range(tiny):
     artifact = tiny("bert", "token-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
+    tensors = activations(artifact)
     inputs = batches(artifact, padding=0)
-    seen = collect_channel_statistics(artifact.model, layers, inputs, seed=0)
+    seen = collect_channel_statistics(artifact.model, tensors, inputs, seed=0)
     plain = {
         name: with_minmax_scale(channels, ActivationQuantParams(1.0), INT8)
         for name, channels in seen.items()
     }
-    histograms = collect_histograms(artifact.model, layers, inputs, seen, plain)
+    histograms = collect_histograms(artifact.model, tensors, inputs, seen, plain)
     for name, histogram in histograms.items():
         assert histogram.counts.sum() == 16 * seen[name].width
         assert histogram.counts[-1] > 0
@@ -105,9 +110,9 @@ def test_histograms_count_every_value_in_range(tiny):
 
 def test_error_names_an_activation_that_is_not_finite(tiny):
     artifact = tiny("vit", "image-classification")
-    layers = [x for x in find_layers(read_graph(artifact.model)) if not x.skip_reason]
+    tensors = activations(artifact)
     pixels = np.full((1, 3, 32, 32), np.nan, np.float32)
     with pytest.raises(InputError, match="NaN or infinite values on the calibration inputs"):
         collect_channel_statistics(
-            artifact.model, layers, [Batch((0,), lambda: {"pixel_values": pixels})], seed=0
+            artifact.model, tensors, [Batch((0,), lambda: {"pixel_values": pixels})], seed=0
         )

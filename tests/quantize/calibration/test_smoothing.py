@@ -8,7 +8,6 @@ from enginery.passes.qdq.scheme import FP8, INT8
 from enginery.quantize.calibration.activation_statistics import ChannelMeans, ChannelStatistics
 from enginery.quantize.calibration.smoothing import (
     choose_smoothing,
-    fake_quantize,
     mean_convolution_error,
     mean_output_error,
     simulate_layer,
@@ -18,7 +17,7 @@ from enginery.quantize.calibration.smoothing import (
 GENERATOR = np.random.default_rng(0)
 K, N = 64, 48
 WEIGHT = GENERATOR.normal(size=(K, N)).astype(np.float32)
-LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "")
+LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "", False, "y")
 
 
 def channels(rows):
@@ -87,7 +86,7 @@ def test_mean_output_error_corrects_the_bias():
 def test_fake_quantized_rows_are_multiples_of_the_scale():
     rows = outliers().astype(np.float32)
     params = choose(rows, strength="none", shift=False).params
-    steps = fake_quantize(rows, params, INT8) / params.scale
+    steps = params.fake_quantize(rows, INT8) / params.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
     assert np.abs(steps).max() == pytest.approx(127)
 
@@ -111,7 +110,7 @@ def test_mean_convolution_error_corrects_the_bias(kernel, groups):
     images = np.abs(generator.normal(size=(3, 6, 8, 8))).astype(np.float32)
     weight = generator.normal(size=(12, 6 // groups, kernel, kernel)).astype(np.float32)
     size = weight[0].size
-    layer = Layer("c", "Conv", "x", "w", "y", size, 6 // groups, 12, 0, "b", False, "")
+    layer = Layer("c", "Conv", "x", "w", "y", size, 6 // groups, 12, 0, "b", False, "", False, "y")
     params = ActivationQuantParams(float(images.max()) / 200)  # clips some values
     means = ChannelMeans(np.zeros(6), np.zeros(6))
     for part in (images[:1], images[1:]):

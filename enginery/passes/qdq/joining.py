@@ -1,0 +1,72 @@
+"""Find the tensors between quantized convolutions that stay in INT8 for the CPU.
+
+>>> from enginery.passes.qdq.layers import find_layers
+>>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+... g (float[n, 2, 4, 4] x) => (float[n, 2, 4, 4] y) <float[2, 2, 1, 1] w = {1, 2, 3, 4}> {
+... a = Conv (x, w)   b = Sigmoid (a)   c = Mul (a, b)   y = Conv (c, w) }''')
+>>> joining_tensors(model, find_layers(model))
+{'b': 'b'}
+
+ONNX Runtime adds, multiplies and concatenates in INT8 if all that a node reads and writes is
+quantized (`QLinearAdd`, `QLinearMul`, `QLinearConcat`, `QLinearSigmoid`, …); nodes that only move
+numbers then move bytes. Otherwise each convolution's output is dequantized, and the next one's
+input quantized again, which may take longer than INT8 saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from enginery.passes.qdq.layers import Layer, activated_output
+
+_COMPUTED = ("Add", "Mul", "Concat", "Sigmoid", "LeakyRelu", "AveragePool", "GlobalAveragePool")
+"""Operators with a kernel for uint8 that writes another scale than it reads."""
+_MOVED = (
+    "MaxPool",
+    "Reshape",
+    "Transpose",
+    "Flatten",
+    "Squeeze",
+    "Unsqueeze",
+    "Slice",
+    "Split",
+    "Resize",
+)
+"""Operators that write the numbers of their first input, or between them, in the same scale."""
+
+
+def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
+    """Return the tensors that lie between convolutions and can be in INT8.
+
+    Args:
+        model: the FP32 graph.
+        layers: the layers that are quantized.
+
+    Returns:
+        Tensor -> the one that has its range: itself, or the one that it is moved from. What the
+        convolutions read is included if it is moved from another.
+    """
+    convolutions = [layer for layer in layers if not layer.linear]
+    read = {layer.activation for layer in convolutions}
+    written = {layer.activated_output for layer in convolutions}
+    ranges: dict[str, str] = {name: name for name in read | written}
+    for node in model.graph:
+        sources = [value.name or "" for value in node.inputs if value is not None]
+        if node.op_type in _MOVED and sources[0] in ranges:
+            for output in node.outputs:
+                ranges[output.name or ""] = ranges[sources[0]]
+        elif node.op_type in _COMPUTED and all(name in ranges for name in sources):
+            name = activated_output(node).name or ""
+            ranges.setdefault(name, name)
+    needed = set(read)
+    for node in reversed(model.graph):
+        outputs = {value.name for value in (*node.outputs, activated_output(node))}
+        if node.op_type in (*_MOVED, *_COMPUTED) and outputs & needed:
+            needed |= {value.name for value in node.inputs if value is not None}
+    return {
+        name: source
+        for name, source in ranges.items()
+        if name in needed and (name not in read | written or source != name)
+    }
