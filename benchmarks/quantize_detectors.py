@@ -1,7 +1,8 @@
 """Quantize detectors from .onnx files to INT8, and compare the boxes that they find.
 
     python -m benchmarks.quantize_detectors --packages DIR --photos DIR --work DIR ddddocr rapidocr
-    python -m benchmarks.quantize_detectors --target cpu --packages DIR --photos DIR --work DIR nudenet
+
+With `--target cpu`, they are quantized for ONNX Runtime's CPU provider.
 
 The models come with the packages of these names: `pip download --no-deps ddddocr nudenet rapidocr`,
 and unzip. Calibration and test images are crops of photographs with lines of text;

@@ -24,6 +24,7 @@ from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
+from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
 from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import Layer, operands, quantized_tensors
@@ -81,6 +82,32 @@ class AccuracySearch:
     evaluator: AccuracyEvaluator
 
 
+@dataclass(frozen=True)
+class BeyondLayers:
+    """Names of what is quantized besides the layers of a graph."""
+
+    additions: Sequence[str] = ()
+    """Residual additions after convolutions, for TensorRT."""
+    joining: Sequence[str] = ()
+    """Tensors between convolutions, for the CPU."""
+    tables: Sequence[str] = ()
+    """Embedding tables, for the CPU."""
+
+    def __bool__(self) -> bool:
+        return bool(self.additions or self.joining or self.tables)
+
+    def notes(self) -> list[str]:
+        """Say what was quantized."""
+        found = {
+            f"{len(self.additions)} residual additions after convolutions read their input in "
+            "INT8, so that TensorRT keeps it in one byte": self.additions,
+            f"{len(self.joining)} tensors between convolutions are in INT8, too, so that ONNX "
+            "Runtime does not convert them": self.joining,
+            f"embedding tables in INT8: {', '.join(self.tables)}": self.tables,
+        }
+        return [note for note, names in found.items() if names]
+
+
 def scheme_from_config(config: QuantizeConfig) -> Scheme:
     """Return the quantization scheme that the options select."""
     kind = FP8 if config.scheme == "fp8" else INT8
@@ -95,8 +122,8 @@ def quantize_graph(
     bias_deltas: Mapping[str, Vector],
     fp32_nodes: Collection[str],
     *,
-    joined: bool = False,
-) -> list[str]:
+    beyond_layers: bool = False,
+) -> BeyondLayers:
     """Quantize layers in place, and cast the rest if `residual` says so.
 
     Args:
@@ -106,22 +133,25 @@ def quantize_graph(
         ranges: the parameters of each activation, by name.
         bias_deltas: layer -> correction of its bias.
         fp32_nodes: nodes that are not cast.
-        joined: also quantize what lies between convolutions. For TensorRT, these are inputs of
-            residual additions; for the CPU, all that ONNX Runtime has kernels for.
+        beyond_layers: also quantize what is no layer, see `BeyondLayers`.
 
     Returns:
-        The names of these additions, or of these tensors.
+        What was quantized besides the layers.
     """
     scheme = scheme_from_config(config)
-    joining = list(joining_tensors(model, layers)) if joined and scheme.unsigned else []
-    insert_qdq(model, layers, ranges, scheme=scheme, bias_deltas=bias_deltas, joining=joining)
-    if joined and not scheme.unsigned:
-        joining = quantize_residuals(model)
+    more = BeyondLayers()
+    if beyond_layers and scheme.unsigned:
+        more = BeyondLayers(joining=list(joining_tensors(model, layers)))
+    insert_qdq(model, layers, ranges, scheme=scheme, bias_deltas=bias_deltas, joining=more.joining)
+    if beyond_layers and scheme.unsigned:
+        more = replace(more, tables=quantize_embeddings(model))
+    elif beyond_layers:
+        more = BeyondLayers(additions=quantize_residuals(model))
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
-    return joining
+    return more
 
 
 def calibrate(
@@ -243,7 +273,7 @@ def calibrate(
         left_out={**left_out, **measured.result.left_out},
         smoothed=smoothed,
         fp32_nodes=fp32_nodes,
-        joined=True,
+        beyond_layers=True,
     )
     return cache, measured
 
@@ -391,9 +421,9 @@ def _search(
         def confirm(quantized: Collection[str]) -> AccuracyMetrics:
             graph = source.read()
             chosen = [layer for layer in layers if layer.name in quantized]
-            # The additions of TensorRT are tried on what the search has found.
-            joined = scheme.unsigned
-            quantize_graph(graph, chosen, config, ranges, deltas, fp32_nodes, joined=joined)
+            # For TensorRT, additions are tried on what the search has found.
+            more = scheme.unsigned
+            quantize_graph(graph, chosen, config, ranges, deltas, fp32_nodes, beyond_layers=more)
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 path = Path(folder, "model.onnx")
                 write_graph(graph, path)

@@ -22,7 +22,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.core.figures import save_figure
 from enginery.passes.qdq.layers import Layer
-from enginery.quantize.calibrate import AccuracySearch
+from enginery.quantize.calibrate import AccuracySearch, BeyondLayers
 from enginery.quantize.calibration.cache import CalibrationCache
 from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig, residual_precision
@@ -49,8 +49,7 @@ class QuantizedGraph:
     trials: Sequence[EngineTrial]
     layer_errors: dict[str, LayerError]
     builtin_layer_errors: dict[str, LayerError]
-    joining: int = 0
-    """Number of residual additions, or of tensors between convolutions, that are in INT8, too."""
+    more: BeyondLayers
 
     @property
     def quantized(self) -> list[str]:

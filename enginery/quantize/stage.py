@@ -51,6 +51,7 @@ from enginery.quantize.accuracy import (
 )
 from enginery.quantize.calibrate import (
     AccuracySearch,
+    BeyondLayers,
     calibrate,
     check_patterns,
     excluded_layers,
@@ -245,14 +246,7 @@ def _quantize_static(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
-    if joining := sum(graph.joining for graph in found):
-        notes.append(
-            f"{joining} tensors between convolutions are in INT8, too, so that ONNX Runtime does "
-            "not convert them"
-            if config.target == "cpu"
-            else f"{joining} residual additions after convolutions read their input in INT8, so "
-            "that TensorRT keeps it in one byte"
-        )
+    notes += [note for each in found for note in each.more.notes()]
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
         if not save_curve(directory / CURVE, answers.measured, config.scheme):
@@ -330,14 +324,14 @@ def _quantize_graph(
     )
     quantized = cache.quantized_layers(layers)
     known = float_operands(model, quantized)
-    record, joining = _write_graph(model, quantized, cache, source.record, directory, config)
+    record, more = _write_graph(model, quantized, cache, source.record, directory, config)
     graph = directory / record.file
     accuracy = _measure_saved(graph, measured, config)
-    if joining and measured and accuracy and not measured.budget.is_met_by(accuracy):
-        cache = replace(cache, joined=False)
+    if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
+        cache = replace(cache, beyond_layers=False)
         model = source.read()
         known = float_operands(model, quantized)
-        record, joining = _write_graph(model, quantized, cache, source.record, directory, config)
+        record, more = _write_graph(model, quantized, cache, source.record, directory, config)
         accuracy = _measure_saved(graph, measured, config)
     _check_accuracy(accuracy, measured, config)
     trials = []
@@ -348,7 +342,7 @@ def _quantize_graph(
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
     return QuantizedGraph(
-        record, layers, cache, measured, accuracy, trials, held_out, builtin, len(joining)
+        record, layers, cache, measured, accuracy, trials, held_out, builtin, more
     )
 
 
@@ -413,16 +407,16 @@ def _write_graph(
     old: GraphRecord,
     directory: Path,
     config: QuantizeConfig,
-) -> tuple[GraphRecord, list[str]]:
-    """Write the quantized graph; return its record and what is joined, see `quantize_graph`."""
-    joining = quantize_graph(
+) -> tuple[GraphRecord, BeyondLayers]:
+    """Write the quantized graph; return its record and what is quantized besides the layers."""
+    more = quantize_graph(
         model,
         quantized,
         config,
         cache.ranges,
         cache.bias_deltas,
         cache.fp32_nodes,
-        joined=cache.joined and config.scheme == "int8",
+        beyond_layers=cache.beyond_layers and config.scheme == "int8",
     )
     path = directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -433,7 +427,7 @@ def _write_graph(
         "opset": model.opset_imports[""],
         "data_files": tuple((folder / name).as_posix() for name in data_files),
     }
-    return old.model_copy(update=changes), joining
+    return old.model_copy(update=changes), more
 
 
 def _measure_saved(

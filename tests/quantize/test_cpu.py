@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import onnx
@@ -12,6 +13,7 @@ from enginery import validate_model
 from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, InputError
 from enginery.passes.ir.graph_file import read_graph
+from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
@@ -78,6 +80,38 @@ def test_a_changed_zero_point_is_found(tiny, quantized):
     assert "zero point -1, calibrated 0" in report.summary
 
 
+@pytest.fixture
+def small_tables(monkeypatch):
+    """Quantize embedding tables of any size."""
+    every = partial(quantize_embeddings, min_elements=1)
+    monkeypatch.setattr(calibrate, "quantize_embeddings", every)
+
+
+def test_embedding_tables_are_quantized_and_validated(tiny, quantized, small_tables):
+    made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
+    (note,) = [note for note in report_of(made)["notes"] if "embedding tables" in note]
+    assert "word_embeddings" in note
+    report = validate_model(made, effort="quick")
+    assert report.passed, report.summary
+    assert "100 % of" in report.summary
+
+
+@pytest.mark.parametrize("part", ["quantized", "scale"])
+def test_a_changed_row_of_an_embedding_table_is_found(part, tiny, quantized, small_tables):
+    made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
+
+    def edit(graph):
+        name = f"word_embeddings.weight_{part}"
+        found = next(t for t in graph.graph.initializer if t.name.endswith(name))
+        values = onnx.numpy_helper.to_array(found).copy()
+        values[5] = values[6]
+        found.CopyFrom(onnx.numpy_helper.from_array(values, found.name))
+
+    report = validate_model(break_graph(made, edit), effort="quick")
+    assert not report.passed
+    assert any("word_embeddings" in found.parameter for found in report.weights.differences)
+
+
 def test_the_budget_is_checked(tiny, quantized):
     with pytest.raises(CheckFailedError, match="budget"):
         quantized(tiny(*BERT), target="cpu", min_cosine=1.0)
@@ -107,12 +141,12 @@ def test_what_lies_between_convolutions_stays_if_the_budget_needs_it(tiny, quant
     source, real, seen = tiny(*RESNET), calibrate.quantize_graph, []
     perfect = AccuracyMetrics(2, 1.0, 1.0, None, 1.0, None)
 
-    def spoil(model, layers, config, ranges, *more, joined=False):
-        seen.append(joined)
-        if joined:  # as if a range were far too small
+    def spoil(model, layers, config, ranges, *more, beyond_layers=False):
+        seen.append(beyond_layers)
+        if beyond_layers:  # as if a range were far too small
             wrong = min(joining_tensors(model, layers))
             ranges = {**ranges, wrong: ActivationQuantParams.of_range(0, 1e-3)}
-        return real(model, layers, config, ranges, *more, joined=joined)
+        return real(model, layers, config, ranges, *more, beyond_layers=beyond_layers)
 
     monkeypatch.setattr(calibrate, "quantize_graph", spoil)
     monkeypatch.setattr(stage, "quantize_graph", spoil)

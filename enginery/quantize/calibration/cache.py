@@ -53,8 +53,8 @@ class CalibrationCache:
     """Activation name -> smoothing."""
     fp32_nodes: dict[str, str]
     """Nodes that would overflow in FP16 -> reason."""
-    joined: bool = False
-    """True if what lies between convolutions is quantized, too; see `quantize_graph`."""
+    beyond_layers: bool = False
+    """True if what is no layer is quantized, too; see `BeyondLayers`."""
 
     @classmethod
     def merge(cls, caches: Sequence[CalibrationCache], graph_sha256: str) -> CalibrationCache:
@@ -90,7 +90,7 @@ class CalibrationCache:
             left_out=join(cache.left_out for cache in caches),
             smoothed=join(cache.smoothed for cache in caches),
             fp32_nodes=join(cache.fp32_nodes for cache in caches),
-            joined=all(cache.joined for cache in caches),
+            beyond_layers=all(cache.beyond_layers for cache in caches),
         )
 
     def of_graph(self, model: ir.Model, layers: Sequence[Layer]) -> CalibrationCache:
@@ -123,7 +123,7 @@ class CalibrationCache:
             "bias_deltas": {n: [float(v) for v in d] for n, d in self.bias_deltas.items()},
             "left_out": self.left_out,
             "fp32_nodes": self.fp32_nodes,
-            "joined": self.joined,
+            "beyond_layers": self.beyond_layers,
             "smoothed": {name: asdict(found) for name, found in self.smoothed.items()},
         }
         return json.dumps(document).encode() + b"\n"
@@ -149,7 +149,7 @@ class CalibrationCache:
                 left_out=dict(found["left_out"]),
                 smoothed={n: SmoothQuantParams(**s) for n, s in found["smoothed"].items()},
                 fp32_nodes=dict(found["fp32_nodes"]),
-                joined=bool(found.get("joined", False)),
+                beyond_layers=bool(found.get("beyond_layers", False)),
             )
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error

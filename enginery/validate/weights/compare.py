@@ -70,7 +70,12 @@ from enginery.validate.weights.stored import (
     read_plain,
     stored_tensors,
 )
-from enginery.validate.weights.unrounded import ExactLayer, write_in_fp32, write_unquantized
+from enginery.validate.weights.unrounded import (
+    ExactLayer,
+    ExactTable,
+    write_in_fp32,
+    write_unquantized,
+)
 
 Array = NDArray[Any]
 Tensors = dict[str, tuple[ir.Value, ir.TensorProtocol]]
@@ -215,6 +220,8 @@ class _GraphComparison:
         """The quantized layers whose weight and bias in FP32 are known, by name."""
         self.joining: list[ir.Node] = []
         """DequantizeLinear nodes that no layer reads, and whose calibration is known."""
+        self.tables: list[ExactTable] = []
+        """The quantized embedding tables whose parameter is known."""
         self.untraced_layers = 0
         """The number of quantized layers whose weight is not known."""
         self.quantized = False
@@ -277,7 +284,7 @@ class _GraphComparison:
         exact = self.kinds.total() - sum(self.kinds[kind] for kind in _NOT_EXACT)
         every = self.kinds.total() + sum(prod(weight.shape) for weight in self.untraced)
         if self.layers and not self.untraced_layers:
-            write_unquantized(model, self.layers, self.joining, path)
+            write_unquantized(model, self.layers, self.joining, self.tables, path)
         elif self.precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
             write_in_fp32(model, LOW_TYPES[self.precision], self.exact, path)
 
@@ -588,7 +595,9 @@ class _GraphComparison:
         if raw.ndim > 2:
             self._dequantized |= {use.path: stored.values for use in uses}
         self._handled |= {name, f"{base}_scale", f"{base}_zero_point"}
-        self._compare_dequantized(stored)
+        match = self._compare_dequantized(stored)
+        if match.exact is not None and all(use.node.op_type == "Gather" for use in uses):
+            self.tables.append(ExactTable(value, tensors[f"{base}_scale"][0], match.exact))
 
     def _compare_dequantized(self, stored: StoredWeight) -> _Match:
         match = self._compare(stored)

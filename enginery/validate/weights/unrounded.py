@@ -45,8 +45,21 @@ class ExactLayer:
     """The weight with the shape of the stored one, and without smoothing."""
 
 
+@dataclass(frozen=True)
+class ExactTable:
+    """A quantized embedding table, and the parameter that the reference has there."""
+
+    value: ir.Value
+    scale: ir.Value
+    read: Callable[[], Array]
+
+
 def write_unquantized(
-    model: ir.Model, layers: Sequence[ExactLayer], joining: Sequence[ir.Node], path: Path
+    model: ir.Model,
+    layers: Sequence[ExactLayer],
+    joining: Sequence[ir.Node],
+    tables: Sequence[ExactTable],
+    path: Path,
 ) -> None:
     """Write a graph without the quantization of these layers; the model is changed.
 
@@ -54,6 +67,7 @@ def write_unquantized(
         model: the graph.
         layers: its quantized layers.
         joining: DequantizeLinear nodes that no layer reads.
+        tables: its quantized embedding tables.
         path: where to write the ONNX file.
 
     Raises:
@@ -66,6 +80,11 @@ def write_unquantized(
             _bypass(model, exact.layer.dequantizer)
     for dequantizer in joining:
         _bypass(model, dequantizer)
+    for table in tables:
+        scales = constant_tensor(table.scale)
+        assert scales is not None  # noqa: S101  it is an initializer
+        _replace(model, table.value, table.read(), FLOAT)
+        _replace(model, table.scale, np.ones(scales.shape.numpy(), np.float32), FLOAT)
     RemoveUnusedNodesPass()(model)
     _write(model, path)
 
