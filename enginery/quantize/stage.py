@@ -65,8 +65,10 @@ from enginery.quantize.config import (
     check_options,
     list_capabilities,
     residual_precision,
+    resolve_scheme,
 )
 from enginery.quantize.dynamic import quantize_dynamic
+from enginery.quantize.fastest import Make, Scheme, quantize_to_fastest
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
@@ -97,6 +99,7 @@ def fingerprint(
         InputError: the ranges cannot be read.
     """
     check_options(config)
+    config = resolve_scheme(config)
     options = {n: v for n, v in options_dict(config).items() if n not in _NOT_IN_KEY}
     return Fingerprint(
         STAGE,
@@ -126,6 +129,7 @@ def read_calibration(
         InputError: an input cannot be read.
     """
     check_options(config)
+    config = resolve_scheme(config)
     require_quantizable(source, config)
     if config.ranges and given is not None:
         raise OptionError(
@@ -170,6 +174,8 @@ def run(
         EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
+    changed = changed_options(config)
+    config = resolve_scheme(config)
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
@@ -177,10 +183,20 @@ def run(
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
         with temporary_directory("quantize") as scratch:
-            make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
-            graphs, report, notes = make(
-                source, config, directory, data, key.fields, scratch, progress
-            )
+            if config.scheme == "auto" and data is not None:
+                makers: dict[Scheme, Make] = {
+                    "int8": _quantize_static,
+                    "dynamic": quantize_dynamic,
+                }
+                scheme, (graphs, report, notes) = quantize_to_fastest(
+                    makers, source, config, directory, data, key.fields, scratch, progress
+                )
+                config = replace(config, scheme=scheme)
+            else:
+                make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
+                graphs, report, notes = make(
+                    source, config, directory, data, key.fields, scratch, progress
+                )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
         builtin = measure_builtin(first, directory / first.record.file, fused=fused)
@@ -191,7 +207,7 @@ def run(
             key=key.key,
             fields=key.fields,
             options=options_dict(config),
-            changed_options=changed_options(config),
+            changed_options=changed,
             tools={**runtime_version(), **tool_versions(TOOLS)},
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - started, 3),

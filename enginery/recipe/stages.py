@@ -193,7 +193,7 @@ def _result_of(stage: str, options: Any) -> tuple[str, str]:
         return options.dtype, "onnx"
     if stage == "optimize":
         return options.precision, options.target
-    return "int8" if options.scheme == "dynamic" else options.scheme, options.target
+    return "fp8" if options.scheme == "fp8" else "int8", options.target
 
 
 def _find_repetition(before: Sequence[Step], step: Step) -> tuple[str, str] | None:

@@ -34,13 +34,13 @@ def quantized(tmp_path):
     """Quantize an artifact: `quantized(artifact, min_cosine=0.9)`.
 
     To be fast, there is no budget, no trial engine and no accuracy curve unless an option asks
-    for one.
+    for one, and INT8 is static.
     """
 
     def make(artifact: Artifact, inputs=TEXT, *, out: Path | None = None, **options) -> Artifact:
         if options.get("capability") and not has_tensorrt():
             pytest.skip("pip install 'enginery[tensorrt-rtx]'")
-        settings = {"capability": (), "curve": False, **options}
+        settings = {"capability": (), "curve": False, "scheme": "int8", **options}
         if "accuracy_budget" not in settings:
             settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)

@@ -1,6 +1,7 @@
 """Static INT8 for ONNX Runtime's CPU provider."""
 
 import json
+import shutil
 from collections import Counter
 from functools import partial
 
@@ -17,7 +18,7 @@ from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
-from enginery.quantize import calibrate, stage
+from enginery.quantize import calibrate, fastest, stage
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.edits import break_graph
 
@@ -210,3 +211,81 @@ def test_no_tensorrt_is_needed(tiny, quantized, monkeypatch):
     monkeypatch.setattr("enginery.quantize.trial.parse_onnx", missing)
     monkeypatch.setattr("enginery.quantize.trial.require_tensorrt", missing)
     assert not report_of(quantized(tiny(*BERT), target="cpu", capability=["8.9"]))["engines"]
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Set how many times as fast as FP32 each scheme is."""
+
+    def set_speeds(**ratios):
+        def measure(_source, folders, *_):
+            return {scheme: fastest.Timing([ratios[scheme]] * 5) for scheme in folders}
+
+        monkeypatch.setattr(fastest, "_measure", measure)
+
+    return set_speeds
+
+
+def test_the_fastest_scheme_within_the_budget_is_kept(tiny, quantized, speeds, tmp_path):
+    source = tiny("bert", "feature-extraction")
+    for faster, ratios in (("int8", (2.1, 2.0)), ("dynamic", (2.0, 2.1))):
+        speeds(int8=ratios[0], dynamic=ratios[1])
+        made = quantized(source, out=tmp_path / faster, target="cpu", scheme="auto")
+        report, manifest = report_of(made), made.manifest
+        assert report["scheme"] == manifest.stages[-1].options["scheme"] == faster
+        assert manifest.precision == "int8"
+        (note,) = [note for note in report["notes"] if "as fast as FP32" in note]
+        assert f"static INT8 {ratios[0]:.2f}, dynamic INT8 {ratios[1]:.2f}" in note
+        alone = quantized(source, out=tmp_path / "alone", target="cpu", scheme=faster)
+        assert made.model.read_bytes() == alone.model.read_bytes()
+        assert {p.name for p in made.path.rglob("*")} == {p.name for p in alone.path.rglob("*")}
+        assert validate_model(made, effort="quick").passed
+        shutil.rmtree(alone.path)
+
+
+def test_a_fast_scheme_beyond_the_budget_is_not_chosen(tiny, quantized, speeds):
+    speeds(int8=1.0, dynamic=9.0)
+    source = tiny(*BERT)
+    # Bounds between both: static INT8 is closer to FP32.
+    made = quantized(source, target="cpu", scheme="auto", min_cosine=0.99995)
+    report = report_of(made)
+    assert report["scheme"] == "int8"
+    assert any(
+        "dynamic INT8 was not chosen: dynamic INT8 does not meet" in n for n in report["notes"]
+    )
+
+
+def test_dynamic_int8_is_kept_if_static_misses_the_budget(tiny, quantized, speeds, monkeypatch):
+    def fail(*_):
+        raise CheckFailedError("no combination meets the budget")
+
+    speeds(dynamic=1.5)
+    monkeypatch.setattr(stage, "_quantize_static", fail)
+    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
+    assert report["scheme"] == "dynamic"
+    assert "static INT8 was not chosen: no combination meets the budget" in report["notes"]
+
+
+def test_a_failure_of_the_dynamic_quantizer_is_a_note(tiny, quantized, speeds, monkeypatch):
+    def fail(*_):
+        raise ValueError("no such node")
+
+    speeds(int8=0.9)
+    monkeypatch.setattr(stage, "quantize_dynamic", fail)
+    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
+    assert report["scheme"] == "int8"
+    assert "dynamic INT8 was not chosen: it failed: no such node" in report["notes"]
+
+
+def test_speeds_are_measured(tiny, quantized):
+    made = quantized(tiny(*BERT), target="cpu", scheme="auto")
+    (note,) = [note for note in report_of(made)["notes"] if "as fast as FP32" in note]
+    ratios = [float(part.split()[-1]) for part in note.split(": ")[1].split(",")]
+    assert len(ratios) == 2
+    assert all(0.01 < ratio < 100 for ratio in ratios)
+
+
+def test_auto_is_static_for_tensorrt(tiny, quantized):
+    made = quantized(tiny(*BERT), scheme="auto")
+    assert report_of(made)["scheme"] == made.manifest.stages[-1].options["scheme"] == "int8"
+    assert not any("as fast as FP32" in note for note in report_of(made)["notes"])

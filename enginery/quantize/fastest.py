@@ -1,0 +1,183 @@
+"""Choose between static and dynamic INT8 for the CPU by running both on this machine.
+
+Static INT8 has constant scales; dynamic INT8 computes them from each batch, which costs accuracy,
+but needs no smoothing and no quantized convolutions. Which one is faster depends on the model and
+on the processor. Of those that meet the accuracy budget, the fastest is kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from enginery.core.artifact.artifact import REPORTS, Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.reports import QuantizationReport
+from enginery.core.errors import CheckFailedError, EngineryError
+from enginery.core.progress import Progress
+from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
+from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.source_graph import SourceGraph
+from enginery.runtime.machine import usable_cpus
+from enginery.runtime.onnxruntime.tracing import GraphTracer
+
+Result = tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]
+Make = Callable[
+    [Artifact, QuantizeConfig, Path, CalibrationData | None, Mapping[str, str], Path, Progress],
+    Result,
+]
+
+Scheme = Literal["int8", "dynamic"]
+
+_NAMES = {"fp32": "FP32", "int8": "static INT8", "dynamic": "dynamic INT8"}
+_ROUNDS = 5
+_SECONDS = 2.0
+"""About how long FP32 runs in a round."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How many times as fast as FP32 a graph is, in each round."""
+
+    ratios: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def quantize_to_fastest(
+    makers: Mapping[Scheme, Make],
+    source: Artifact,
+    config: QuantizeConfig,
+    directory: Path,
+    data: CalibrationData,
+    fields: Mapping[str, str],
+    scratch: Path,
+    progress: Progress,
+) -> tuple[Scheme, Result]:
+    """Quantize with each scheme, and leave the files of the fastest in `directory`.
+
+    Args:
+        makers: what quantizes to a directory, by scheme. The first counts if none is faster.
+        source: the FP32 artifact.
+        config: the options.
+        directory: directory of the new artifact.
+        data: the calibration inputs.
+        fields: fields of the stage's fingerprint.
+        scratch: a temporary directory.
+        progress: receives progress messages.
+
+    Returns:
+        The scheme, and its records, report and notes.
+
+    Raises:
+        CheckFailedError: no scheme meets the accuracy budget.
+        EngineryError: what the first scheme raises.
+    """
+    first = next(iter(makers))
+    made: dict[Scheme, Result] = {}
+    failures: dict[str, Exception] = {}
+    for scheme, make in makers.items():
+        folder, temporary = directory / scheme, scratch / scheme
+        (folder / REPORTS).mkdir(parents=True)
+        temporary.mkdir()
+        given = replace(config, scheme=scheme)
+        try:
+            made[scheme] = make(source, given, folder, data, fields, temporary, progress)
+        except Exception as error:  # ONNX Runtime's quantizer raises many unrelated types
+            if scheme == first and not isinstance(error, CheckFailedError):
+                raise
+            failures[scheme] = error
+    if not made:
+        raise failures[first]
+    with progress.task("measuring speed"):
+        timings = _measure(source, {scheme: directory / scheme for scheme in made}, data, config)
+    preferred = first if first in made else next(iter(made))
+    faster = [s for s in made if min(timings[s].ratios) > max(timings[preferred].ratios)]
+    chosen = max(faster, key=lambda scheme: timings[scheme].median, default=preferred)
+    notes = [_describe(timings), *(_explain(scheme, e) for scheme, e in failures.items())]
+    if timings[chosen].median < 1:
+        progress.say(f"quantize: {_NAMES[chosen]} is slower than FP32 on this machine")
+    for scheme in makers:
+        if scheme == chosen:
+            _move_files(directory / scheme, directory)
+        shutil.rmtree(directory / scheme)
+    records, report, own = made[chosen]
+    return chosen, (records, replace(report, notes=[*report.notes, *notes]), [*own, *notes])
+
+
+def _describe(timings: Mapping[str, Timing]) -> str:
+    found = ", ".join(f"{_NAMES[scheme]} {found.median:.2f}" for scheme, found in timings.items())
+    return (
+        f"times as fast as FP32 on the {usable_cpus()} cores of this machine, over held-out "
+        f"rows: {found}"
+    )
+
+
+def _explain(scheme: str, error: Exception) -> str:
+    reason = error.message if isinstance(error, EngineryError) else f"it failed: {error}"
+    return f"{_NAMES[scheme]} was not chosen: {reason}"
+
+
+def _measure(
+    source: Artifact, folders: Mapping[str, Path], data: CalibrationData, config: QuantizeConfig
+) -> dict[str, Timing]:
+    """Run FP32 and each quantized artifact in turns over held-out rows."""
+    schemes = ("fp32", *folders)
+    rounds = [dict.fromkeys(schemes, 0.0) for _ in range(_ROUNDS)]
+    for record in source.manifest.graphs:
+        graph = SourceGraph.of(source, record)
+        _, held_out = make_batches(source, record, data, seed=config.seed)
+        with ExitStack() as stack:
+            runs = {
+                scheme: stack.enter_context(
+                    GraphTracer(folder / record.file, graph.outputs, optimized=True)
+                )
+                for scheme, folder in {"fp32": source.path, **folders}.items()
+            }
+            few = _timed_batches(runs["fp32"], held_out)
+            for found in rounds:
+                for scheme, run in runs.items():
+                    found[scheme] += _seconds(run, few)
+    return {
+        scheme: Timing([found["fp32"] / found[scheme] for found in rounds]) for scheme in folders
+    }
+
+
+def _timed_batches(fp32: GraphTracer, held_out: Sequence[Batch]) -> list[Batch]:
+    """Return the first batches, with which FP32 runs for about `_SECONDS`."""
+    few: list[Batch] = []
+    spent = 0.0
+    for batch in held_out:
+        fp32(batch.load())  # the first run of a shape takes longer
+        spent += _seconds(fp32, [batch])
+        few.append(batch)
+        if spent > _SECONDS:
+            break
+    return few
+
+
+def _seconds(run: GraphTracer, batches: Sequence[Batch]) -> float:
+    spent = 0.0
+    for batch in batches:
+        feeds = batch.load()
+        started = time.perf_counter()
+        run(feeds)
+        spent += time.perf_counter() - started
+    return spent
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move all files of a directory to another, which may have some of its folders."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            new = target / path.relative_to(source)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(new)
