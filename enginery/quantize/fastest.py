@@ -36,6 +36,8 @@ Make = Callable[
 Scheme = Literal["int8", "dynamic"]
 
 _NAMES = {"fp32": "FP32", "int8": "static INT8", "dynamic": "dynamic INT8"}
+_MAX_BYTES = 2 << 30
+"""Size of the graphs up to which dynamic INT8 is tried."""
 _ROUNDS = 5
 _SECONDS = 2.0
 """About how long FP32 runs in a round."""
@@ -84,7 +86,13 @@ def quantize_to_fastest(
     first = next(iter(makers))
     made: dict[Scheme, Result] = {}
     failures: dict[str, Exception] = {}
+    large = sum(map(source.graph_bytes, source.manifest.graphs)) > _MAX_BYTES
     for scheme, make in makers.items():
+        if scheme == "dynamic" and large:
+            failures[scheme] = EngineryError(
+                "its quantizer would hold more than 2 GB of weights several times in memory."
+            )
+            continue
         folder, temporary = directory / scheme, scratch / scheme
         (folder / REPORTS).mkdir(parents=True)
         temporary.mkdir()
@@ -108,7 +116,7 @@ def quantize_to_fastest(
     for scheme in makers:
         if scheme == chosen:
             _move_files(directory / scheme, directory)
-        shutil.rmtree(directory / scheme)
+        shutil.rmtree(directory / scheme, ignore_errors=True)
     records, report, own = made[chosen]
     return chosen, (records, replace(report, notes=[*report.notes, *notes]), [*own, *notes])
 

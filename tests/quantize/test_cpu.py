@@ -122,10 +122,10 @@ def test_convolutions_are_multiplied_in_int8(tiny, quantized, tmp_path):
     made = quantized(tiny(*RESNET), IMAGES, target="cpu")
     report = report_of(made)
     found = executed(made, tmp_path)
-    assert len(report["quantized_layers"]) == found["QLinearConv"] == 16
-    assert found["Conv"] + found["FusedConv"] == 0
+    assert len(report["quantized_layers"]) == found["QLinearConv"] == 15
+    assert found["Conv"] + found["FusedConv"] == 1  # of 2 channels
     # The last of four residual additions leads to no convolution.
-    assert (found["QLinearAdd"], found["Add"], found["QuantizeLinear"]) == (3, 1, 1)
+    assert (found["QLinearAdd"], found["Add"], found["QuantizeLinear"]) == (3, 1, 2)
     assert any("tensors between convolutions" in note for note in report["notes"])
 
 
@@ -202,6 +202,23 @@ def test_ranges_for_another_target_are_refused(tiny, quantized, tmp_path):
     tensorrt = quantized(source, IMAGES, out=tmp_path / "tensorrt")
     with pytest.raises(InputError, match="calibrated for int8, but this is int8 for the CPU"):
         quantized(source, None, out=tmp_path / "no", target="cpu", ranges=str(tensorrt.path))
+
+
+def test_a_first_convolution_of_few_products_stays_in_fp32(tiny, quantized):
+    made = quantized(
+        tiny("wav2vec2", "audio-classification"), None, target="cpu", allow_random=True
+    )
+    (reason,) = [r for r in report_of(made)["left_out"].values() if "on the CPU" in r]
+    assert reason == "1 input channels, K = 10: INT8 gains nothing on the CPU"
+
+
+def test_dynamic_int8_of_a_large_graph_is_not_tried(tiny, quantized, speeds, monkeypatch):
+    speeds(int8=2.0)
+    monkeypatch.setattr(fastest, "_MAX_BYTES", 1000)
+    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
+    assert any(
+        "dynamic INT8 was not chosen: its quantizer would hold" in n for n in report["notes"]
+    )
 
 
 def test_no_tensorrt_is_needed(tiny, quantized, monkeypatch):

@@ -111,6 +111,8 @@ def insert_qdq(
         else:
             weights = _quantize_weight(graph, node, layer, scaled, scheme, scales)
             node.replace_input_with(1, weights)
+    if scheme.unsigned:
+        _keep_in_float(graph, chosen)
     used = [ranges[name] for name in quantized]
     smoothed = sum(r.multiplier is not None or r.offset is not None for r in used)
     return QdqSummary(layers=len(chosen), activations=len(quantized), smoothed=smoothed)
@@ -205,6 +207,58 @@ def _separate_bias(graph: ir.Graph, node: ir.Node, layer: Layer) -> None:
     node.resize_inputs(2)
     graph.insert_after(node, made)
     _replace_uses(graph, output, [made])
+
+
+def _keep_in_float(graph: ir.Graph, quantized: Collection[str]) -> None:
+    """Let convolutions that are not quantized read their inputs with a scale for each channel.
+
+    Between quantized tensors, ONNX Runtime would quantize their weights, with one scale for all
+    channels. It does not if the scale of the input is a vector, here of equal numbers. Source: its
+    optimizer WeightBiasQuantization.
+    """
+    made: dict[str, ir.Value] = {}
+    for node in list(graph):
+        source = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
+        if node.op_type not in ("Conv", "ConvTranspose") or node.name in quantized:
+            continue
+        if source is None or source.op_type != "DequantizeLinear" or len(source.inputs) < 3:
+            continue
+        tensor = constant_tensor(node.inputs[1])
+        if tensor is None:
+            continue
+        scale = source.inputs[1]
+        name = (scale.name or "").removesuffix("/scale") if scale is not None else ""
+        if name not in made:
+            made[name] = _dequantize_channels(graph, source, name, _input_channels(node, tensor))
+        node.replace_input_with(0, made[name])
+
+
+def _input_channels(node: ir.Node, weight: ir.TensorProtocol) -> int:
+    first, second = (int(size) for size in weight.shape.numpy()[:2])
+    if node.op_type == "ConvTranspose":
+        return first
+    return second * int(node.attributes.get_int("group", 1) or 1)
+
+
+def _dequantize_channels(graph: ir.Graph, pair: ir.Node, name: str, channels: int) -> ir.Value:
+    """Insert a second DequantizeLinear, with vectors (channels,) of the first one's numbers."""
+    old = pair.outputs[0]
+    vectors = []
+    for value, what in zip(pair.inputs[1:], ("scales", "zero_points"), strict=True):
+        tensor = constant_tensor(value)
+        assert tensor is not None  # noqa: S101  `_quantizers` has made it
+        vectors.append(_add_initializer(graph, f"{name}/{what}", np.tile(tensor.numpy(), channels)))
+    numbers = pair.inputs[0]
+    assert numbers is not None  # noqa: S101  as above
+    made = _node(
+        "DequantizeLinear",
+        [numbers, *vectors],
+        f"{name}/dequantize_channels",
+        like=old,
+        attributes={"axis": 1},
+    )
+    graph.insert_after(pair, made)
+    return made.outputs[0]
 
 
 def _replace_uses(

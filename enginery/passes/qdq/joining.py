@@ -35,6 +35,7 @@ _MOVED = (
     "Resize",
 )
 """Operators that write the numbers of their first input, or between them, in the same scale."""
+_ONNX = ("", "ai.onnx")
 
 
 def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
@@ -54,19 +55,29 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     ranges: dict[str, str] = {name: name for name in read | written}
     for node in model.graph:
         sources = [value.name or "" for value in node.inputs if value is not None]
-        if node.op_type in _MOVED and sources[0] in ranges:
-            for output in node.outputs:
+        if _moves(node) and sources[0] in ranges:
+            for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
                 ranges[output.name or ""] = ranges[sources[0]]
-        elif node.op_type in _COMPUTED and all(name in ranges for name in sources):
+        elif _computes(node) and all(name in ranges for name in sources):
             name = activated_output(node).name or ""
             ranges.setdefault(name, name)
     needed = set(read)
     for node in reversed(model.graph):
         outputs = {value.name for value in (*node.outputs, activated_output(node))}
-        if node.op_type in (*_MOVED, *_COMPUTED) and outputs & needed:
+        if (_moves(node) or _computes(node)) and outputs & needed:
             needed |= {value.name for value in node.inputs if value is not None}
     return {
         name: source
         for name, source in ranges.items()
         if name in needed and (name not in read | written or source != name)
     }
+
+
+def _moves(node: ir.Node) -> bool:
+    # Between pixels, a cubic function goes beyond their range.
+    cubic = node.attributes.get_string("mode", "nearest") == "cubic"
+    return node.domain in _ONNX and node.op_type in _MOVED and not cubic
+
+
+def _computes(node: ir.Node) -> bool:
+    return node.domain in _ONNX and node.op_type in _COMPUTED

@@ -49,6 +49,8 @@ class Layer:
     """The reason why the layer is not quantized to INT8 for TensorRT; empty if it can be."""
     too_small: bool
     """True if `skip_reason` is the layer's size, which matters to tensor cores alone."""
+    groups: int
+    """Groups of a convolution; 1 for a product."""
     activated_output: str
     """The output after the ReLU or Clip that alone reads it; `output` if there is none."""
 
@@ -133,20 +135,23 @@ def _layer(node: ir.Node) -> Layer | None:
     if weight is None or source is None or constant_tensor(source) is not None:
         return None
     shape = [int(size) for size in weight.shape.numpy()]
+    groups = _int(node, "group", 1)
     skip_reason = "" if weight.dtype == ir.DataType.FLOAT else f"its weight is {weight.dtype.name}"
     axis = len(shape) - 1
     if node.op_type == "Conv":
-        axis, groups = 0, _int(node, "group", 1)
+        axis = 0
         reduction_size, out_channels, gemm_n = int(np.prod(shape[1:])), shape[0], shape[0] // groups
         in_channels = shape[1]
     elif node.op_type == "ConvTranspose":
-        axis, groups = 1, _int(node, "group", 1)
+        axis = 1
         in_channels, out_channels = shape[0] // groups, shape[1] * groups
         strides = node.attributes.get_ints("strides", ()) or ()
         reduction_size = in_channels * int(np.prod(shape[2:])) // int(np.prod(strides))
         gemm_n = shape[1]
-        # A plan of TensorRT for RTX 1.7 dequantizes its weight and multiplies in FP16.
-        skip_reason = skip_reason or "TensorRT multiplies a transposed convolution in FP16"
+        # A plan of TensorRT for RTX 1.7 dequantizes its weight; ONNX Runtime has no such kernel.
+        skip_reason = skip_reason or (
+            "TensorRT multiplies a transposed convolution in FP16, and ONNX Runtime in FP32"
+        )
     else:
         if node.op_type == "Gemm" and _int(node, "transB", 0):
             axis = 0
@@ -172,6 +177,7 @@ def _layer(node: ir.Node) -> Layer | None:
         split=_is_split(node.outputs[0]),
         skip_reason=skip_reason,
         too_small=too_small,
+        groups=groups,
         activated_output=activated_output(node).name or "",
     )
 

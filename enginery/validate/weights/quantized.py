@@ -252,7 +252,8 @@ def joining_pairs(
         quantizer = _maker(_input_of(node, "DequantizeLinear"))
         if quantizer is None or quantizer.op_type != "QuantizeLinear" or id(node) in read:
             continue
-        names = [_behind_casts(v).name or "" for v in quantizer.inputs[1:] if v is not None]
+        values = (*quantizer.inputs[1:], *node.inputs[1:])
+        names = [_behind_casts(value).name or "" for value in values if value is not None]
         tensor = names[0].removesuffix("/scale") if names else ""
         record = calibration.ranges.get(tensor) if calibration is not None else None
         if record is None:
@@ -287,7 +288,8 @@ def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
     """Return how the numbers that dequantize differ from those that quantized, or an empty text."""
     for index, what in ((1, "scale"), (2, "zero point")):
         ours, theirs = (_number(node, index) for node in (quantizer, dequantizer))
-        if not np.array_equal(ours, theirs):
+        # A vector of equal numbers keeps ONNX Runtime from quantizing the next layer.
+        if 1 not in (ours.size, theirs.size) or not np.all(ours == theirs):
             return f"{what} {_first(ours)} quantizes, but {_first(theirs)} dequantizes"
     return ""
 

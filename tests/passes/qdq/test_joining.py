@@ -25,7 +25,12 @@ def read(nodes):
     g (float[1, 16, 8, 8] x) => (y) {{ {nodes} }}"""
     proto = onnx.parser.parse_model(text)
     proto.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    for name, array in (("w", WEIGHTS), ("wide", WIDE), ("sizes", np.array([1, 16, 16, 16]))):
+    arrays = {
+        "w": WEIGHTS,
+        "wide": WIDE,
+        "sizes": np.array([1, 16, 16, 16]),
+    }
+    for name, array in arrays.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     return ir.from_proto(proto)
 
@@ -103,6 +108,11 @@ def test_everything_between_convolutions_is_computed_in_int8(nodes, joining, tmp
     assert not {"Conv", "FusedConv", "Add", "Mul", "Sigmoid", "Relu"} & set(executed)
 
 
+def test_a_cubic_resize_is_not_joined():
+    nodes = GRAPHS["enlarged"][0].replace("nearest", "cubic")
+    assert set(quantize(nodes)[2]) == set()
+
+
 def test_what_is_moved_has_the_range_of_where_it_comes_from():
     _, model, joining = quantize(GRAPHS["pooled"][0])
     assert joining == {"b": "c"}
@@ -122,6 +132,27 @@ def test_nothing_is_joined_to_a_layer_in_floating_point():
     nodes = FIRST + "[middle] c = Conv(x, w)\n d = Mul(c, c)\n b = Add(a, d)" + LAST
     assert set(quantize(nodes)[2]) == {"d"}
     assert set(quantize(nodes, without=["middle"])[2]) == set()
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        "[middle] c = Conv(a, w)",
+        "[middle] c = ConvTranspose(a, w)",
+        "[relu] r = Relu(a)\n [middle] d = Conv(r, w)\n c = Relu(d)",
+    ],
+    ids=["Conv", "ConvTranspose", "with ReLUs"],
+)
+def test_a_layer_that_is_left_out_stays_in_floating_point(middle, tmp_path):
+    # ONNX Runtime would quantize its weight by itself.
+    nodes = FIRST + middle + LAST.replace("(b,", "(c,")
+    _, model, _ = quantize(nodes, without=["middle"])
+    run(model, tmp_path / "executed.onnx")
+    graph = onnx.load(tmp_path / "executed.onnx").graph
+    assert [node.op_type for node in graph.node].count("QLinearConv") == 2
+    (left_out,) = [n for n in graph.node if n.op_type in ("Conv", "FusedConv", "ConvTranspose")]
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    assert kinds[left_out.input[1]] == onnx.TensorProto.FLOAT
 
 
 def test_an_output_of_the_graph_that_no_convolution_writes_is_not_rounded():

@@ -17,7 +17,7 @@ from enginery.quantize.calibration.smoothing import (
 GENERATOR = np.random.default_rng(0)
 K, N = 64, 48
 WEIGHT = GENERATOR.normal(size=(K, N)).astype(np.float32)
-LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "", False, "y")
+LAYER = Layer("layer", "MatMul", "x", "w", "y", K, K, N, 1, "b", False, "", False, 1, "y")
 
 
 def channels(rows):
@@ -110,7 +110,9 @@ def test_mean_convolution_error_corrects_the_bias(kernel, groups):
     images = np.abs(generator.normal(size=(3, 6, 8, 8))).astype(np.float32)
     weight = generator.normal(size=(12, 6 // groups, kernel, kernel)).astype(np.float32)
     size = weight[0].size
-    layer = Layer("c", "Conv", "x", "w", "y", size, 6 // groups, 12, 0, "b", False, "", False, "y")
+    layer = Layer(
+        "c", "Conv", "x", "w", "y", size, 6 // groups, 12, 0, "b", False, "", False, 1, "y"
+    )
     params = ActivationQuantParams(float(images.max()) / 200)  # clips some values
     means = ChannelMeans(np.zeros(6), np.zeros(6))
     for part in (images[:1], images[1:]):
