@@ -6,6 +6,7 @@ Inputs are optional. If there are any, the accuracy is measured on them and must
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
@@ -13,8 +14,11 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.progress import Progress
+from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
+from enginery.passes.qdq.layers import find_layers
 from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.calibrate import check_patterns
 from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import describe_accuracy
@@ -36,14 +40,28 @@ def quantize_dynamic(
     """Quantize each graph; return the records of the graphs, the report and its notes.
 
     Raises:
+        OptionError: a pattern of `exclude` matches no layer.
         ArtifactError: no graph has a matrix product to quantize.
         CheckFailedError: the outputs on the inputs do not meet the accuracy budget.
     """
+    layers = {
+        record.file: find_layers(read_graph(source.path / record.file))
+        for record in (source.manifest.graphs if config.exclude else ())
+    }
+    check_patterns([layer for found in layers.values() for layer in found], config.exclude)
+    excluded = {
+        record.file: [
+            layer.name
+            for layer in layers.get(record.file, ())
+            if any(fnmatchcase(layer.name, pattern) for pattern in config.exclude)
+        ]
+        for record in source.manifest.graphs
+    }
     records, products = [], {}
     for record in source.manifest.graphs:
         path = directory / record.file
         with progress.task(f"quantizing {record.file}"):
-            names = quantize_dynamically(source.path / record.file, path)
+            names = quantize_dynamically(source.path / record.file, path, excluded[record.file])
         products[record.file] = count_integer_nodes(path)
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)

@@ -74,6 +74,7 @@ from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
+from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
 STAGE_VERSION = "13"
@@ -108,11 +109,17 @@ def fingerprint(
             "calibration": data.sha256 if data else "none",
             "ranges": sha256_of(find_ranges_file(config.ranges)) if config.ranges else "none",
             **option_fields(options),
+            **(_machine() if config.scheme == "auto" else {}),
             **runtime_version(),
             **tool_versions(TOOLS),
             "stage version": STAGE_VERSION,
         },
     )
+
+
+def _machine() -> dict[str, str]:
+    """Return what the speed of a graph depends on, for the key of what speeds decide."""
+    return {"processor": read_cpuinfo()[0], "cores": str(usable_cpus())}
 
 
 def read_calibration(
@@ -461,11 +468,14 @@ def _check_accuracy(
 ) -> None:
     """Raise CheckFailedError if the saved graph does not meet the accuracy budget."""
     if found and measured and not measured.budget.is_met_by(found):
+        rest = residual_precision(config)
+        before = "Simulated" if rest == "fp32" else f"Before casting the rest to {rest}"
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}. Before casting the rest to {residual_precision(config)} it was "
-            f"{measured.result.accuracy.cosine:.5f}.",
-            do="Keep the rest in FP32 with --residual fp32, or lower the budget.",
+            f"{found.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
+            do="Lower the budget."
+            if rest == "fp32"
+            else "Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
 
 

@@ -11,8 +11,7 @@ import onnxruntime
 import pytest
 
 from enginery import validate_model
-from enginery.core.artifact.reports import AccuracyMetrics
-from enginery.core.errors import CheckFailedError, InputError
+from enginery.core.errors import CheckFailedError, InputError, OptionError
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.joining import joining_tensors
@@ -139,25 +138,23 @@ def test_transformers_of_images_are_quantized_whole(kind, convolutions, tiny, qu
 
 
 def test_what_lies_between_convolutions_stays_if_the_budget_needs_it(tiny, quantized, monkeypatch):
-    source, real, seen = tiny(*RESNET), calibrate.quantize_graph, []
-    perfect = AccuracyMetrics(2, 1.0, 1.0, None, 1.0, None)
+    real = calibrate.quantize_graph
 
     def spoil(model, layers, config, ranges, *more, beyond_layers=False):
-        seen.append(beyond_layers)
-        if beyond_layers:  # as if a range were far too small
-            wrong = min(joining_tensors(model, layers))
-            ranges = {**ranges, wrong: ActivationQuantParams.of_range(0, 1e-3)}
+        if beyond_layers:  # as if rounding what lies between cost everything
+            joining = joining_tensors(model, layers)
+            ranges = {**ranges, **dict.fromkeys(joining, ActivationQuantParams.of_range(0, 1e-3))}
         return real(model, layers, config, ranges, *more, beyond_layers=beyond_layers)
 
     monkeypatch.setattr(calibrate, "quantize_graph", spoil)
     monkeypatch.setattr(stage, "quantize_graph", spoil)
-    # The search confirms what it has found on graphs that are joined: let it believe them.
-    monkeypatch.setattr(calibrate, "measure_file", lambda *_, **__: perfect)
-    made = quantized(source, IMAGES, target="cpu", min_cosine=0.99)
-    assert seen[-2:] == [True, False]
+    made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
     report = report_of(made)
+    assert len(report["quantized_layers"]) == 15
     assert report["accuracy"]["cosine"] >= 0.99
     assert not any("between convolutions" in note for note in report["notes"])
+    ranges = json.loads((made.path / "reports" / "ranges.json").read_bytes())
+    assert ranges["beyond_layers"] is False
 
 
 def test_a_convolutional_artifact_is_validated(tiny, quantized):
@@ -187,6 +184,51 @@ def test_a_change_behind_a_convolution_is_found(kind, tiny, quantized):
     assert [f"activation {tensor}: {kind.replace('_', ' ')}" in p for p in problems] == [True]
 
 
+def test_a_pair_with_the_calibration_of_another_tensor_is_found(tiny, quantized):
+    made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
+    read = {layer.activation for layer in find_layers(read_graph(tiny(*RESNET).model))}
+    names = []
+
+    def edit(graph):
+        quantizers = [node for node in graph.graph.node if node.op_type == "QuantizeLinear"]
+        names[:] = [q.input[0] for q in quantizers if q.input[0] not in read][:2]
+        for node in graph.graph.node:
+            if node.name in (f"{names[0]}/quantize", f"{names[0]}/dequantize"):
+                node.input[1], node.input[2] = f"{names[1]}/scale", f"{names[1]}/zero_point"
+
+    report = validate_model(break_graph(made, edit), effort="quick")
+    problems = "".join(difference.problem for difference in report.weights.differences)
+    assert f"quantizes '{names[0]}', calibrated for '{names[1]}'" in problems
+    assert not report.passed
+
+
+def test_a_removed_zero_point_is_found(tiny, quantized):
+    made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
+
+    def edit(graph):
+        pair = [n for n in graph.graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+        first = next(node.name for node in pair if node.op_type == "QuantizeLinear")
+        tensor = first.removesuffix("/quantize")
+        for node in pair:
+            if node.name in (f"{tensor}/quantize", f"{tensor}/dequantize"):
+                del node.input[2]
+
+    report = validate_model(break_graph(made, edit), effort="quick")
+    assert not report.passed
+    assert "zero point -128, calibrated 0" in report.weights.differences[0].problem
+
+
+def test_excluded_layers_stay_in_fp32_in_dynamic_int8_as_well(tiny, quantized, speeds):
+    speeds(int8=1.0, dynamic=2.0)
+    made = quantized(tiny(*BERT), target="cpu", scheme="auto", exclude=("*attention*",))
+    assert report_of(made)["scheme"] == "dynamic"
+    names = [n.name for n in onnx.load(made.model).graph.node if n.op_type == "MatMulInteger"]
+    assert names
+    assert not any("attention" in name for name in names)
+    with pytest.raises(OptionError, match="no layer is named 'nothing'"):
+        quantized(tiny(*BERT), target="cpu", scheme="dynamic", exclude=("nothing",))
+
+
 def test_ranges_make_the_same_graph_again(tiny, quantized, tmp_path):
     source = tiny(*RESNET)
     made = quantized(source, IMAGES, out=tmp_path / "made", target="cpu", min_cosine=0.99)
@@ -209,7 +251,7 @@ def test_a_first_convolution_of_few_products_stays_in_fp32(tiny, quantized):
         tiny("wav2vec2", "audio-classification"), None, target="cpu", allow_random=True
     )
     (reason,) = [r for r in report_of(made)["left_out"].values() if "on the CPU" in r]
-    assert reason == "1 input channels, K = 10: INT8 gains nothing on the CPU"
+    assert reason == "1 input channel, K = 10: INT8 gains nothing on the CPU"
 
 
 def test_dynamic_int8_of_a_large_graph_is_not_tried(tiny, quantized, speeds, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ _INTEGER_OPS = (
 )
 
 
-def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
-    """Write the graph with INT8 weights, one scale per column; return its external data files."""
+def quantize_dynamically(source: Path, out: Path, exclude: Sequence[str] = ()) -> tuple[str, ...]:
+    """Write the graph with INT8 weights, one scale per column; return its external data files.
+
+    Args:
+        source: the FP32 graph.
+        out: where to write the ONNX file.
+        exclude: names of nodes that stay in FP32.
+    """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +45,7 @@ def quantize_dynamically(source: Path, out: Path) -> tuple[str, ...]:
             per_channel=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=bool(data_files),
-            nodes_to_exclude=_computed_convolutions(source),
+            nodes_to_exclude=[*_computed_convolutions(source), *exclude],
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )

@@ -23,11 +23,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.passes.qdq.scales import fp16_scale
 from enginery.passes.qdq.scheme import INT8
 
 _MIN_ELEMENTS = 1 << 18
-"""A megabyte in FP32; smaller tables are not worth the two nodes."""
+"""A megabyte in FP32; smaller tables are not worth the nodes."""
+_SUFFIXES = ("_quantized", "_scale")
+"""Of the names of the new initializers; ONNX Runtime's quantizer uses the same."""
 
 
 def quantize_embeddings(model: ir.Model, *, min_elements: int = _MIN_ELEMENTS) -> list[str]:
@@ -42,28 +43,43 @@ def quantize_embeddings(model: ir.Model, *, min_elements: int = _MIN_ELEMENTS) -
     """
     found = []
     for table in list(model.graph.initializers.values()):
-        tensor, uses = table.const_value, list(table.uses())
-        if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 2:
-            continue
-        gathered = all(_reads_rows(use.node, model.graph) and use.idx == 0 for use in uses)
-        if tensor.size < min_elements or not uses or not gathered or table.is_graph_output():
-            continue
-        _quantize(model.graph, table, [use.node for use in uses])
-        found.append(table.name or "")
+        if _is_table(table, model.graph, min_elements):
+            _quantize(model.graph, table)
+            found.append(table.name or "")
     return found
+
+
+def _is_table(value: ir.Value, graph: ir.Graph, min_elements: int) -> bool:
+    tensor, uses = value.const_value, value.uses()
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 2:
+        return False
+    if tensor.size < min_elements or value.is_graph_input() or value.is_graph_output():
+        return False
+    if not uses or not all(_reads_rows(use.node, graph) and use.idx == 0 for use in uses):
+        return False
+    taken = {f"{value.name}{suffix}" for suffix in _SUFFIXES} & graph.initializers.keys()
+    return not taken and bool(np.isfinite(tensor.numpy()).all())
 
 
 def _reads_rows(node: ir.Node, graph: ir.Graph) -> bool:
     axis = node.attributes.get_int("axis", 0)
-    return node.op_type == "Gather" and axis in (0, -2) and node.graph is graph
+    is_gather = node.op_type == "Gather" and node.domain in ("", "ai.onnx")
+    return is_gather and axis in (0, -2) and node.graph is graph
 
 
-def _quantize(graph: ir.Graph, table: ir.Value, readers: list[ir.Node]) -> None:
+def _quantize(graph: ir.Graph, table: ir.Value) -> None:
+    assert table.const_value is not None  # noqa: S101  `_is_table` has checked it
     values = np.asarray(table.const_value.numpy(), dtype=np.float32)
-    scales = fp16_scale(np.abs(values).max(axis=1, keepdims=True) / INT8.largest)
-    stored = _initializer(graph, f"{table.name}_quantized", INT8.stored(values / scales))
-    scale = _initializer(graph, f"{table.name}_scale", scales)
-    for node in readers:
+    largest = np.abs(values).max(axis=1, keepdims=True)
+    scales = np.where(largest > 0, largest / np.float32(INT8.largest), np.float32(1))
+    limits = np.finfo(np.float32)
+    scales = np.clip(scales, limits.tiny, np.nextafter(limits.max / np.float32(127), np.float32(0)))
+    arrays = (INT8.stored(values / scales), scales)
+    stored, scale = (
+        _initializer(graph, f"{table.name}{suffix}", array)
+        for suffix, array in zip(_SUFFIXES, arrays, strict=True)
+    )
+    for node in [use.node for use in table.uses()]:
         stem = node.outputs[0].name  # unlike nodes, values have unique names
         rows, factors = (
             ir.node("Gather", [value, node.inputs[1]], {"axis": 0}, name=f"{stem}/{what}")

@@ -33,6 +33,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginery.passes.qdq.joining import moves_numbers
 from enginery.passes.qdq.layers import Layer, constant_tensor, following_add, operands
 from enginery.passes.qdq.scales import (
     ActivationQuantParams,
@@ -46,6 +47,8 @@ from enginery.passes.qdq.scales import (
 )
 from enginery.passes.qdq.scheme import INT8, Scheme, Vector
 
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm")
+"""Operators whose weights ONNX Runtime quantizes by itself."""
 _ACTIVATIONS = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Mul")
 
 
@@ -203,62 +206,38 @@ def _separate_bias(graph: ir.Graph, node: ir.Node, layer: Layer) -> None:
     if len(node.inputs) < 3 or node.inputs[2] is None:
         return
     output = node.outputs[0]
-    made = _node("Add", [output, node.inputs[2]], f"{layer.name}/add_bias", like=output)
+    made = _node("Add", [output, node.inputs[2]], f"{layer.name}/separate_bias", like=output)
     node.resize_inputs(2)
     graph.insert_after(node, made)
     _replace_uses(graph, output, [made])
 
 
 def _keep_in_float(graph: ir.Graph, quantized: Collection[str]) -> None:
-    """Let convolutions that are not quantized read their inputs with a scale for each channel.
+    """Put a Max of one operand, which changes nothing, before layers that are not quantized.
 
     Between quantized tensors, ONNX Runtime would quantize their weights, with one scale for all
-    channels. It does not if the scale of the input is a vector, here of equal numbers. Source: its
-    optimizer WeightBiasQuantization.
+    channels. It does so only directly behind a DequantizeLinear, which it moves past nodes that
+    only move numbers. Source: its optimizers WeightBiasQuantization and QDQPropagation.
     """
-    made: dict[str, ir.Value] = {}
     for node in list(graph):
-        source = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
-        if node.op_type not in ("Conv", "ConvTranspose") or node.name in quantized:
+        if node.op_type not in _WEIGHTED or node.name in quantized or node.inputs[0] is None:
             continue
-        if source is None or source.op_type != "DequantizeLinear" or len(source.inputs) < 3:
-            continue
-        tensor = constant_tensor(node.inputs[1])
-        if tensor is None:
-            continue
-        scale = source.inputs[1]
-        name = (scale.name or "").removesuffix("/scale") if scale is not None else ""
-        if name not in made:
-            made[name] = _dequantize_channels(graph, source, name, _input_channels(node, tensor))
-        node.replace_input_with(0, made[name])
+        source = node.inputs[0]
+        if constant_tensor(node.inputs[1]) is not None and _is_dequantized(source):
+            made = _node("Max", [source], f"{node.outputs[0].name}/float_input", like=source)
+            graph.insert_before(node, made)
+            node.replace_input_with(0, made.outputs[0])
 
 
-def _input_channels(node: ir.Node, weight: ir.TensorProtocol) -> int:
-    first, second = (int(size) for size in weight.shape.numpy()[:2])
-    if node.op_type == "ConvTranspose":
-        return first
-    return second * int(node.attributes.get_int("group", 1) or 1)
-
-
-def _dequantize_channels(graph: ir.Graph, pair: ir.Node, name: str, channels: int) -> ir.Value:
-    """Insert a second DequantizeLinear, with vectors (channels,) of the first one's numbers."""
-    old = pair.outputs[0]
-    vectors = []
-    for value, what in zip(pair.inputs[1:], ("scales", "zero_points"), strict=True):
-        tensor = constant_tensor(value)
-        assert tensor is not None  # noqa: S101  `_quantizers` has made it
-        vectors.append(_add_initializer(graph, f"{name}/{what}", np.tile(tensor.numpy(), channels)))
-    numbers = pair.inputs[0]
-    assert numbers is not None  # noqa: S101  as above
-    made = _node(
-        "DequantizeLinear",
-        [numbers, *vectors],
-        f"{name}/dequantize_channels",
-        like=old,
-        attributes={"axis": 1},
-    )
-    graph.insert_after(pair, made)
-    return made.outputs[0]
+def _is_dequantized(value: ir.Value | None) -> bool:
+    """Return True for the output of a DequantizeLinear, also if it has been moved since."""
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type == "DequantizeLinear":
+            return True
+        if not moves_numbers(made):
+            return False
+        value = made.inputs[0]
+    return False
 
 
 def _replace_uses(

@@ -34,7 +34,7 @@ _MOVED = (
     "Split",
     "Resize",
 )
-"""Operators that write the numbers of their first input, or between them, in the same scale."""
+"""Operators whose outputs hold numbers of the first input, in the same scale."""
 _ONNX = ("", "ai.onnx")
 
 
@@ -55,7 +55,7 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     ranges: dict[str, str] = {name: name for name in read | written}
     for node in model.graph:
         sources = [value.name or "" for value in node.inputs if value is not None]
-        if _moves(node) and sources[0] in ranges:
+        if moves_numbers(node) and sources[0] in ranges:
             for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
                 ranges[output.name or ""] = ranges[sources[0]]
         elif _computes(node) and all(name in ranges for name in sources):
@@ -64,7 +64,7 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     needed = set(read)
     for node in reversed(model.graph):
         outputs = {value.name for value in (*node.outputs, activated_output(node))}
-        if (_moves(node) or _computes(node)) and outputs & needed:
+        if (moves_numbers(node) or _computes(node)) and outputs & needed:
             needed |= {value.name for value in node.inputs if value is not None}
     return {
         name: source
@@ -73,10 +73,11 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     }
 
 
-def _moves(node: ir.Node) -> bool:
-    # Between pixels, a cubic function goes beyond their range.
-    cubic = node.attributes.get_string("mode", "nearest") == "cubic"
-    return node.domain in _ONNX and node.op_type in _MOVED and not cubic
+def moves_numbers(node: ir.Node) -> bool:
+    """Return True for a node whose outputs hold numbers of its first input, and no others."""
+    # Between pixels, a Resize computes new numbers, for which ONNX Runtime has no kernel for bytes.
+    nearest = node.attributes.get_string("mode", "nearest") == "nearest"
+    return node.domain in _ONNX and node.op_type in _MOVED and nearest
 
 
 def _computes(node: ir.Node) -> bool:

@@ -101,11 +101,12 @@ def float_layers(
 def _float_layer(
     nodes: Mapping[str | None, ir.Node], layer: Layer, known: FloatOperands
 ) -> FloatLayer:
-    steps = ("scale_channels", "shift_channels", "quantize")
-    first = next(nodes[n] for step in steps if (n := f"{layer.activation}/{step}") in nodes)
-    ends = (f"{layer.name}/add_bias", known.biased, layer.name)
+    starts = ("scale_channels", "shift_channels", "quantize")
+    first = next(nodes[n] for step in starts if (n := f"{layer.activation}/{step}") in nodes)
+    ends: tuple[str, ...] = (f"{layer.name}/add_bias", known.biased, layer.name)
     if known.biased == layer.name:  # there is no bias, or it is inside the node
-        ends = (f"{layer.name}/add_bias", f"{layer.name}/scale_output", layer.name)
+        steps = ("add_bias", "separate_bias", "scale_output")
+        ends = (*(f"{layer.name}/{step}" for step in steps), layer.name)
     last = next(nodes[name] for name in ends if name in nodes)
     source = first.inputs[0]
     assert source is not None  # noqa: S101  `insert_qdq` has set it

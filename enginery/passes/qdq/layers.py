@@ -52,7 +52,7 @@ class Layer:
     groups: int
     """Groups of a convolution; 1 for a product."""
     activated_output: str
-    """The output after the ReLU or Clip that alone reads it; `output` if there is none."""
+    """The output of the ReLU or Clip that is its only reader; `output` if there is none."""
 
     @property
     def linear(self) -> bool:
@@ -183,13 +183,14 @@ def _layer(node: ir.Node) -> Layer | None:
 
 
 def activated_output(node: ir.Node) -> ir.Value:
-    """Return a layer's output, or that of the ReLU or Clip that alone reads it."""
+    """Return a layer's output, or that of the ReLU or Clip that is its only reader."""
     output = node.outputs[0]
     uses = list(output.uses())
     if len(uses) != 1 or output.is_graph_output() or uses[0].idx:
         return output
     user = uses[0].node
-    return user.outputs[0] if user.op_type in ("Relu", "Clip") else output
+    beside = user.graph is node.graph and user.domain in ("", "ai.onnx")
+    return user.outputs[0] if beside and user.op_type in ("Relu", "Clip") else output
 
 
 def quantized_tensors(layers: Sequence[Layer], *, outputs: bool) -> dict[str, bool]:

@@ -52,13 +52,15 @@ class ActivationQuantParams:
 
         Raises:
             KeyError: a part is missing.
-            TypeError, ValueError: a part has another type.
+            TypeError, ValueError: a part has another type, or is out of range.
         """
         multiplier, offset = (
             None if record[name] is None else np.asarray(record[name], dtype=np.float32)
             for name in ("multiplier", "offset")
         )
         zero_point = record.get("zero_point")
+        if zero_point is not None and zero_point not in range(_UINT8 + 1):
+            raise ValueError(f"zero point {zero_point}, expected a whole number from 0 to {_UINT8}")
         return cls(
             float(record["scale"]),
             multiplier,

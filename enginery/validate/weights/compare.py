@@ -330,6 +330,7 @@ class _GraphComparison:
         """Compare a weight with what it must be."""
         use, shape = expectation.use, stored.values.shape
         if not expectation.names and use is not None:
+            self._see(self._norm(use))
             return self._check_folded(stored, use, "", np.zeros(shape, np.float32), "as is")
         name, turned = self._best(stored, expectation.names, expectation.transposed)
         expected = self.parameters.read(name)
@@ -342,6 +343,7 @@ class _GraphComparison:
             # A weight that is rounded may fit both with and without a normalization near 1.
             folded = self._check_folded(found, use, name, expected, turned)
             if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
+                self._see(self._norm(use))
                 return folded
         if fits:
             return _Match(name, _kind(found, turned), exact=exact)
@@ -411,7 +413,6 @@ class _GraphComparison:
         """Compare the weight or the bias of a convolution with a normalization folded into it."""
         norm = self._norm(use)
         assert norm is not None  # noqa: S101  the callers have checked it
-        self._see(norm)
         fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
         folded, error = fold(expected)
         wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
@@ -444,9 +445,9 @@ class _GraphComparison:
         self._see(norm)
         return _Match(name, "folded", exact=lambda: turn_array(folded, turned, shape))
 
-    def _see(self, norm: BatchNorm) -> None:
+    def _see(self, norm: BatchNorm | None) -> None:
         roles = ("weight", "bias", "running_mean", "running_var")
-        self.seen |= {f"{norm.module}.{role}" for role in roles}
+        self.seen |= {f"{norm.module}.{role}" for role in roles} if norm is not None else set()
 
     def _norm(self, use: Use) -> BatchNorm | None:
         """Return the batch normalization that was folded into a convolution, by its scales."""

@@ -6,7 +6,7 @@ smoothing of each activation and the correction of each bias, is in the artifact
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,17 +127,23 @@ class QuantizedLayer:
 
 def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterator[QuantizedLayer]:
     """Yield every layer of the main graph with a weight behind a DequantizeLinear."""
+    tensors = _tensor_names(model)
     for node in model.graph:
         if node.op_type in ("MatMul", "Gemm", "Conv") and len(node.inputs) > 1:
             made = _maker(node.inputs[1])
             if made is not None and made.op_type == "DequantizeLinear":
-                layer = _read_layer(node, made, calibration)
+                layer = _read_layer(node, made, calibration, tensors)
                 if layer is not None:
                     yield layer
 
 
+def _tensor_names(model: ir.Model) -> set[str]:
+    made = (value for node in model.graph for value in node.outputs)
+    return {value.name or "" for value in (*model.graph.inputs, *made)}
+
+
 def _read_layer(
-    node: ir.Node, made: ir.Node, calibration: Calibration | None
+    node: ir.Node, made: ir.Node, calibration: Calibration | None, tensors: Collection[str]
 ) -> QuantizedLayer | None:
     stored, scale = constant_tensor(made.inputs[0]), constant_tensor(made.inputs[1])
     zero = constant_tensor(made.inputs[2]) if len(made.inputs) > 2 else None
@@ -150,7 +156,9 @@ def _read_layer(
     if zero is not None:
         names.append(made.inputs[2].name or "")
     dequantizer = _dequantizer(node.inputs[0])
-    recorded, params, problem, more, source = _activation(node, dequantizer, calibration, raw.shape)
+    recorded, params, problem, more, source = _activation(
+        node, dequantizer, calibration, raw.shape, tensors
+    )
     factors, factors_name = _output_factors(node)
     axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
@@ -201,6 +209,7 @@ def _activation(
     dequantizer: ir.Node | None,
     calibration: Calibration | None,
     shape: tuple[int, ...],
+    tensors: Collection[str],
 ) -> tuple[bool, ActivationQuantParams, str, list[str], ir.Value | None]:
     """Read how a layer's activation is quantized.
 
@@ -226,6 +235,7 @@ def _activation(
         return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more], source
     _, more, problems, source = _smoothing(quantizer.inputs[0], record)
     problems += _differences(quantizer, dequantizer, record)
+    problems += _other_tensor(activation, source, tensors)
     what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
     return True, record, what, [*names, *more], source
 
@@ -247,7 +257,7 @@ def joining_pairs(
     model: ir.Model, calibration: Calibration | None, layers: Sequence[QuantizedLayer]
 ) -> Iterator[JoiningPair]:
     """Yield the pairs of the main graph that quantize what none of the layers reads."""
-    read = {id(layer.dequantizer) for layer in layers}
+    read, tensors = {id(layer.dequantizer) for layer in layers}, _tensor_names(model)
     for node in model.graph:
         quantizer = _maker(_input_of(node, "DequantizeLinear"))
         if quantizer is None or quantizer.op_type != "QuantizeLinear" or id(node) in read:
@@ -259,9 +269,27 @@ def joining_pairs(
         if record is None:
             problem = _pair_problem(quantizer, node)
         else:
-            problem = "; ".join(_differences(quantizer, node, record))
+            found = _differences(quantizer, node, record)
+            found += _other_tensor(tensor, quantizer.inputs[0], tensors)
+            problem = "; ".join(found)
         problem = f"activation {tensor}: {problem}" if problem else ""
         yield JoiningPair(node, names, problem, record is not None)
+
+
+def _other_tensor(name: str, source: ir.Value | None, tensors: Collection[str]) -> list[str]:
+    """Return what is wrong if a pair has the calibration of another tensor of the graph.
+
+    A tensor that has been renamed is not in the graph by its calibrated name.
+    """
+    while source is not None and source.name not in (name, f"{name}/product"):
+        made = source.producer()
+        if made is None or made.op_type not in _PASS_ON:
+            break
+        source = made.inputs[0]
+    found = source.name if source is not None else ""
+    if found in (name, f"{name}/product") or name not in tensors:
+        return []
+    return [f"quantizes '{found}', calibrated for '{name}'"]
 
 
 def _differences(
@@ -288,8 +316,7 @@ def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
     """Return how the numbers that dequantize differ from those that quantized, or an empty text."""
     for index, what in ((1, "scale"), (2, "zero point")):
         ours, theirs = (_number(node, index) for node in (quantizer, dequantizer))
-        # A vector of equal numbers keeps ONNX Runtime from quantizing the next layer.
-        if 1 not in (ours.size, theirs.size) or not np.all(ours == theirs):
+        if not np.array_equal(ours, theirs):
             return f"{what} {_first(ours)} quantizes, but {_first(theirs)} dequantizes"
     return ""
 
@@ -306,8 +333,8 @@ def _first(values: Array) -> str:
 def _zero_point(quantizer: ir.Node) -> float:
     """Return the zero point of a QuantizeLinear, as if it quantized to signed numbers."""
     tensor = constant_tensor(quantizer.inputs[2]) if len(quantizer.inputs) > 2 else None
-    if tensor is None:
-        return 0.0
+    if tensor is None:  # without one, numbers are uint8, and 0 is 0
+        return float(-_MIDDLE)
     middle = _MIDDLE if tensor.dtype == ir.DataType.UINT8 else 0
     return float(np.max(read_values(tensor).astype(np.float32), initial=0.0)) - middle
 

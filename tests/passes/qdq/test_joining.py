@@ -108,9 +108,30 @@ def test_everything_between_convolutions_is_computed_in_int8(nodes, joining, tmp
     assert not {"Conv", "FusedConv", "Add", "Mul", "Sigmoid", "Relu"} & set(executed)
 
 
-def test_a_cubic_resize_is_not_joined():
-    nodes = GRAPHS["enlarged"][0].replace("nearest", "cubic")
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_a_resize_that_computes_new_numbers_is_not_joined(mode):
+    nodes = GRAPHS["enlarged"][0].replace("nearest", mode)
     assert set(quantize(nodes)[2]) == set()
+
+
+def test_a_relu_in_a_branch_is_not_that_of_a_convolution():
+    model = ir.from_onnx_text("""<ir_version: 10, opset_import: ["" : 20]>
+    g (float[1, 16, 8, 8] x, bool c) => (float[1, 16, 8, 8] y) <float[16, 16, 1, 1] w = {0}> {
+        a = Conv(x, w)
+        y = If (c) <
+            then_branch = then () => (float[1, 16, 8, 8] r) { r = Relu(a) },
+            else_branch = other () => (float[1, 16, 8, 8] s) { s = Neg(x) }
+        >
+    }""")
+    (layer,) = find_layers(model)
+    assert layer.activated_output == "a"
+
+
+@pytest.mark.parametrize("zero_point", [-1, 256, 5.7, float("inf"), "1"])
+def test_a_damaged_zero_point_is_an_error(zero_point):
+    record = {"scale": 1.0, "multiplier": None, "offset": None, "zero_point": zero_point}
+    with pytest.raises(ValueError, match="expected a whole number from 0 to 255"):
+        ActivationQuantParams.from_json(record)
 
 
 def test_what_is_moved_has_the_range_of_where_it_comes_from():
@@ -140,8 +161,10 @@ def test_nothing_is_joined_to_a_layer_in_floating_point():
         "[middle] c = Conv(a, w)",
         "[middle] c = ConvTranspose(a, w)",
         "[relu] r = Relu(a)\n [middle] d = Conv(r, w)\n c = Relu(d)",
+        "p = MaxPool<kernel_shape = [2, 2]>(a)\n [middle] c = Conv(p, w)",
+        "p = Transpose<perm = [0, 1, 3, 2]>(a)\n [middle] c = Conv(p, w)",
     ],
-    ids=["Conv", "ConvTranspose", "with ReLUs"],
+    ids=["Conv", "ConvTranspose", "with ReLUs", "behind a pooling", "transposed"],
 )
 def test_a_layer_that_is_left_out_stays_in_floating_point(middle, tmp_path):
     # ONNX Runtime would quantize its weight by itself.

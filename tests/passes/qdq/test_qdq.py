@@ -267,13 +267,16 @@ def test_a_weight_behind_an_identity_is_found():
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["alone", "split"])
-def test_onnx_runtime_multiplies_a_gemm_in_int8_on_the_cpu(split, tmp_path):
+@pytest.mark.parametrize("shape", [(N,), (1, N), (1,), (5, N)], ids=str)
+def test_onnx_runtime_multiplies_a_gemm_in_int8_on_the_cpu(split, shape, tmp_path):
     nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["z" if split else "y"], name="layer")]
     if split:
         nodes.append(helper.make_node("Split", ["z"], ["y", "rest"], axis=1, num_outputs=2))
-    graph = model(nodes, {"w": WEIGHT, "b": BIAS})
+    bias = np.resize(BIAS, shape)
+    graph = model(nodes, {"w": WEIGHT, "b": bias})
     (plain,) = run(graph)
-    quantize(graph, scheme=replace(INT8, unsigned=True))
+    delta = np.full(N, 1e-4, np.float32)
+    quantize(graph, scheme=replace(INT8, unsigned=True), bias_deltas={"layer": delta})
     (found,) = run(graph)
     assert relative_error(found, plain) < 0.02
     options = ort.SessionOptions()
