@@ -437,7 +437,7 @@ def test_without_labels_an_accuracy_budget_counts_answers_that_change(tiny, quan
 
 def test_ranges_of_another_scheme_are_refused(tiny, quantized):
     made = quantized(tiny(*BERT))
-    with pytest.raises(InputError, match="calibrated for int8, but --scheme is fp8"):
+    with pytest.raises(InputError, match="calibrated for int8, but this is fp8"):
         quantized(tiny(*BERT), None, ranges=str(made.path), scheme="fp8")
 
 

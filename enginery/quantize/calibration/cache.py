@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.json_file import parse_json, read_document
-from enginery.passes.qdq.layers import Layer
+from enginery.passes.qdq.joining import joining_tensors
+from enginery.passes.qdq.layers import Layer, quantized_tensors
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import Vector
 
@@ -97,8 +98,7 @@ class CalibrationCache:
         """Return what is about one of several graphs, and its layers."""
         names = {layer.name for layer in layers}
         nodes = {node.name for node in model.graph}
-        made = (value for node in model.graph for value in node.outputs)
-        tensors = {value.name for value in (*model.graph.inputs, *made)}
+        tensors = {*quantized_tensors(layers, outputs=True), *joining_tensors(model, layers)}
         return replace(
             self,
             ranges={n: r for n, r in self.ranges.items() if n in tensors},

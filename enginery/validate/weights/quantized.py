@@ -6,7 +6,7 @@ smoothing of each activation and the correction of each bias, is in the artifact
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,7 +127,7 @@ class QuantizedLayer:
 
 def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterator[QuantizedLayer]:
     """Yield every layer of the main graph with a weight behind a DequantizeLinear."""
-    tensors = _tensor_names(model)
+    tensors = _tensors(model)
     for node in model.graph:
         if node.op_type in ("MatMul", "Gemm", "Conv") and len(node.inputs) > 1:
             made = _maker(node.inputs[1])
@@ -137,13 +137,13 @@ def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterat
                     yield layer
 
 
-def _tensor_names(model: ir.Model) -> set[str]:
+def _tensors(model: ir.Model) -> dict[str, ir.Value]:
     made = (value for node in model.graph for value in node.outputs)
-    return {value.name or "" for value in (*model.graph.inputs, *made)}
+    return {value.name or "": value for value in (*model.graph.inputs, *made)}
 
 
 def _read_layer(
-    node: ir.Node, made: ir.Node, calibration: Calibration | None, tensors: Collection[str]
+    node: ir.Node, made: ir.Node, calibration: Calibration | None, tensors: Mapping[str, ir.Value]
 ) -> QuantizedLayer | None:
     stored, scale = constant_tensor(made.inputs[0]), constant_tensor(made.inputs[1])
     zero = constant_tensor(made.inputs[2]) if len(made.inputs) > 2 else None
@@ -209,7 +209,7 @@ def _activation(
     dequantizer: ir.Node | None,
     calibration: Calibration | None,
     shape: tuple[int, ...],
-    tensors: Collection[str],
+    tensors: Mapping[str, ir.Value],
 ) -> tuple[bool, ActivationQuantParams, str, list[str], ir.Value | None]:
     """Read how a layer's activation is quantized.
 
@@ -257,7 +257,7 @@ def joining_pairs(
     model: ir.Model, calibration: Calibration | None, layers: Sequence[QuantizedLayer]
 ) -> Iterator[JoiningPair]:
     """Yield the pairs of the main graph that quantize what none of the layers reads."""
-    read, tensors = {id(layer.dequantizer) for layer in layers}, _tensor_names(model)
+    read, tensors = {id(layer.dequantizer) for layer in layers}, _tensors(model)
     for node in model.graph:
         quantizer = _maker(_input_of(node, "DequantizeLinear"))
         if quantizer is None or quantizer.op_type != "QuantizeLinear" or id(node) in read:
@@ -276,20 +276,26 @@ def joining_pairs(
         yield JoiningPair(node, names, problem, record is not None)
 
 
-def _other_tensor(name: str, source: ir.Value | None, tensors: Collection[str]) -> list[str]:
+def _other_tensor(name: str, source: ir.Value | None, tensors: Mapping[str, ir.Value]) -> list[str]:
     """Return what is wrong if a pair has the calibration of another tensor of the graph.
 
     A tensor that has been renamed is not in the graph by its calibrated name.
     """
-    while source is not None and source.name not in (name, f"{name}/product"):
-        made = source.producer()
-        if made is None or made.op_type not in _PASS_ON:
-            break
-        source = made.inputs[0]
-    found = source.name if source is not None else ""
-    if found in (name, f"{name}/product") or name not in tensors:
+    calibrated, found = (_uncast(value) for value in (tensors.get(name), source))
+    if calibrated is None or found is None or calibrated is found:
         return []
-    return [f"quantizes '{found}', calibrated for '{name}'"]
+    if found.name == f"{name}/product":  # an output of the graph that is quantized
+        return []
+    return [f"quantizes '{found.name}', calibrated for '{name}'"]
+
+
+def _uncast(value: ir.Value | None) -> ir.Value | None:
+    """Return what a value is before nodes that do not change it."""
+    while value is not None and (made := value.producer()) is not None:
+        if made.op_type not in _PASS_ON:
+            break
+        value = made.inputs[0]
+    return value
 
 
 def _differences(
