@@ -7,10 +7,10 @@ the search measures mixed-precision graphs on the held-out rows.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +85,8 @@ class AccuracySearch:
     multiply_adds: MultiplyAddCounts
     budget: AccuracyBudget
     evaluator: AccuracyEvaluator
-    beyond_layers: bool = True
-    """True if what is no layer was quantized as well when the result was confirmed."""
+    beyond_layers: bool
+    """True if what is no layer is to be quantized as well."""
 
 
 @dataclass(frozen=True)
@@ -335,10 +335,11 @@ def excluded_layers(
 def _reads_few_channels(layer: Layer) -> bool:
     """Return True for a convolution of images that gains nothing from INT8 on the CPU.
 
-    Two convolutions, one of an image of 3 channels and one of its 16 to 64 output channels, both
-    with kernels of 3 × 3, were 0.86 to 2.22 times as fast in INT8 as in FP32; with only the second
-    in INT8, 1.19 to 2.10 times. Depthwise convolutions are excepted: a chain of 1 × 1 and depthwise
-    ones was 0.8 to 2.6 times as fast in INT8; with the depthwise ones in FP32, 0.6 to 1.9 times.
+    Measured on one thread of an Intel Xeon with AVX-512 VNNI: two convolutions with kernels of
+    3 × 3, of an image's 3 channels and of the 16 to 64 channels that the first one writes, were
+    0.86 to 2.22 times as fast in INT8 as in FP32; with only the second in INT8, 1.19 to 2.10 times.
+    Depthwise convolutions are excepted: a chain of 1 × 1 and depthwise ones was 0.8 to 2.6 times as
+    fast in INT8; with the depthwise ones in FP32, 0.6 to 1.9 times.
     """
     few = layer.in_channels <= _FEW_CHANNELS
     return few and layer.in_channels < layer.reduction_size < _FEW_PRODUCTS and layer.groups == 1
@@ -445,18 +446,11 @@ def _search(
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
 
-        beyond_layers = scheme.unsigned
-        """For TensorRT, additions are tried on what the search has found."""
-        found_beyond = False
-
-        def confirm(quantized: Collection[str]) -> AccuracyMetrics:
-            nonlocal found_beyond
+        def confirm(beyond_layers: bool, quantized: Collection[str]) -> AccuracyMetrics:
             graph = source.read()
             chosen = [layer for layer in layers if layer.name in quantized]
-            found_beyond |= bool(
-                quantize_graph(
-                    graph, chosen, config, ranges, deltas, fp32_nodes, beyond_layers=beyond_layers
-                )
+            quantize_graph(
+                graph, chosen, config, ranges, deltas, fp32_nodes, beyond_layers=beyond_layers
             )
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 path = Path(folder, "model.onnx")
@@ -473,42 +467,56 @@ def _search(
                 )
             return measured[key]
 
-        def search() -> SearchResult:
+        def search(beyond_layers: bool) -> SearchResult:
             return search_mixed_precision(
-                [layer.name for layer in layers],
+                list(weights),
                 weights,
                 measure,
                 budget,
                 curve=config.curve,
-                confirm=confirm,
+                confirm=partial(confirm, beyond_layers),
                 advance=advance,
             )
 
-        def share(result: SearchResult) -> float:
-            return sum(weights[layer.name] for layer in layers if layer.name not in result.left_out)
-
-        result: SearchResult | None = None
-        failure: CheckFailedError | None = None
-        try:
-            result = search()
-        except CheckFailedError as error:
-            failure = error
-        if found_beyond and (result is None or share(result) < _LITTLE):
-            # Perhaps what is no layer costs too much.
-            beyond_layers, alone = False, None
-            with suppress(CheckFailedError):
-                alone = search()
-            if alone is not None and (result is None or share(alone) > 2 * share(result)):
-                result = alone
-            else:
-                beyond_layers = True
-        if result is None:
-            assert failure is not None  # noqa: S101  one of both is set
-            raise failure
+        if scheme.unsigned:
+            result, beyond_layers = _search_for_cpu(search, weights)
+        else:  # additions are tried on what the search has found
+            result, beyond_layers = search(False), True
     for name, reason in result.left_out.items():
         progress.say(f"quantize: {name} is not quantized: {reason}")
-    beyond_layers = beyond_layers or not scheme.unsigned
     return AccuracySearch(result, multiply_adds, budget, evaluator, beyond_layers)
+
+
+def _search_for_cpu(
+    search: Callable[[bool], SearchResult], weights: Mapping[str, float]
+) -> tuple[SearchResult, bool]:
+    """Search with what is no layer quantized, and without it if little is left in INT8.
+
+    Args:
+        search: searches with or without it.
+        weights: layer -> its share of the multiply-adds.
+
+    Returns:
+        The result, and whether what is no layer is quantized.
+
+    Raises:
+        CheckFailedError: no combination meets the budget either way.
+    """
+
+    def share(result: SearchResult) -> float:
+        return sum(weights[name] for name in weights.keys() - result.left_out.keys())
+
+    try:
+        whole = search(True)
+    except CheckFailedError:
+        return search(False), False
+    if share(whole) >= _LITTLE:
+        return whole, True
+    try:
+        alone = search(False)
+    except CheckFailedError:
+        return whole, True
+    return (alone, False) if share(alone) > 2 * share(whole) else (whole, True)
 
 
 def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:

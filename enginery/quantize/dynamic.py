@@ -5,7 +5,7 @@ Inputs are optional. If there are any, the accuracy is measured on them and must
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -44,24 +44,14 @@ def quantize_dynamic(
         ArtifactError: no graph has a matrix product to quantize.
         CheckFailedError: the outputs on the inputs do not meet the accuracy budget.
     """
-    layers = {
-        record.file: find_layers(read_graph(source.path / record.file))
-        for record in (source.manifest.graphs if config.exclude else ())
-    }
-    check_patterns([layer for found in layers.values() for layer in found], config.exclude)
-    excluded = {
-        record.file: [
-            layer.name
-            for layer in layers.get(record.file, ())
-            if any(fnmatchcase(layer.name, pattern) for pattern in config.exclude)
-        ]
-        for record in source.manifest.graphs
-    }
+    excluded = _excluded_nodes(source, config.exclude)
     records, products = [], {}
     for record in source.manifest.graphs:
         path = directory / record.file
         with progress.task(f"quantizing {record.file}"):
-            names = quantize_dynamically(source.path / record.file, path, excluded[record.file])
+            names = quantize_dynamically(
+                source.path / record.file, path, excluded.get(record.file, ())
+            )
         products[record.file] = count_integer_nodes(path)
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)
@@ -104,6 +94,19 @@ def quantize_dynamic(
         encoder_accuracy=encoder_accuracy,
     )
     return tuple(records), report, notes
+
+
+def _excluded_nodes(source: Artifact, patterns: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of the nodes that stay in FP32, by graph."""
+    if not patterns:
+        return {}
+    files = [record.file for record in source.manifest.graphs]
+    layers = {file: find_layers(read_graph(source.path / file)) for file in files}
+    check_patterns([layer for found in layers.values() for layer in found], patterns)
+    return {
+        file: [x.name for x in found if any(fnmatchcase(x.name, p) for p in patterns)]
+        for file, found in layers.items()
+    }
 
 
 def _measure(

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +33,11 @@ Make = Callable[
     Result,
 ]
 
-Scheme = Literal["int8", "dynamic"]
+SchemeName = Literal["int8", "dynamic"]
+Ratios = Sequence[float]
+"""How many times as fast as FP32 a graph is, in each round."""
 
-_NAMES = {"fp32": "FP32", "int8": "static INT8", "dynamic": "dynamic INT8"}
+_NAMES = {"int8": "static INT8", "dynamic": "dynamic INT8"}
 _MAX_BYTES = 2 << 30
 """Size of the graphs up to which dynamic INT8 is tried."""
 _ROUNDS = 5
@@ -43,19 +45,8 @@ _SECONDS = 2.0
 """About how long FP32 runs in a round."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """How many times as fast as FP32 a graph is, in each round."""
-
-    ratios: Sequence[float]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.ratios)
-
-
 def quantize_to_fastest(
-    makers: Mapping[Scheme, Make],
+    makers: Mapping[SchemeName, Make],
     source: Artifact,
     config: QuantizeConfig,
     directory: Path,
@@ -63,7 +54,7 @@ def quantize_to_fastest(
     fields: Mapping[str, str],
     scratch: Path,
     progress: Progress,
-) -> tuple[Scheme, Result]:
+) -> tuple[SchemeName, Result]:
     """Quantize with each scheme, and leave the files of the fastest in `directory`.
 
     Args:
@@ -84,7 +75,7 @@ def quantize_to_fastest(
         EngineryError: what the first scheme raises.
     """
     first = next(iter(makers))
-    made: dict[Scheme, Result] = {}
+    made: dict[SchemeName, Result] = {}
     failures: dict[str, Exception] = {}
     large = sum(map(source.graph_bytes, source.manifest.graphs)) > _MAX_BYTES
     for scheme, make in makers.items():
@@ -106,12 +97,12 @@ def quantize_to_fastest(
     if not made:
         raise failures[first]
     with progress.task("measuring speed"):
-        timings = _measure(source, {scheme: directory / scheme for scheme in made}, data, config)
+        ratios = _measure(source, {scheme: directory / scheme for scheme in made}, data, config)
     preferred = first if first in made else next(iter(made))
-    faster = [s for s in made if min(timings[s].ratios) > max(timings[preferred].ratios)]
-    chosen = max(faster, key=lambda scheme: timings[scheme].median, default=preferred)
-    notes = [_describe(timings), *(_explain(scheme, e) for scheme, e in failures.items())]
-    if timings[chosen].median < 1:
+    faster = [s for s in made if min(ratios[s]) > max(ratios[preferred])]
+    chosen = max(faster, key=lambda scheme: statistics.median(ratios[scheme]), default=preferred)
+    notes = [_describe(ratios), *(_explain(scheme, e) for scheme, e in failures.items())]
+    if statistics.median(ratios[chosen]) < 1:
         notes.append(f"{_NAMES[chosen]} is slower than FP32 on this machine")
         progress.say(f"quantize: {notes[-1]}")
     for scheme in makers:
@@ -122,8 +113,8 @@ def quantize_to_fastest(
     return chosen, (records, replace(report, notes=[*report.notes, *notes]), [*own, *notes])
 
 
-def _describe(timings: Mapping[str, Timing]) -> str:
-    found = ", ".join(f"{_NAMES[scheme]} {found.median:.2f}" for scheme, found in timings.items())
+def _describe(ratios: Mapping[str, Ratios]) -> str:
+    found = ", ".join(f"{_NAMES[s]} {statistics.median(part):.2f}" for s, part in ratios.items())
     return (
         f"times as fast as FP32 on the {usable_cpus()} cores of this machine, over held-out "
         f"rows: {found}"
@@ -137,7 +128,7 @@ def _explain(scheme: str, error: Exception) -> str:
 
 def _measure(
     source: Artifact, folders: Mapping[str, Path], data: CalibrationData, config: QuantizeConfig
-) -> dict[str, Timing]:
+) -> dict[str, Ratios]:
     """Run FP32 and each quantized artifact in turns over held-out rows."""
     schemes = ("fp32", *folders)
     rounds = [dict.fromkeys(schemes, 0.0) for _ in range(_ROUNDS)]
@@ -157,9 +148,7 @@ def _measure(
             for found in rounds:
                 for scheme, run in runs.items():
                     found[scheme] += _seconds(run, few)
-    return {
-        scheme: Timing([found["fp32"] / found[scheme] for found in rounds]) for scheme in folders
-    }
+    return {scheme: [found["fp32"] / found[scheme] for found in rounds] for scheme in folders}
 
 
 def _timed_batches(fp32: GraphTracer, held_out: Sequence[Batch]) -> list[Batch]:

@@ -68,7 +68,7 @@ from enginery.quantize.config import (
     resolve_scheme,
 )
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.fastest import Make, Scheme, quantize_to_fastest
+from enginery.quantize.fastest import Make, SchemeName, quantize_to_fastest
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
@@ -191,7 +191,7 @@ def run(
         (directory / REPORTS).mkdir()
         with temporary_directory("quantize") as scratch:
             if config.scheme == "auto" and data is not None:
-                makers: dict[Scheme, Make] = {
+                makers: dict[SchemeName, Make] = {
                     "int8": _quantize_static,
                     "dynamic": quantize_dynamic,
                 }

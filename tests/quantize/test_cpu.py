@@ -18,6 +18,7 @@ from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.quantize import calibrate, fastest, stage
+from enginery.quantize.config import QuantizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.edits import break_graph
 
@@ -278,7 +279,7 @@ def speeds(monkeypatch):
 
     def set_speeds(**ratios):
         def measure(_source, folders, *_):
-            return {scheme: fastest.Timing([ratios[scheme]] * 5) for scheme in folders}
+            return {scheme: [ratios[scheme]] * 5 for scheme in folders}
 
         monkeypatch.setattr(fastest, "_measure", measure)
 
@@ -314,26 +315,48 @@ def test_a_fast_scheme_beyond_the_budget_is_not_chosen(tiny, quantized, speeds):
     )
 
 
-def test_dynamic_int8_is_kept_if_static_misses_the_budget(tiny, quantized, speeds, monkeypatch):
+@pytest.mark.parametrize(
+    ("failing", "error", "kept", "note"),
+    [
+        (
+            "_quantize_static",
+            CheckFailedError("no combination meets the budget"),
+            "dynamic",
+            "static INT8 was not chosen: no combination meets the budget",
+        ),
+        (
+            "quantize_dynamic",
+            ValueError("no such node"),
+            "int8",
+            "dynamic INT8 was not chosen: it failed: no such node",
+        ),
+    ],
+    ids=["static misses the budget", "the dynamic quantizer fails"],
+)
+def test_the_other_scheme_is_kept_if_one_fails(
+    failing, error, kept, note, tiny, quantized, speeds, monkeypatch
+):
     def fail(*_):
-        raise CheckFailedError("no combination meets the budget")
+        raise error
 
-    speeds(dynamic=1.5)
+    speeds(int8=0.9, dynamic=0.9)
+    monkeypatch.setattr(stage, failing, fail)
+    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
+    assert report["scheme"] == kept
+    assert note in report["notes"]
+    assert any("slower than FP32 on this machine" in text for text in report["notes"])
+
+
+@pytest.mark.parametrize("failing", ["_quantize_static", "both"])
+def test_an_error_of_the_first_scheme_is_raised(failing, tiny, quantized, monkeypatch):
+    def fail(*_):
+        raise (CheckFailedError if failing == "both" else InputError)("no such input")
+
     monkeypatch.setattr(stage, "_quantize_static", fail)
-    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
-    assert report["scheme"] == "dynamic"
-    assert "static INT8 was not chosen: no combination meets the budget" in report["notes"]
-
-
-def test_a_failure_of_the_dynamic_quantizer_is_a_note(tiny, quantized, speeds, monkeypatch):
-    def fail(*_):
-        raise ValueError("no such node")
-
-    speeds(int8=0.9)
-    monkeypatch.setattr(stage, "quantize_dynamic", fail)
-    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
-    assert report["scheme"] == "int8"
-    assert "dynamic INT8 was not chosen: it failed: no such node" in report["notes"]
+    if failing == "both":
+        monkeypatch.setattr(stage, "quantize_dynamic", fail)
+    with pytest.raises((CheckFailedError, InputError), match="no such input"):
+        quantized(tiny(*BERT), target="cpu", scheme="auto")
 
 
 def test_speeds_are_measured(tiny, quantized):
@@ -348,3 +371,16 @@ def test_auto_is_static_for_tensorrt(tiny, quantized):
     made = quantized(tiny(*BERT), scheme="auto")
     assert report_of(made)["scheme"] == made.manifest.stages[-1].options["scheme"] == "int8"
     assert not any("as fast as FP32" in note for note in report_of(made)["notes"])
+
+
+def test_what_a_machine_has_chosen_is_not_reused_on_another(tiny, monkeypatch):
+    source = tiny(*BERT)
+
+    def keys(processor):
+        monkeypatch.setattr(stage, "read_cpuinfo", lambda: (processor, ()))
+        configs = [QuantizeConfig(target="cpu", scheme=scheme) for scheme in ("auto", "int8")]
+        return [stage.fingerprint(source, config, None).key for config in configs]
+
+    (chosen, static), (other, same) = keys("one"), keys("another")
+    assert chosen != other
+    assert static == same

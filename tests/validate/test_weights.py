@@ -5,6 +5,7 @@ import json
 import numpy as np
 import onnx
 import pytest
+import safetensors.numpy
 from onnx import numpy_helper
 
 from enginery import Artifact, export_model, optimize_model, quantize_model, validate_model
@@ -280,6 +281,22 @@ def test_folded_batch_normalization(varied, damaged):
 
     (difference,) = damaged(artifact, scale_channel)
     assert "row 2 of 4 differs" in difference.problem
+
+
+def test_a_dropped_batch_normalization_is_not_compared(varied, tmp_path):
+    artifact = varied("resnet", "image-classification")
+    source = resolve_record(artifact.manifest.source).path
+    module = "resnet.encoder.stages.1.layers.0.layer.1"
+    weights = safetensors.numpy.load_file(source / "model.safetensors")
+    path = "/resnet/encoder/stages.1/layers.0/layer/layer.1/convolution/Conv"
+
+    def drop(model):
+        change(path, lambda _: weights[f"{module}.convolution.weight"])(model)
+        del next(node for node in model.graph.node if node.name == path).input[2]
+
+    found = compare(faults.break_graph(artifact.copy_to(tmp_path / "copy"), drop))
+    roles = ("bias", "running_mean", "running_var", "weight")
+    assert sorted(found.unused) == [f"{module}.normalization.{role}" for role in roles]
 
 
 def test_batch_normalization_that_torchs_exporter_has_folded(varied, home):

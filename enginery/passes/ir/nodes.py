@@ -1,4 +1,4 @@
-"""Iterate over all nodes of a model, subgraphs included, and give them names and types.
+"""Iterate over all nodes of a model, subgraphs included; add names, types and initializers.
 
 >>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
 ... g (float[n] x) => (float[n] y) { h = Relu (x)  y = Relu (h) }''')
@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnx_ir.passes.common import ShapeInferencePass
 
 from enginery.passes.ir.op_types import has_subgraph, infer_missing_types
@@ -78,6 +81,17 @@ def raise_opset_for_bf16(model: ir.Model) -> None:
     changed = any(node.op_type == "GroupNormalization" for node in all_nodes(model))
     if 20 <= opset < _BF16_OPSET and not changed:
         model.opset_imports[""] = _BF16_OPSET
+
+
+def add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
+    """Add an array to a graph as an initializer."""
+    # Not ascontiguousarray, which turns a scalar into a vector.
+    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
+    value = ir.Value(
+        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
 
 
 class NameAllocator:

@@ -17,12 +17,10 @@ are read are dequantized:
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
+from enginery.passes.ir.nodes import add_initializer
 from enginery.passes.qdq.scheme import INT8
 
 _MIN_ELEMENTS = 1 << 18
@@ -71,12 +69,12 @@ def _quantize(graph: ir.Graph, table: ir.Value) -> None:
     assert table.const_value is not None  # noqa: S101  `_is_table` has checked it
     values = np.asarray(table.const_value.numpy(), dtype=np.float32)
     largest = np.abs(values).max(axis=1, keepdims=True)
-    scales = np.where(largest > 0, largest / np.float32(INT8.largest), np.float32(1))
-    limits = np.finfo(np.float32)
-    scales = np.clip(scales, limits.tiny, np.nextafter(limits.max / np.float32(127), np.float32(0)))
+    limits, steps = np.finfo(np.float32), np.float32(INT8.largest)
+    scales = np.where(largest > 0, largest / steps, np.float32(1))
+    scales = np.clip(scales, limits.tiny, np.nextafter(limits.max / steps, np.float32(0)))
     arrays = (INT8.stored(values / scales), scales)
     stored, scale = (
-        _initializer(graph, f"{table.name}{suffix}", array)
+        add_initializer(graph, f"{table.name}{suffix}", array)
         for suffix, array in zip(_SUFFIXES, arrays, strict=True)
     )
     for node in [use.node for use in table.uses()]:
@@ -97,12 +95,3 @@ def _quantize(graph: ir.Graph, table: ir.Value) -> None:
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         graph.remove(node, safe=True)
     graph.initializers.pop(table.name or "")
-
-
-def _initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
-    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
-    value = ir.Value(
-        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value

@@ -27,12 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
+from enginery.passes.ir.nodes import add_initializer
 from enginery.passes.qdq.joining import moves_numbers
 from enginery.passes.qdq.layers import Layer, constant_tensor, following_add, operands
 from enginery.passes.qdq.scales import (
@@ -174,9 +173,9 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
         )
         tensor = constant_tensor(holder.inputs[index])
         total = delta if tensor is None else tensor.numpy().astype(np.float32) + delta
-        holder.replace_input_with(index, _add_initializer(graph, f"{layer.name}/bias", total))
+        holder.replace_input_with(index, add_initializer(graph, f"{layer.name}/bias", total))
         return
-    vector = _add_initializer(graph, f"{layer.name}/bias", delta)
+    vector = add_initializer(graph, f"{layer.name}/bias", delta)
     if layer.op_type == "Conv":  # its output has the channels elsewhere than the last axis
         computed = node.inputs[2] if len(node.inputs) > 2 else None
         if computed is not None:
@@ -195,7 +194,7 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
 def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
     """Multiply the channels of the product by factors (N,), before the bias is added."""
     output = node.outputs[0]
-    factor = _add_initializer(graph, f"{layer.name}/weight_factors", factors)
+    factor = add_initializer(graph, f"{layer.name}/weight_factors", factors)
     made = _node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)
     graph.insert_after(node, made)
     _replace_uses(graph, output, [made])
@@ -303,15 +302,15 @@ def _quantizers(
     name, value = source.name or "", source
     made = []
     if params.multiplier is not None:
-        factor = _add_initializer(graph, f"{name}/multiplier", params.multiplier)
+        factor = add_initializer(graph, f"{name}/multiplier", params.multiplier)
         made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
         value = made[-1].outputs[0]
     if params.offset is not None:
-        shift = _add_initializer(graph, f"{name}/offset", params.offset)
+        shift = add_initializer(graph, f"{name}/offset", params.offset)
         made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = made[-1].outputs[0]
-    scale = _add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
-    zero = _add_initializer(graph, f"{name}/zero_point", params.stored_zero_point(scheme))
+    scale = add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    zero = add_initializer(graph, f"{name}/zero_point", params.stored_zero_point(scheme))
     made.append(
         _node(
             "QuantizeLinear",
@@ -347,9 +346,9 @@ def _quantize_weight(
     """
     by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
     numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
-    rounded = _add_initializer(graph, f"{layer.name}/weight", numbers)
-    scale = _add_initializer(graph, f"{layer.name}/weight_scale", scales)
-    zero = _add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
+    rounded = add_initializer(graph, f"{layer.name}/weight", numbers)
+    scale = add_initializer(graph, f"{layer.name}/weight_scale", scales)
+    zero = add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
     made = _node(
         "DequantizeLinear",
         [rounded, scale, zero],
@@ -359,16 +358,6 @@ def _quantize_weight(
     made.outputs[0].shape = ir.Shape(weight.shape)
     graph.insert_before(before, made)
     return made.outputs[0]
-
-
-def _add_initializer(graph: ir.Graph, name: str, array: NDArray[Any]) -> ir.Value:
-    # Not ascontiguousarray, which turns a scalar into a vector.
-    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
-    value = ir.Value(
-        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
 
 
 def _node(

@@ -63,7 +63,9 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
             ranges.setdefault(name, name)
     needed = set(read)
     for node in reversed(model.graph):
-        outputs = {value.name for value in (*node.outputs, activated_output(node))}
+        outputs = {value.name for value in node.outputs}
+        if _computes(node):
+            outputs.add(activated_output(node).name)
         if (moves_numbers(node) or _computes(node)) and outputs & needed:
             needed |= {value.name for value in node.inputs if value is not None}
     return {

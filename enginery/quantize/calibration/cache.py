@@ -95,7 +95,12 @@ class CalibrationCache:
         )
 
     def of_graph(self, model: ir.Model, layers: Sequence[Layer]) -> CalibrationCache:
-        """Return what is about one of several graphs, and its layers."""
+        """Return the part for one of several graphs.
+
+        Args:
+            model: the graph.
+            layers: its layers.
+        """
         names = {layer.name for layer in layers}
         nodes = {node.name for node in model.graph}
         tensors = {*quantized_tensors(layers, outputs=True), *joining_tensors(model, layers)}

@@ -50,8 +50,11 @@ class ExactTable:
     """A quantized embedding table, and the parameter that the reference has there."""
 
     value: ir.Value
+    """The initializer of its numbers."""
     scale: ir.Value
+    """The initializer of its scales."""
     read: Callable[[], Array]
+    """Read the parameter, with the shape of the table."""
 
 
 def write_unquantized(

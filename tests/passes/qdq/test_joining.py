@@ -149,6 +149,12 @@ def test_what_leads_to_no_convolution_stays():
     assert {"z/quantize", "s/quantize"} <= {node.name for node in model.graph}
 
 
+def test_a_relu_behind_a_move_joins_nothing():
+    nodes = FIRST + "c = Concat<axis = 1>(a, a)\n d = MaxPool<kernel_shape = [1, 1]>(c)"
+    _, _, joining = quantize(nodes + "\n b = Relu(d)\n [last] y = Conv(b, wide)")
+    assert set(joining) == set()
+
+
 def test_nothing_is_joined_to_a_layer_in_floating_point():
     nodes = FIRST + "[middle] c = Conv(x, w)\n d = Mul(c, c)\n b = Add(a, d)" + LAST
     assert set(quantize(nodes)[2]) == {"d"}
