@@ -19,6 +19,7 @@ from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.quantize import calibrate, fastest, stage
 from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.edits import break_graph
 
@@ -384,3 +385,26 @@ def test_what_a_machine_has_chosen_is_not_reused_on_another(tiny, monkeypatch):
     (chosen, static), (other, same) = keys("one"), keys("another")
     assert chosen != other
     assert static == same
+
+
+def test_the_search_rounds_what_a_convolution_writes(tmp_path):
+    graph = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+    g (float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) <float[2, 2, 1, 1] w = {1, 2, 3, 4}> {
+        [layer] a = Conv(x, w)   y = Relu(a)
+    }""")
+    path = tmp_path / "model.onnx"
+    onnx.save(graph, path)
+    ranges = {
+        "x": ActivationQuantParams.of_range(-4, 4),
+        "y": ActivationQuantParams.of_range(0, 16),
+    }
+    scheme = calibrate.scheme_from_config(QuantizeConfig(target="cpu", scheme="int8"))
+    images = {"x": np.random.default_rng(0).normal(size=(1, 2, 4, 4)).astype(np.float32)}
+    layers = find_layers(read_graph(path))
+    with LayerToggleModel(path, layers, ranges, {}, scheme) as toggled:
+        exact, rounded = (toggled(images, names)["y"] for names in ((), ("layer",)))
+    steps = rounded / ranges["y"].scale
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-4)
+    assert len(np.unique(np.rint(steps))) > 5
+    np.testing.assert_allclose(rounded, exact, atol=0.2)
+    assert not np.allclose(exact / ranges["y"].scale, np.rint(exact / ranges["y"].scale), atol=1e-2)
