@@ -25,6 +25,7 @@ from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
+from enginery.passes.ir.nodes import forget_shapes
 from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
 from enginery.passes.qdq.joining import joining_tensors
@@ -47,6 +48,7 @@ from enginery.quantize.calibration.smoothing import (
     choose_smoothing,
     mean_convolution_error,
     mean_output_error,
+    with_observed_range,
 )
 from enginery.quantize.config import QuantizeConfig, residual_precision
 from enginery.quantize.layer_toggles import LayerToggleModel
@@ -157,6 +159,8 @@ def quantize_graph(
         more = BeyondLayers(additions=quantize_residuals(model))
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
+    if scheme.unsigned:
+        forget_shapes(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
     return more
@@ -231,13 +235,7 @@ def calibrate(
     ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
     if config.method != "minmax":
         ranges = _ranges_by_method(source, tensors, batches, seen, ranges, config, scheme, progress)
-    if scheme.unsigned:
-        ranges |= {
-            name: _use_all_of_uint8(ranges[name], seen[name], scheme)
-            for name, by_channel in tensors.items()
-            if not by_channel
-        }
-        ranges |= {name: ranges[source] for name, source in sources.items()}
+    ranges |= {name: ranges[source] for name, source in sources.items()}
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
         name: replace(found, scale=float(fp16_scale(found.scale))) for name, found in ranges.items()
@@ -391,7 +389,7 @@ def _ranges_by_method(
         for name, histogram in histograms.items()
     }
     return {
-        name: ActivationQuantParams(tops[name] / scheme.largest, params.multiplier, params.offset)
+        name: with_observed_range(seen[name], params, scheme, limit=tops[name])
         for name, params in ranges.items()
     }
 
@@ -404,16 +402,6 @@ def _quantized_tensors(
         return quantized_tensors(layers, outputs=False), {}
     joining = joining_tensors(model, layers)
     return quantized_tensors(layers, outputs=True) | dict.fromkeys(joining, False), joining
-
-
-def _use_all_of_uint8(
-    params: ActivationQuantParams, seen: ChannelStatistics, scheme: Scheme
-) -> ActivationQuantParams:
-    """Return parameters for the numbers that were seen within a symmetric range."""
-    top = params.scale * scheme.largest
-    return ActivationQuantParams.of_range(
-        max(float(seen.smallest.min()), -top), min(float(seen.largest.max()), top)
-    )
 
 
 def _search(

@@ -8,9 +8,9 @@ QdqSummary(layers=1, activations=1, smoothed=0)
 >>> [node.op_type for node in model.graph]
 ['QuantizeLinear', 'DequantizeLinear', 'DequantizeLinear', 'MatMul']
 
-The activation and the weight of a MatMul, Gemm or Conv are quantized, both symmetrically. Biases
-and outputs are not: Q/DQ nodes behind a GEMM would separate it from the ops that TensorRT fuses
-into it. Source: TensorRT developer guide, "Q/DQ layer-placement recommendations".
+The activation and the weight of a MatMul, Gemm or Conv are quantized. Biases and outputs are not:
+Q/DQ nodes behind a GEMM would separate it from the ops that TensorRT fuses into it. Source:
+TensorRT developer guide, "Q/DQ layer-placement recommendations".
 
 For the CPU, the output of a Conv is quantized as well, behind its ReLU, and everything reads that:
 ONNX Runtime multiplies a convolution in INT8 only between quantized tensors (`QLinearConv`). What

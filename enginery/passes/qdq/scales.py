@@ -4,8 +4,8 @@
 (0.0999755859375, True)
 
 A scale is the largest magnitude divided by the largest number of the type, because both are
-quantized symmetrically. For the CPU, what convolutions read and write may use the whole range of
-uint8 instead: the output of a ReLU has no negative numbers.
+quantized symmetrically. For the CPU, activations use all of uint8 instead, with a zero point of
+their own: the output of a ReLU has no negative numbers, and that of a GELU only small ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ActivationQuantParams:
     offset: Vector | None = None
     """The shift of each channel after scaling, (K,); None if channels are not shifted."""
     zero_point: int | None = None
-    """The number of uint8 that 0 is quantized to; None for the scheme's, which is symmetric."""
+    """The number of uint8 that 0 is quantized to; None for the middle."""
 
     @classmethod
     def of_range(cls, smallest: float, largest: float) -> ActivationQuantParams:

@@ -35,7 +35,7 @@ class Scheme:
     """True for one scale per output channel of a weight, False for one scale per weight."""
     unsigned: bool = False
     """True for ONNX Runtime on the CPU: activations are uint8, the type that its kernels for x86
-    multiply with signed weights. Zero is 128, unless a convolution reads or writes the tensor."""
+    multiply with signed weights. Ranges need not be symmetric: each has its own zero point."""
 
     @property
     def title(self) -> str:

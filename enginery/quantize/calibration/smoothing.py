@@ -10,7 +10,7 @@ weights take over.
 
 Shifting subtracts the midpoint of each channel and corrects the bias (Wei et al., "Outlier
 Suppression+", 2023, eq. 3). The output of a GELU or ReLU is almost one-sided; centered, it uses
-both halves of the symmetric INT8 range.
+both halves of a symmetric INT8 range. For the CPU, the range itself need not be symmetric.
 
 Every strength is tried with and without the shift on a sample of rows, and the candidate with the
 smallest squared error in the layers' outputs wins. Scaling and shifting are pointwise, and TensorRT
@@ -19,8 +19,9 @@ fuses them into the kernel that quantizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -36,7 +37,6 @@ from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.quantize.calibration.activation_statistics import (
     ChannelMeans,
     ChannelStatistics,
-    largest_scaled_magnitude,
     scale_and_shift,
 )
 
@@ -79,7 +79,7 @@ def choose_smoothing(
             that strength.
         shift: also try shifting.
     """
-    unscaled = with_minmax_scale(channels, ActivationQuantParams(1.0), scheme)
+    unscaled = with_observed_range(channels, ActivationQuantParams(1.0), scheme)
     plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
     if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
         return plain
@@ -97,7 +97,7 @@ def choose_smoothing(
     total = sum(float(np.square(output).sum()) for output in exact) or 1.0
     found = []
     for tried, unscaled in candidates:
-        params = with_minmax_scale(channels, unscaled, scheme)
+        params = with_observed_range(channels, unscaled, scheme)
         error = 0.0
         for (layer, weight), output in zip(layer_weights, exact, strict=True):
             found_output = simulate_layer(channels.sample, layer, weight, params, scheme)
@@ -106,12 +106,27 @@ def choose_smoothing(
     return min(found, key=lambda choice: choice.error)
 
 
-def with_minmax_scale(
-    channels: ChannelStatistics, params: ActivationQuantParams, scheme: Scheme
+def with_observed_range(
+    channels: ChannelStatistics,
+    params: ActivationQuantParams,
+    scheme: Scheme,
+    *,
+    limit: float = math.inf,
 ) -> ActivationQuantParams:
-    """Return the range with the scale at which no observed value is clipped."""
-    scale = largest_scaled_magnitude(channels, params) / scheme.largest
-    return ActivationQuantParams(scale, params.multiplier, params.offset)
+    """Return parameters whose range covers all values that were seen, up to a magnitude.
+
+    Args:
+        channels: statistics of the activation.
+        params: how its channels are scaled and shifted.
+        scheme: the quantized type. If it is unsigned, the range need not be symmetric.
+        limit: the largest magnitude, after scaling and shifting.
+    """
+    ends = scale_and_shift(np.stack([channels.smallest, channels.largest]), params)
+    low, high = max(float(ends.min()), -limit), min(float(ends.max()), limit)
+    if scheme.unsigned:
+        found = ActivationQuantParams.of_range(low, high)
+        return replace(params, scale=found.scale, zero_point=found.zero_point)
+    return replace(params, scale=max(-low, high) / scheme.largest)
 
 
 def simulate_layer(

@@ -13,7 +13,7 @@ from enginery.quantize.calibration.activation_statistics import (
     unpadded_rows,
 )
 from enginery.quantize.calibration.data import Batch
-from enginery.quantize.calibration.smoothing import with_minmax_scale
+from enginery.quantize.calibration.smoothing import with_observed_range
 
 GENERATOR = np.random.default_rng(0)
 
@@ -98,7 +98,7 @@ def test_histograms_count_every_value_in_range(tiny):
     inputs = batches(artifact, padding=0)
     seen = collect_channel_statistics(artifact.model, tensors, inputs, seed=0)
     plain = {
-        name: with_minmax_scale(channels, ActivationQuantParams(1.0), INT8)
+        name: with_observed_range(channels, ActivationQuantParams(1.0), INT8)
         for name, channels in seen.items()
     }
     histograms = collect_histograms(artifact.model, tensors, inputs, seen, plain)

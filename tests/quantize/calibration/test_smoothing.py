@@ -11,7 +11,7 @@ from enginery.quantize.calibration.smoothing import (
     mean_convolution_error,
     mean_output_error,
     simulate_layer,
-    with_minmax_scale,
+    with_observed_range,
 )
 
 GENERATOR = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_fp8_suits_activations_of_many_magnitudes(loud, better):
     quiet = np.where(np.arange(K)[:, None] < 2, 0, WEIGHT).astype(np.float32)
     errors = {}
     for scheme in (INT8, FP8):
-        params = with_minmax_scale(channels(rows), ActivationQuantParams(1.0), scheme)
+        params = with_observed_range(channels(rows), ActivationQuantParams(1.0), scheme)
         found = simulate_layer(rows, LAYER, quiet, params, scheme)
         errors[scheme] = np.linalg.norm(found - rows @ quiet)
     assert min(errors, key=errors.get) == better
