@@ -146,7 +146,9 @@ def test_fault_in_a_convolution(verdict):
         array[0, 0] *= 0.5
 
     report = verdict(
-        ("wav2vec2", "audio-classification"), lambda model: faults.change_weight(model, halve)
+        ("wav2vec2", "audio-classification"),
+        lambda model: faults.change_weight(model, halve),
+        options={"effort": "quick"},
     )
     assert not report.passed
 
