@@ -63,7 +63,7 @@ def test_batches_of_sorted_texts_are_hardly_padded(predict, bert, reviews):
     report = predict(bert, reviews, batch_tokens=64)
     assert 1 <= report.padding_ratio < 1.15
     unsorted = predict(bert, reviews, "other.parquet", window=4, batch_tokens=4096, workers=1)
-    assert unsorted.padding_ratio > 1.3
+    assert unsorted.padding_ratio > 1.2
     assert report.counts.tokens == unsorted.counts.tokens
 
 
@@ -371,7 +371,7 @@ def test_rows_with_nan_are_bad(predict, rows, monkeypatch, bert, reviews):
 
     monkeypatch.setattr(OrtRunner, "__call__", poisoned)
     report = predict(bert, reviews, batch_rows=10, batch_tokens=512)
-    assert report.bad_rows == 4
+    assert report.bad_rows == 5  # the first row of each batch
     assert {row["error"] for row in rows()} == {None, "the model returned NaN or infinity"}
 
 

@@ -17,6 +17,13 @@ from enginery.runtime.text.batching import (
     plan_batches,
 )
 
+_CPU_BATCH_COST = 32
+"""Tokens that take as long as starting one more batch on the CPU.
+
+Measured with MiniLM in FP32 on two cores: lists of 8, 32 and 64 sentences were embedded 1.27, 1.52
+and 1.35 times as fast as in the fewest batches; with 8 or 64 tokens, about the same.
+"""
+
 
 class BatchRunner:
     """A session that runs rows of a task: plans batches, pads them, splits the outputs by row."""
@@ -111,6 +118,13 @@ class BatchRunner:
             run(batch)
         return outputs
 
+    @property
+    def _batch_cost(self) -> int:
+        """The number of tokens that take as long as starting one more batch."""
+        dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
+        padded = self.fixed_rows or self.runner.profiles or not dynamic
+        return MAX_TOKENS if padded or self.runner.device.kind != "cpu" else _CPU_BATCH_COST
+
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
     ) -> list[list[int]]:
@@ -138,6 +152,7 @@ class BatchRunner:
                 max_rows=self.fixed_rows or (most if engines else max_rows),
                 max_tokens=max_tokens or (sys.maxsize if engines else MAX_TOKENS),
                 equal_lengths=not self.task.can_pad,
+                batch_cost=self._batch_cost,
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches

@@ -24,12 +24,13 @@ def plan_batches(
     max_rows: int | Callable[[int], int] = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
     equal_lengths: bool = False,
+    batch_cost: int = MAX_TOKENS,
 ) -> list[list[int]]:
     """Return the indices of the inputs of each batch, longest inputs first.
 
     Inputs are sorted by length, so that inputs of a batch are of similar length and need little
-    padding. Then each batch takes the next input until a limit is reached. The longest inputs come
-    first, so that a batch that does not fit in memory fails at once.
+    padding, and cut where the padded tokens and the cost of the batches are least in all. The
+    longest inputs come first, so that a batch that does not fit in memory fails at once.
 
     Args:
         lengths: number of tokens of each input.
@@ -37,18 +38,32 @@ def plan_batches(
             number.
         max_tokens: maximum number of tokens of a batch after padding; a single input may have more.
         equal_lengths: only group inputs of equal length, because the graph cannot pad.
+        batch_cost: number of tokens that take as long as starting one more batch; by default so
+            many that batches are few.
     """
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if batches:
-            batch = batches[-1]
-            longest = lengths[batch[0]]
-            most = max_rows if isinstance(max_rows, int) else max_rows(longest)
-            fits = len(batch) < most and (len(batch) + 1) * longest <= max_tokens
-            if fits and not (equal_lengths and lengths[index] != longest):
-                batch.append(index)
-                continue
-        batches.append([index])
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
+    longest = np.asarray(lengths, np.int64)[order]
+    count = len(order)
+    least = np.zeros(count + 1, np.int64)  # cost of the inputs from this one on
+    sizes = np.ones(count, np.int64)  # of the batch that begins with this input
+    rows = np.arange(1, count + 1)
+    equal = 0
+    for first in range(count - 1, -1, -1):
+        tokens = int(longest[first])
+        equal = equal + 1 if first + 1 < count and longest[first + 1] == tokens else 1
+        most = min(
+            equal if equal_lengths else count - first,
+            max_rows if isinstance(max_rows, int) else max_rows(tokens),
+            max_tokens // max(tokens, 1),
+        )
+        most = max(most, 1)
+        costs = least[first + 1 : first + 1 + most] + rows[:most] * tokens
+        size = most - int(np.argmin(costs[::-1]))  # the largest batch of those that cost the same
+        sizes[first], least[first] = size, costs[size - 1] + batch_cost
+    batches, first = [], 0
+    while first < count:
+        batches.append(order[first : first + sizes[first]].tolist())
+        first += int(sizes[first])
     return batches
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.text.batching import plan_batches
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 from tests.tiny import MAX_POSITIONS, TEXT_KINDS, save_tiny
 
@@ -145,22 +144,6 @@ def test_a_broken_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"tokenizer\.json cannot be read"):
         TextTokenizer.open(tmp_path)
-
-
-def test_batches_hold_every_input_once_within_bounds():
-    lengths = [3, 400, 5, 390, 1, 1, 5000, 0]
-    batches = plan_batches(lengths, max_rows=3, max_tokens=1000)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    assert batches[0] == [6]  # longer than the budget: alone
-    for batch in batches[1:]:
-        assert len(batch) <= 3
-        assert len(batch) * max(lengths[index] for index in batch) <= 1000
-    assert plan_batches([]) == []
-
-
-def test_only_equal_lengths_share_a_batch():
-    batches = plan_batches([2, 3, 2, 3], equal_lengths=True)
-    assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
 
 def _edit(file, **changes):
