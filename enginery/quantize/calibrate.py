@@ -25,7 +25,7 @@ from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
 from enginery.passes.ir.graph_file import write_graph
-from enginery.passes.ir.nodes import forget_shapes
+from enginery.passes.ir.nodes import clear_shapes
 from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
 from enginery.passes.qdq.joining import joining_tensors
@@ -160,7 +160,7 @@ def quantize_graph(
     RemoveUnusedNodesPass()(model)
     make_pools_global(model)
     if scheme.unsigned:
-        forget_shapes(model)
+        clear_shapes(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
     return more

@@ -54,12 +54,12 @@ def infer_types(model: ir.Model) -> None:
         infer_missing_types(graph, dict(model.opset_imports))
 
 
-def forget_shapes(model: ir.Model) -> None:
-    """Remove the shapes of values between nodes; ONNX Runtime infers those that it needs.
+def clear_shapes(model: ir.Model) -> None:
+    """Remove the shapes of intermediate values; ONNX Runtime infers those that it needs.
 
-    Where it is told that both inputs of an Add in front of a LayerNormalization have the same
-    symbolic shape, it fuses the two to SkipLayerNormalization. Its kernel for the CPU takes four
-    times as long as theirs (ONNX Runtime 1.31, AVX-512).
+    If a graph says that both inputs of an Add before a LayerNormalization have the same symbolic
+    shape, ONNX Runtime fuses the two to SkipLayerNormalization. On one thread, that kernel takes
+    four times as long as theirs (ONNX Runtime 1.31, AVX-512).
     """
     kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
     for node in all_nodes(model):

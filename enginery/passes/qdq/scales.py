@@ -37,7 +37,7 @@ class ActivationQuantParams:
     offset: Vector | None = None
     """The shift of each channel after scaling, (K,); None if channels are not shifted."""
     zero_point: int | None = None
-    """The number of uint8 that 0 is quantized to; None for the middle."""
+    """The number of uint8 that 0 is quantized to; None for 128."""
 
     @classmethod
     def of_range(cls, smallest: float, largest: float) -> ActivationQuantParams:

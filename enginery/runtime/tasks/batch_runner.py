@@ -34,6 +34,8 @@ class BatchRunner:
         dims = (spec.dims[0] for spec in runner.record.inputs if spec.dims)
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
         """The graph's fixed batch size; 0 if it is dynamic."""
+        dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
+        self._batch_cost = _CPU_BATCH_COST if dynamic and runner.device.kind == "cpu" else 0
 
     def padded_length(self, row: Row) -> int:
         """Return the number of tokens of a row after padding, if the task can pad it.
@@ -118,13 +120,6 @@ class BatchRunner:
             run(batch)
         return outputs
 
-    @property
-    def _batch_cost(self) -> int:
-        """The number of tokens that take as long as starting one more batch."""
-        dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
-        padded = self.fixed_rows or self.runner.profiles or not dynamic
-        return MAX_TOKENS if padded or self.runner.device.kind != "cpu" else _CPU_BATCH_COST
-
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
     ) -> list[list[int]]:
@@ -152,7 +147,8 @@ class BatchRunner:
                 max_rows=self.fixed_rows or (most if engines else max_rows),
                 max_tokens=max_tokens or (sys.maxsize if engines else MAX_TOKENS),
                 equal_lengths=not self.task.can_pad,
-                batch_cost=self._batch_cost,
+                # Rows that fill a batch up, or pad an input to an engine's profile, cost as well.
+                batch_cost=0 if self.fixed_rows or engines else self._batch_cost,
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches

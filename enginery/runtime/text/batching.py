@@ -24,13 +24,14 @@ def plan_batches(
     max_rows: int | Callable[[int], int] = MAX_ROWS,
     max_tokens: int = MAX_TOKENS,
     equal_lengths: bool = False,
-    batch_cost: int = MAX_TOKENS,
+    batch_cost: int = 0,
 ) -> list[list[int]]:
     """Return the indices of the inputs of each batch, longest inputs first.
 
     Inputs are sorted by length, so that inputs of a batch are of similar length and need little
-    padding, and cut where the padded tokens and the cost of the batches are least in all. The
-    longest inputs come first, so that a batch that does not fit in memory fails at once.
+    padding. Each batch is as large as the limits allow or, with `batch_cost`, the batches are those
+    with the least sum of padded tokens and costs. The longest inputs come first, so that a batch
+    that does not fit in memory fails at once.
 
     Args:
         lengths: number of tokens of each input.
@@ -38,8 +39,8 @@ def plan_batches(
             number.
         max_tokens: maximum number of tokens of a batch after padding; a single input may have more.
         equal_lengths: only group inputs of equal length, because the graph cannot pad.
-        batch_cost: number of tokens that take as long as starting one more batch; by default so
-            many that batches are few.
+        batch_cost: number of tokens that take as long as starting one more batch; 0 for the
+            largest batches.
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     longest = np.asarray(lengths, np.int64)[order]
@@ -57,6 +58,9 @@ def plan_batches(
             max_tokens // max(tokens, 1),
         )
         most = max(most, 1)
+        if not batch_cost:
+            sizes[first] = most
+            continue
         costs = least[first + 1 : first + 1 + most] + rows[:most] * tokens
         size = most - int(np.argmin(costs[::-1]))  # the largest batch of those that cost the same
         sizes[first], least[first] = size, costs[size - 1] + batch_cost

@@ -19,6 +19,12 @@ def test_batches_hold_every_input_once_within_bounds():
     assert plan_batches([]) == []
 
 
+def test_without_a_cost_each_batch_takes_what_fits():
+    limits = {"max_rows": 3, "max_tokens": 20}
+    assert plan_batches([9, 6, 4, 4, 1], **limits) == [[0, 1], [2, 3, 4]]
+    assert plan_batches([9, 6, 4, 4, 1], **limits, batch_cost=1) == [[0], [1], [2, 3], [4]]
+
+
 @pytest.mark.parametrize("equal_lengths", [False, True])
 @pytest.mark.parametrize("batch_cost", [1, 20, 4096])
 def test_batches_cost_the_least_of_all_that_are_possible(batch_cost, equal_lengths):
