@@ -9,19 +9,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Each worker has a core to itself: more threads would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import onnxruntime
-
-    class _OneThread(onnxruntime.SessionOptions):
-        """Options whose default of 0 threads, which is all cores, stands for one."""
-
-        def __init__(self):
-            super().__init__()
-            self.intra_op_num_threads = 0
-
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value or 1 if name == "intra_op_num_threads" else value)
-
-    onnxruntime.SessionOptions = _OneThread
 
 
 def pytest_addoption(parser):

@@ -177,7 +177,7 @@ def test_models_without_a_hard_limit_take_longer_profiles(exported, copied):
     report = validate_model(artifact, profile=("batch=1,sequence=140",))
     assert report.passed, report.summary
     audio = exported("wav2vec2", "audio-classification").copy_to(artifact.path.parent / "audio")
-    assert validate_model(audio, profile=("batch=1,sequence=8000",), effort="quick").passed
+    assert validate_model(audio, profile=("batch=1,sequence=8000",)).passed
 
 
 def test_profile_applies_to_the_graphs_it_fits(exported, copied):
