@@ -25,6 +25,8 @@ it."""
 
 _SO_ATTACH_FILTER = 26
 """Linux's socket option, which Python's socket module does not define."""
+_BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
+"""Instructions of classic BPF: BPF_LD | BPF_B | BPF_ABS, BPF_JMP | BPF_JSET | BPF_K, BPF_RET."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -63,7 +65,7 @@ def close(sockets: Sequence[socket.socket]) -> None:
 
 
 def drop_new_connections(listening: socket.socket) -> None:
-    """Drop packets of new connections, on Linux; waiting connections can still be accepted.
+    """Drop the first packet of new connections, on Linux; all others can still be accepted.
 
     The client's kernel retries to connect. Without this, a connection that arrives between the last
     `accept` and `close` would be reset, and its request lost. It applies to all processes that
@@ -73,11 +75,20 @@ def drop_new_connections(listening: socket.socket) -> None:
         return
     import ctypes
 
-    # A program of one instruction for the socket's packet filter: BPF_RET | BPF_K, take 0 bytes.
-    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    # A program for the socket's packet filter, which sees packets from their TCP header on. Packets
+    # without SYN belong to a connection that the client has begun.
+    instructions = (
+        (_BPF_LOAD_BYTE, 0, 0, 13),  # the flags
+        (_BPF_JUMP_IF_SET, 0, 1, 0x02),  # SYN
+        (_BPF_RETURN, 0, 0, 0),  # take 0 bytes
+        (_BPF_RETURN, 0, 0, 0xFFFFFFFF),  # take all
+    )
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in instructions))
     with suppress(OSError):  # a sandboxed kernel may have no filters
         listening.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+            socket.SOL_SOCKET,
+            _SO_ATTACH_FILTER,
+            struct.pack("HP", len(instructions), ctypes.addressof(program)),
         )
 
 

@@ -52,6 +52,8 @@ _QUIET_TICKS = 15
 server exits; until then a client may send its next request. Iterations are counted instead of
 seconds, because only an iteration reads new data, and another thread may hold the GIL for
 seconds."""
+_HANDSHAKE_SECONDS = 0.2
+"""Time to establish the connections that clients have begun before the server stops listening."""
 _CANCEL_SECONDS = 1.0
 """Maximum time to answer cancelled requests with 503."""
 _SPARE_SECONDS = 3.0
@@ -276,16 +278,19 @@ class ProcessLifecycle:
     async def _accept_pending(self) -> None:
         """Stop listening, and accept the connections that wait in the kernel.
 
-        Closing a listening socket resets waiting connections, whose requests may already be here.
+        Closing a listening socket resets waiting connections, whose requests may already be here,
+        and those that are being established.
         """
+        if self._server_ends():  # else the next process accepts new connections
+            for each in self._sockets:
+                drop_new_connections(each)
+            await asyncio.sleep(_HANDSHAKE_SECONDS)
         listening = [each.dup() for each in self._sockets]
         self._stop_listening()
         loop = asyncio.get_running_loop()
         for each in listening:
             with each:
                 each.setblocking(False)
-                if self._server_ends():  # else the next process accepts new connections
-                    drop_new_connections(each)
                 while True:
                     try:
                         accepted, _ = each.accept()

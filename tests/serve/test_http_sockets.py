@@ -74,3 +74,21 @@ def test_waiting_connections_are_accepted_and_new_ones_dropped():
         with accepted:
             accepted.sendall(b"here")
         assert early.recv(4) == b"here"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a packet filter of Linux")
+def test_connection_that_is_being_established_is_accepted():
+    (listening,) = bind("127.0.0.1", 0)
+    # The kernel keeps a connection out of the queue until its first data arrives.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 10)
+    with listening, socket.create_connection(listening.getsockname()) as early:
+        drop_new_connections(listening)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+        early.sendall(b"sent")
+        listening.settimeout(10)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.recv(4) == b"sent"
+            accepted.sendall(b"here")
+        assert early.recv(4) == b"here"

@@ -20,8 +20,8 @@ from enginery.runtime.text.batching import (
 _CPU_BATCH_COST = 32
 """Tokens that take as long as starting one more batch on the CPU.
 
-Measured with MiniLM in FP32 on two cores: lists of 8, 32 and 64 sentences were embedded 1.27, 1.52
-and 1.35 times as fast as in the fewest batches; with 8 or 64 tokens, about the same.
+Measured with MiniLM in FP32 on two cores: lists of 8, 32 and 64 sentences were embedded 1.30, 1.52
+and 1.38 times as fast as in the fewest batches; with 8 or 64 tokens, about the same.
 """
 
 
