@@ -414,3 +414,14 @@ def test_tensors_without_a_batch_axis_run_as_one_row(inputs, outputs):
     assert {name: array.shape for name, array in found.items()} == {
         name: shapes[name] for name in outputs
     }
+
+
+@pytest.mark.parametrize(("fixed_rows", "batches"), [(0, [[0], [1, 2]]), (4, [[0, 1, 2]])])
+def test_fixed_batches_are_filled_with_any_lengths(tiny, fixed_rows, batches):
+    """With a dynamic batch size on the CPU, a second batch costs less than padding."""
+    artifact = tiny.artifact("bert", "feature-extraction")
+    with OrtRunner(artifact) as runner:
+        task = find_task("feature-extraction").open(artifact, runner.record)
+        planner = BatchRunner(task, runner)
+        planner.fixed_rows = fixed_rows
+        assert planner.plan([task.probe(tokens) for tokens in (48, 3, 3)]) == batches
