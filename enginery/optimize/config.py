@@ -50,7 +50,7 @@ def check_options(config: OptimizeConfig) -> None:
         raise OptionError(
             f"option 'precision' is {config.precision} for the target cpu, where ONNX Runtime "
             "would compute in FP32 and only add casts.",
-            do="Use --precision fp32. For INT8: enginery quantize --scheme dynamic --target cpu",
+            do="Use --precision fp32. For INT8: enginery quantize --target cpu",
             option="target",
         )
     if config.target == "tensorrt" and config.level:

@@ -65,7 +65,7 @@ def close(sockets: Sequence[socket.socket]) -> None:
 
 
 def drop_new_connections(listening: socket.socket) -> None:
-    """Drop the first packet of new connections, on Linux; all others can still be accepted.
+    """Drop the first packet of new connections, on Linux; those begun before can be accepted.
 
     The client's kernel retries to connect. Without this, a connection that arrives between the last
     `accept` and `close` would be reset, and its request lost. It applies to all processes that
