@@ -1,4 +1,4 @@
-"""Warm-up until the times are stable, and timed turns.
+"""Warm-up until the times are stable, timed turns, and the wait for threads that are still busy.
 
     warm_up(lambda: runner(feeds), max_seconds=10)
     # WarmUp(first_ms=12.1, typical_ms=3.4, runs=14, settled=True)
@@ -24,6 +24,10 @@ WINDOW = 5
 TOLERANCE = 0.05
 """Largest difference of two windows' medians, as a share of the earlier."""
 MAX_RUNS = 200
+_SAMPLE_SECONDS = 0.02
+_IDLE_SHARE = 0.1
+"""Share of a core that a process uses at most when it is idle."""
+_MAX_IDLE_WAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,23 @@ def take_turn(
     finally:
         gc.enable()
     return times
+
+
+def wait_until_idle(
+    *,
+    cpu_seconds: Clock = time.process_time,
+    clock: Clock = time.perf_counter,
+    sleep: Callable[[float], object] = time.sleep,
+) -> bool:
+    """Wait until the threads of this process are idle; return False if they are still not.
+
+    Threads of ONNX Runtime and of OpenMP wait for more work in busy loops, for a tenth of a second
+    or more after a run. Meanwhile they would take cores from the backend whose turn is next.
+    """
+    until = clock() + _MAX_IDLE_WAIT_SECONDS
+    while clock() < until:
+        used, began = cpu_seconds(), clock()
+        sleep(_SAMPLE_SECONDS)
+        if cpu_seconds() - used <= _IDLE_SHARE * (clock() - began):
+            return True
+    return False

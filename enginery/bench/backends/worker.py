@@ -30,7 +30,7 @@ from enginery.bench.backends.backend import (  # noqa: E402
     plan_providers,
 )
 from enginery.bench.backends.copies import measure_copies  # noqa: E402
-from enginery.bench.backends.warmup import take_turn, warm_up  # noqa: E402
+from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up  # noqa: E402
 from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
@@ -106,9 +106,15 @@ class BenchmarkWorker:
         self._feeds: dict[str, Any] = {}
         self._device_id = 0
         self._device_memory: WorkerResult = {}
+        self._becomes_idle = True
+        """False for a backend whose threads never stop waiting in busy loops."""
 
     def answer(self, command: Mapping[str, Any]) -> WorkerResult:
-        """Run a command and return its answer; raise EngineryError if it fails."""
+        """Run a command, and return its answer once no thread is busy any more.
+
+        Raises:
+            EngineryError: the command fails.
+        """
         commands = {
             "load": self.load,
             "prepare": self.prepare,
@@ -117,7 +123,11 @@ class BenchmarkWorker:
             "energy": self.energy,
             "memory": self.memory,
         }
-        return commands[command["do"]](command)
+        try:
+            return commands[command["do"]](command)
+        finally:
+            if self._becomes_idle:
+                self._becomes_idle = wait_until_idle()
 
     def load(self, command: Mapping[str, Any]) -> WorkerResult:
         """Load the model. The time includes the imports that the backend needs."""

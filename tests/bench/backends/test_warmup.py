@@ -6,7 +6,8 @@ from itertools import cycle
 
 import pytest
 
-from enginery.bench.backends.warmup import take_turn, warm_up
+from enginery.bench.backends import worker
+from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up
 from enginery.bench.measurement.rounds import RoundLimits, run_rounds, runs_in_turn
 from enginery.bench.measurement.statistics import compare
 from enginery.core.errors import InputError
@@ -87,6 +88,36 @@ def test_garbage_collector_is_off_during_a_turn_and_on_after_an_error():
         take_turn(run, runs=5)
     assert seen == [False, False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("busy_seconds", "waited", "idle"), [(0.0, 0.02, True), (0.5, 0.52, True), (60.0, 2.0, False)]
+)
+def test_backend_waits_until_its_threads_are_idle(busy_seconds, waited, idle):
+    clock = FakeClock()
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    def cpu_seconds():
+        return min(clock.now, busy_seconds)
+
+    assert wait_until_idle(cpu_seconds=cpu_seconds, clock=clock, sleep=sleep) is idle
+    assert clock.now == pytest.approx(waited, abs=0.021)
+
+
+@pytest.mark.parametrize("becomes_idle", [True, False])
+def test_turn_is_answered_once_no_thread_is_busy(monkeypatch, becomes_idle):
+    events = []
+    made = worker.BenchmarkWorker()
+    made._run = lambda: events.append("run")
+    monkeypatch.setattr(worker, "wait_until_idle", lambda: events.append("wait") or becomes_idle)
+    for _ in range(2):
+        assert len(made.answer({"do": "turn", "runs": 1})["times_ms"]) == 1
+        events.append("answer")
+    runs = ["run", "run"]  # the first is not timed
+    again = ["wait"] if becomes_idle else []  # threads that never rest are not waited for again
+    assert events == [*runs, "wait", "answer", *runs, *again, "answer"]
 
 
 @pytest.mark.parametrize(("typical", "runs"), [(0.05, 1000), (0.1, 500), (5.0, 10), (800.0, 1)])
