@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import socket
+import sys
 from collections import Counter
 from contextlib import suppress
 
@@ -234,9 +236,12 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
         server = uvicorn.Server(options)
         server.lifespan, server.servers = options.lifespan_class(options), []
         lifecycle = ProcessLifecycle(server, sockets, ServeConfig(), supervised=False)
+        if sys.platform == "linux":  # a connection is established by its first data
+            sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 10)
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-        for _, writer in clients:
+        for _, writer in clients[1:]:
             writer.write(GET % b"echo")
+        asyncio.get_running_loop().call_later(0.05, clients[0][1].write, GET % b"echo")
         await lifecycle._accept_pending()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
