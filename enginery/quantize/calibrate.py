@@ -384,14 +384,18 @@ def _ranges_by_method(
         histograms = collect_histograms(
             source.path, tensors, batches, seen, ranges, advance=advance
         )
-    tops = {
-        name: choose_range(histogram, config.method, scheme, percentile=config.percentile)
-        for name, histogram in histograms.items()
-    }
-    return {
-        name: with_observed_range(seen[name], params, scheme, limit=tops[name])
-        for name, params in ranges.items()
-    }
+
+    def chosen(name: str) -> ActivationQuantParams:
+        def params_of(limit: float) -> ActivationQuantParams:
+            return with_observed_range(seen[name], ranges[name], scheme, limit=limit)
+
+        return params_of(
+            choose_range(
+                histograms[name], config.method, params_of, scheme, percentile=config.percentile
+            )
+        )
+
+    return {name: chosen(name) for name in ranges}
 
 
 def _quantized_tensors(

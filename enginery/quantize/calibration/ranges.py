@@ -3,18 +3,20 @@
 >>> from enginery.passes.qdq.scheme import INT8
 >>> histogram = Histogram.empty(largest=4.0)
 >>> histogram.add(np.float32([0.1, 0.2, 3.9]))
->>> choose_range(histogram, "minmax", INT8)
+>>> choose_range(histogram, "minmax", lambda limit: ActivationQuantParams(limit / 127), INT8)
 4.0
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError
+from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.passes.qdq.scheme import Scheme
 from enginery.quantize.config import Method
 
@@ -68,9 +70,14 @@ class Histogram:
 
 
 def choose_range(
-    histogram: Histogram, method: Method, scheme: Scheme, *, percentile: float = 99.999
+    histogram: Histogram,
+    method: Method,
+    params_of: Callable[[float], ActivationQuantParams],
+    scheme: Scheme,
+    *,
+    percentile: float = 99.999,
 ) -> float:
-    """Return the magnitude that maps to the largest quantized number (TensorRT's dynamic range).
+    """Return the magnitude beyond which the activation is clipped (TensorRT's dynamic range).
 
     Args:
         histogram: magnitudes of the activation.
@@ -79,6 +86,8 @@ def choose_range(
             do not exceed; `mse`, the one with the smallest squared rounding and clipping error;
             `entropy`, the one with the smallest Kullback-Leibler divergence between the original
             and the quantized distribution (Migacz, "8-bit inference with TensorRT", 2017).
+        params_of: returns the parameters with which the activation is quantized if it is clipped at
+            a magnitude.
         scheme: the quantized type.
         percentile: for the method `percentile`, in percent.
     """
@@ -91,18 +100,21 @@ def choose_range(
         last = int(np.searchsorted(shares, percentile / 100))
         return float((min(last, BINS - 1) + 1) * histogram.largest / BINS)
     if method == "mse":
-        return _minimize_squared_error(histogram, scheme)
+        return _minimize_squared_error(histogram, params_of, scheme)
     return _minimize_divergence(histogram, levels=int(scheme.largest) + 1)
 
 
-def _minimize_squared_error(histogram: Histogram, scheme: Scheme) -> float:
-    centres, counts = histogram.centres, histogram.counts.astype(np.float64)
+def _minimize_squared_error(
+    histogram: Histogram, params_of: Callable[[float], ActivationQuantParams], scheme: Scheme
+) -> float:
+    signed = np.asarray([histogram.centres, -histogram.centres], dtype=np.float32)
+    counts = histogram.counts.astype(np.float64)
     candidates = histogram.largest * np.linspace(0.02, 1.0, 99)
 
-    def error(top: float) -> float:
-        step = top / scheme.largest
-        rounded = scheme.nearest(centres / step).astype(np.float64) * step
-        return float(counts @ (rounded - centres) ** 2)
+    def error(limit: float) -> float:
+        errors = params_of(limit).fake_quantize(signed, scheme) - signed
+        # A sign that the activation does not have may be outside the range: ignore it.
+        return float(counts @ np.square(errors).min(axis=0))
 
     return float(min(candidates, key=error))
 
