@@ -32,6 +32,7 @@ from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_f
 from enginery.core.model.onnx_structure import is_random_input
 from enginery.core.progress import Progress
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
+from enginery.core.tolerance import QuantizedTolerance
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import ComparisonLimits, compare_graph
@@ -56,8 +57,12 @@ _SUSPICIOUS = 0.5
 """Share of a limit that a row may deviate. Either side of the comparison has its own roundings."""
 
 _MORE_ERROR, _LEAST_SHORTFALL = 2.0, 1e-3
-"""How many times farther from PyTorch a quantized batch may be than its rows alone: 1 - cosine may
-be this multiple of theirs, and this number more."""
+"""How many times farther from PyTorch a quantized batch may be than rows alone: 1 - cosine may be
+this multiple of theirs, and this number more."""
+
+_ROWS_ALONE = 8
+"""Number of rows alone, besides those of the deviating shapes, that tell how far from PyTorch a
+quantized graph is. The cosine of a few logits differs tenfold between two rows."""
 
 _CONFIRMED = 8
 """Number of deviating shapes that PyTorch runs."""
@@ -270,10 +275,17 @@ class ConsistencyScan:
             run_reference: runs PyTorch on these cases.
             progress: receives progress messages.
         """
-        cases = {case.name: case for shape in scanned.to_confirm() for case in self.cases(shape)}
-        if not cases:
+        shapes = scanned.to_confirm()
+        if not shapes:
             return []
-        listed = list(cases.values())
+        quantized = isinstance(limits.tolerance, QuantizedTolerance)
+        lengths = {length for shape in shapes for length in self._row_lengths(shape)}
+        if quantized:
+            ran = sorted(self._alone)
+            lengths |= {ran[place] for place in _positions(len(ran), _ROWS_ALONE)}
+        batches = [self.batch_case(shape) for shape in shapes]
+        alone = [self.alone_case(length) for length in sorted(lengths, reverse=True)]
+        listed = [*batches, *alone]
         confirmed = run_reference(listed)
         generated = {
             name: reference.noise_floor(name, real=False) for name in reference.noise_floors
@@ -286,14 +298,10 @@ class ConsistencyScan:
         results = compare_graph(
             self._run, self._record, listed, confirmed, limits, progress=progress
         )
-        found = {result.name: result for result in results if not result.skipped}
-        if not math.isfinite(limits.tolerance.limit(noise_floor=0.0, largest=1.0)):
-            for shape in scanned.to_confirm():
-                names = [case.name for case in self.cases(shape)]
-                if all(name in found for name in names):
-                    alone = [found[name] for name in names[1:]]
-                    found[names[0]] = _judge_padded(found[names[0]], alone)
-        return list(found.values())
+        if quantized:
+            together, rows = results[: len(batches)], results[len(batches) :]
+            results = [*(_judge_batch(result, rows) for result in together), *rows]
+        return [result for result in results if not result.skipped]
 
     def coverage(self, cases: Sequence[ValidationCaseResult], scanned: ScanResult) -> GraphCoverage:
         """Return the batch sizes and lengths of the compared cases and of the scan."""
@@ -313,19 +321,17 @@ class ConsistencyScan:
         first = case.shapes[self._record.inputs[0].name] if self._record.inputs else []
         return ScanShape(first[0] if first else 1, sizes.get(self.dim, 0))
 
-    def cases(self, shape: ScanShape) -> list[ValidationCase]:
-        """Return the padded batch of a shape, and its rows alone, as cases for PyTorch."""
+    def batch_case(self, shape: ScanShape) -> ValidationCase:
+        """Return the padded batch of a shape as a case for PyTorch."""
         padded = f"padded to {shape.length}" if self._padded else "of different rows"
-        rows = sorted(set(self._row_lengths(shape)), reverse=True)
-        name = "length {}" if self._padded else "row {} alone"
-        batch = partial(self._make_batch, shape)
-        return [
-            ValidationCase(f"batch {shape.batch} {padded}", "sweep", batch),
-            *(
-                ValidationCase(name.format(row), "sweep", partial(self._make_alone, row))
-                for row in rows
-            ),
-        ]
+        return ValidationCase(
+            f"batch {shape.batch} {padded}", "sweep", partial(self._make_batch, shape)
+        )
+
+    def alone_case(self, length: int) -> ValidationCase:
+        """Return a row alone as a case for PyTorch."""
+        name = f"length {length}" if self._padded else f"row {length} alone"
+        return ValidationCase(name, "sweep", partial(self._make_alone, length))
 
     def _compare(self, shape: ScanShape) -> Iterator[tuple[str, Array, Array]]:
         """Run a padded batch, and yield each output's name, values and those of the rows alone.
@@ -452,25 +458,25 @@ class ConsistencyScan:
         return np.pad(array, wide)
 
 
-def _judge_padded(
+def _judge_batch(
     batch: ValidationCaseResult, alone: Sequence[ValidationCaseResult]
 ) -> ValidationCaseResult:
-    """Judge a padded batch of a quantized graph by its rows alone.
+    """Judge a batch of a quantized graph by rows alone.
 
-    Such a graph has no limit on its error that is tight on generated inputs. But its error does not
-    depend on padding, so a batch may be twice as far from PyTorch as the worst of its rows.
+    Such a graph has no limit on its error that is tight on generated inputs. But other rows and
+    padding make its error hardly larger: a batch may be twice as far from PyTorch as the worst row
+    alone. That row need not be in the batch, because dynamic INT8 takes its scales from the whole
+    batch.
     """
-    least: dict[str, float] = {}
-    for case in alone:
-        for output in case.outputs:
-            least[output.output] = min(output.cosine, least.get(output.output, 1.0))
     outputs = []
     for output in batch.outputs:
-        limit = 1 - _MORE_ERROR * (1 - least.get(output.output, -1.0)) - _LEAST_SHORTFALL
+        cosines = [
+            row.cosine for case in alone for row in case.outputs if row.output == output.output
+        ]
+        least = min(cosines, default=-1.0)
+        limit = 1 - _MORE_ERROR * (1 - least) - _LEAST_SHORTFALL
         if not output.problem and output.cosine < limit:
-            problem = (
-                f"cosine {output.cosine:.4f}, but {least[output.output]:.4f} for its rows alone"
-            )
+            problem = f"cosine {output.cosine:.4f}, but at least {least:.4f} for rows alone"
             output = replace(output, cosine_limit=limit, problem=problem)  # noqa: PLW2901
         outputs.append(output)
     return replace(batch, outputs=outputs)
@@ -481,16 +487,31 @@ def scan_notes(
     scanned: ScanResult,
     cases: Sequence[ValidationCaseResult],
     reference: str = "PyTorch",
+    *,
+    quantized: bool,
 ) -> list[str]:
-    """Return notes on what a scan could not tell, given all cases compared with the reference."""
+    """Return notes on what a scan could not tell, given all cases compared with the reference.
+
+    Args:
+        record: the graph.
+        scanned: the result of its scan.
+        cases: all cases compared with the reference.
+        reference: its name.
+        quantized: the scanned graph computes in INT8.
+    """
     if scanned.reason:
         return [f"{record.file}: batches were not compared with rows alone: {scanned.reason}"]
     if not scanned.deviating or not all(case.passed for case in cases):
         return []
     total = len(scanned.deviating) + len(scanned.consistent)
+    judged = (
+        "are not much farther from its outputs than rows alone"
+        if quantized
+        else "equal its outputs, so it does the same"
+    )
     return [
-        f"{record.file}: {len(scanned.deviating)} of {total} padded batches differ from their rows "
-        f"alone; the worst of those that {reference} accepts equal its outputs, so it does the same"
+        f"{record.file}: {len(scanned.deviating)} of {total} batches differ from their rows alone; "
+        f"the worst of those that {reference} accepts {judged}"
     ]
 
 

@@ -586,11 +586,13 @@ class _Comparison:
         """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
         scanned = scan.run(shapes, limits, reference, self.progress)
-        noise = not isinstance(limits.tolerance, QuantizedTolerance)
-        run_again = partial(self._run_reference, record, "scan", noise=noise)
+        quantized = isinstance(limits.tolerance, QuantizedTolerance)
+        run_again = partial(self._run_reference, record, "scan", noise=not quantized)
         found = scan.confirm(scanned, limits, reference, run_again, self.progress)
         self.coverage.append(scan.coverage([*compared, *found], scanned))
-        self.notes += scan_notes(record, scanned, [*compared, *found], reference.name)
+        self.notes += scan_notes(
+            record, scanned, [*compared, *found], reference.name, quantized=quantized
+        )
         return found
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
