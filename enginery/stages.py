@@ -123,6 +123,8 @@ def run_cached(
             plan = _plan_export(str(source), config, progress)
         else:
             artifact = cast("Artifact", source)
+            if out and not isinstance(config, BuildConfig):  # an engine is added to its artifact
+                _check_out_is_not(artifact, Path(out))
             allow_failed = allow_failed or getattr(config, "allow_failed", False)
             artifact.require_passed(allow_failed=allow_failed)
             if isinstance(config, OptimizeConfig):
@@ -141,6 +143,15 @@ def run_cached(
         if out:
             made = deliver(made, Path(out), progress)
         return StageResult(stage, made, worked, time.monotonic() - started)
+
+
+def _check_out_is_not(source: Artifact, out: Path) -> None:
+    if out.resolve() == source.path.resolve():
+        raise OptionError(
+            f"{out} is the artifact that the stage starts from, which would be lost.",
+            do=f"Name another directory: --out {out}-2",
+            option="out",
+        )
 
 
 def check_out(out: Path) -> None:

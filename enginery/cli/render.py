@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from enginery.api import RunResult
     from enginery.cli.console import Console
     from enginery.cli.demo import SamplePrediction
+    from enginery.core.artifact.manifest import StageRecord
     from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult, ValidationReport
     from enginery.stages import StageResult
 
@@ -71,7 +72,8 @@ def show_new_artifact(console: Console, artifact: Artifact, done: str) -> None:
     """Print an artifact that a stage has made, and that stage."""
     console.json(artifact_json(artifact))
     console.table(f"{done} to {artifact.path}", artifact_rows(artifact))
-    console.table("Made by", stage_rows(artifact)[-1:])
+    stage = artifact.manifest.stages[-1]
+    console.table("Made by", [stage_row(stage), *note_rows(stage)])
 
 
 def interface_rows(artifact: Artifact) -> list[Row]:
@@ -94,15 +96,24 @@ def stage_rows(artifact: Artifact) -> list[Row]:
     """Return the stages that made the artifact, with options and tools."""
     rows = []
     for stage in artifact.manifest.stages:
-        took = f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
         facts = {
-            stage.stage: f"finished {stage.finished}, took {took}",
             "options": ", ".join(f"{name}={value}" for name, value in stage.options.items()),
             "tools": ", ".join(f"{name} {version}" for name, version in stage.tools.items()),
             "key": stage.key,
         }
-        rows += _facts(facts) + [{"what": "note", "value": note} for note in stage.notes]
+        rows += [stage_row(stage), *_facts(facts), *note_rows(stage)]
     return rows
+
+
+def stage_row(stage: StageRecord) -> Row:
+    """Return when a stage finished, its time and memory."""
+    took = f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
+    return {"what": stage.stage, "value": f"finished {stage.finished}, took {took}"}
+
+
+def note_rows(stage: StageRecord) -> list[Row]:
+    """Return the notes of a stage."""
+    return [{"what": "note", "value": note} for note in stage.notes]
 
 
 def file_rows(artifact: Artifact) -> list[Row]:

@@ -79,6 +79,10 @@ class Tolerance:
         return min(self.min_cosine, 1.0 - self.floor_factor**2 * (1.0 - noise_cosine))
 
 
+MIN_MEAN_COSINE = 0.95
+"""Minimum mean cosine of a quantized graph over real inputs, whatever its author measured."""
+
+
 @dataclass(frozen=True)
 class QuantizedTolerance:
     """The largest allowed difference for one output of a quantized graph, on any inputs.

@@ -286,15 +286,14 @@ def calibrate(
     return cache, measured
 
 
-def check_patterns(layers: Sequence[Layer], patterns: Sequence[str]) -> None:
-    """Check that every pattern of `exclude` matches a layer.
+def check_patterns(names: Sequence[str], patterns: Sequence[str]) -> None:
+    """Check that every pattern of `exclude` matches the name of a layer.
 
     Raises:
         OptionError: one matches none.
     """
     for pattern in patterns:
-        if not any(fnmatchcase(layer.name, pattern) for layer in layers):
-            names = [layer.name for layer in layers]
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise OptionError(
                 f"option 'exclude': no layer is named '{pattern}'{nearest(pattern, names)}"
             )

@@ -118,6 +118,13 @@ def check_options(config: QuantizeConfig) -> None:
             do="Leave it out.",
             option="residual",
         )
+    if not config.symmetric and config.target == "cpu":
+        raise OptionError(
+            "option 'symmetric' is false, but it is for TensorRT: for the CPU, activations have "
+            "zero points in any case, and weights have none.",
+            do="Leave it out.",
+            option="symmetric",
+        )
     if not config.symmetric:
         raise OptionError(
             "option 'symmetric' is false, but TensorRT requires zero points of 0: its parser "
@@ -189,6 +196,22 @@ def require_calibration(config: QuantizeConfig) -> None:
             "there are no calibration inputs. Ranges from random token ids are of no use: they "
             "are not those of texts.",
             do="Name real ones: --data reviews.csv --column text",
+        )
+
+
+def require_no_budget(config: QuantizeConfig) -> None:
+    """Check that no budget is set, for there are no inputs to measure the accuracy on.
+
+    Raises:
+        OptionError: one is, other than a cosine of -1, which any output has.
+    """
+    name = "accuracy_budget" if config.accuracy_budget else "min_cosine"
+    if getattr(config, name) not in (getattr(QuantizeConfig, name), -1):
+        raise OptionError(
+            f"option '{name}' is {getattr(config, name)}, but there are no inputs to measure the "
+            "accuracy on.",
+            do="Name some: --data reviews.csv --column text",
+            option=name,
         )
 
 

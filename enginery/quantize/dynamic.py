@@ -16,7 +16,6 @@ from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.progress import Progress
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
-from enginery.passes.qdq.layers import find_layers
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibrate import check_patterns
 from enginery.quantize.calibration.data import CalibrationData, make_batches
@@ -57,9 +56,8 @@ def quantize_dynamic(
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
     if not any(products.values()):
-        raise ArtifactError(
-            f"{source.path} has no MatMul with a constant weight, so nothing can be quantized."
-        )
+        what = "that 'exclude' leaves" if config.exclude else "with a constant weight"
+        raise ArtifactError(f"{source.path} has no MatMul {what}, so nothing can be quantized.")
     notes = [
         "activation scales are computed at run time; only ONNX Runtime's CPU provider runs this"
     ]
@@ -100,12 +98,15 @@ def _excluded_nodes(source: Artifact, patterns: Sequence[str]) -> dict[str, list
     """Return the names of the nodes that stay in FP32, by graph."""
     if not patterns:
         return {}
-    files = [record.file for record in source.manifest.graphs]
-    layers = {file: find_layers(read_graph(source.path / file)) for file in files}
-    check_patterns([layer for found in layers.values() for layer in found], patterns)
+    # More nodes are quantized than static INT8 has layers, such as a classifier's last product.
+    nodes = {
+        record.file: [str(node.name) for node in read_graph(source.path / record.file).graph]
+        for record in source.manifest.graphs
+    }
+    check_patterns([name for found in nodes.values() for name in found], patterns)
     return {
-        file: [x.name for x in found if any(fnmatchcase(x.name, p) for p in patterns)]
-        for file, found in layers.items()
+        file: [name for name in found if any(fnmatchcase(name, p) for p in patterns)]
+        for file, found in nodes.items()
     }
 
 

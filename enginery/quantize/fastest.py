@@ -102,6 +102,11 @@ def quantize_to_fastest(
     faster = [s for s in made if min(ratios[s]) > max(ratios[preferred])]
     chosen = max(faster, key=lambda scheme: statistics.median(ratios[scheme]), default=preferred)
     notes = [_describe(ratios), *(_explain(scheme, e) for scheme, e in failures.items())]
+    notes += [
+        f"{_NAMES[s]} was not chosen: {_why_not(ratios[s], ratios[chosen])}"
+        for s in made
+        if s != chosen
+    ]
     if statistics.median(ratios[chosen]) < 1:
         notes.append(f"{_NAMES[chosen]} is slower than FP32 on this machine")
         progress.say(f"quantize: {notes[-1]}")
@@ -119,6 +124,12 @@ def _describe(ratios: Mapping[str, Ratios]) -> str:
         f"times as fast as FP32 on the {usable_cpus()} cores of this machine, over held-out "
         f"rows: {found}"
     )
+
+
+def _why_not(ratios: Ratios, chosen: Ratios) -> str:
+    if statistics.median(ratios) < statistics.median(chosen):
+        return "it is slower"
+    return "it was not faster in every round"
 
 
 def _explain(scheme: str, error: Exception) -> str:

@@ -139,8 +139,12 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
 
     `held_out` is False if there were so few inputs that all of them calibrated, too.
     """
-    which = "held-out rows" if held_out else "rows, which were also used for calibration"
+    which = "held-out rows" if held_out else "rows"
+    if accuracy.rows == 1:
+        which = which.removesuffix("s")
     words = f"mean cosine {accuracy.cosine:.5f} to FP32 on {accuracy.rows} {which}"
+    if not held_out:
+        words += " that calibrated it, too"
     for name, value in (
         ("nearest neighbours", accuracy.neighbour_agreement),
         ("largest scores", accuracy.argmax_agreement),

@@ -83,8 +83,8 @@ class AccuracyBudget:
     @staticmethod
     def notes(config: QuantizeConfig, rows: int) -> list[str]:
         """Return a note if there are too few held-out rows for the `accuracy_budget`."""
-        allowed = parse_accuracy_budget(config.accuracy_budget) if config.accuracy_budget else 1.0
-        if HEADROOM * allowed * rows >= 1:
+        allowed = parse_accuracy_budget(config.accuracy_budget) if config.accuracy_budget else 0.0
+        if not allowed or HEADROOM * allowed * rows >= 1:
             return []
         return [
             f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {allowed:.2%} no "

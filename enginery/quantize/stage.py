@@ -34,6 +34,7 @@ from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import temporary_directory
+from enginery.core.tolerance import MIN_MEAN_COSINE
 from enginery.passes.ir.graph_file import check_graph, write_graph
 from enginery.passes.ir.opset import convert_opset
 from enginery.passes.qdq.layer_errors import (
@@ -64,6 +65,7 @@ from enginery.quantize.config import (
     QuantizeConfig,
     check_options,
     list_capabilities,
+    require_no_budget,
     residual_precision,
     resolve_scheme,
 )
@@ -146,7 +148,9 @@ def read_calibration(
     if config.scheme != "dynamic":
         check_trial_options(source, config)
     if config.scheme == "dynamic" and given is None and not config.data:
-        return None  # dynamic INT8 is not calibrated; inputs would only measure its accuracy
+        # Dynamic INT8 is not calibrated; inputs would only measure its accuracy.
+        require_no_budget(config)
+        return None
     return read_data(source, config, given)
 
 
@@ -207,7 +211,12 @@ def run(
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
         builtin = measure_builtin(first, directory / first.record.file, fused=fused)
-        report = replace(report, builtin=builtin)
+        if builtin is not None and builtin.cosine < MIN_MEAN_COSINE:
+            notes.append(
+                f"mean cosine {builtin.cosine:.4f} on built-in inputs, but `enginery validate` "
+                f"expects {MIN_MEAN_COSINE:g} there: calibrate on more and other inputs"
+            )
+        report = replace(report, builtin=builtin, notes=list(notes))
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord(
             stage=STAGE,
@@ -316,8 +325,8 @@ def _convert(
 def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> CalibrationCache | None:
     """Return the ranges to reuse, and check `exclude` for all graphs."""
     if config.exclude:
-        layers = [layer for graph in graphs for layer in find_layers(graph.read())]
-        check_patterns(layers, config.exclude)
+        names = [layer.name for graph in graphs for layer in find_layers(graph.read())]
+        check_patterns(names, config.exclude)
     if not config.ranges:
         return None
     scheme = scheme_from_config(config)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
@@ -399,22 +400,32 @@ def fit_arrays(path: Path, record: GraphRecord, arrays: Feeds) -> Feeds:
             raise InputError(
                 f"data '{path}': {spec.name} has the shape {array.shape}, the graph takes {spec}."
             )
-        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
-        fits = array.dtype.kind in "biuf"
-        if fits:
-            with np.errstate(invalid="ignore", over="ignore"):
-                feeds[spec.name] = array.astype(dtype)
-            fits = dtype.kind == "f" or np.array_equal(feeds[spec.name], array)
-        if not fits:
-            raise InputError(
-                f"data '{path}': {spec.name} has values of {array.dtype} that {dtype} cannot hold; "
-                f"the graph takes {spec}."
-            )
+        try:
+            feeds[spec.name] = cast_array(array, spec)
+        except InputError as error:
+            raise InputError(f"data '{path}': {error.message}") from error
     try:
         dim_sizes(record.inputs, feeds)
     except ShapeError as error:
         raise InputError(f"data '{path}': {error.message}") from error
     return feeds
+
+
+def cast_array(array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:
+    """Return an array in the dtype of an input of a graph.
+
+    Raises:
+        InputError: values would change, other than floats that are rounded.
+    """
+    dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+    if array.dtype.kind in "biuf":
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = array.astype(dtype)
+        if dtype.kind == "f" or np.array_equal(found, array):
+            return found
+    raise InputError(
+        f"{spec.name} has values of {array.dtype} that {dtype} cannot hold; the graph takes {spec}."
+    )
 
 
 def sample_batches(

@@ -502,7 +502,11 @@ class _Comparison:
         path = self.scratch / "layers" / record.file
         real = [case.make for case in cases if case.kind == "real"]
         if not limits.measured or not real:
-            why = "quantize has not measured them" if real else "there are no real inputs"
+            why = (
+                "quantize has not measured them"
+                if real
+                else "no real inputs were compared on this graph"
+            )
             self.notes.append(f"{skipped}: {why}")
             return
         found: dict[str, LayerError] = {}

@@ -243,6 +243,25 @@ def test_directory_of_the_store_is_no_place_for_a_copy(cli, artifact, tmp_path, 
     assert not out.exists()
 
 
+def test_a_stage_does_not_replace_the_artifact_that_it_starts_from(cli, artifact):
+    before = (artifact / "manifest.json").read_bytes()
+    for out in (artifact, artifact / ".." / artifact.name):
+        status, _, said = cli("optimize", artifact, out, "--target", "cuda")
+        assert status == 2
+        assert "is the artifact that the stage starts from" in " ".join(said.split())
+    assert (artifact / "manifest.json").read_bytes() == before
+
+
+def test_a_new_artifact_is_shown_with_all_notes_of_its_stage(cli, artifact, tmp_path):
+    out = tmp_path / "int8"
+    status, said, _ = cli("quantize", artifact, out, "--target", "cpu", "--scheme", "dynamic")
+    assert status == 0
+    notes = Artifact.open(out).manifest.stages[-1].notes
+    assert len(notes) > 1
+    for note in notes:
+        assert note[:40] in " ".join(said.split())
+
+
 def test_stages_take_where_to_write_after_the_artifact(cli, artifact, tmp_path):
     out = tmp_path / "fp16"
     status, _, _ = cli("optimize", artifact, out, "--target", "tensorrt", "--precision", "fp16")

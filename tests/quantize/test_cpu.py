@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnxruntime
 import pytest
 
 from enginery import validate_model
-from enginery.core.errors import CheckFailedError, InputError, OptionError
+from enginery.core.errors import ArtifactError, CheckFailedError, InputError, OptionError
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.embeddings import quantize_embeddings
 from enginery.passes.qdq.joining import joining_tensors
@@ -247,6 +248,15 @@ def test_excluded_layers_stay_in_fp32_in_dynamic_int8_as_well(tiny, quantized, s
         quantized(tiny(*BERT), target="cpu", scheme="dynamic", exclude=("nothing",))
 
 
+def test_the_last_product_of_a_classifier_can_be_excluded(tiny, quantized):
+    """The quantizer makes a MatMul of this Gemm, under another name."""
+    counts = []
+    for exclude in ((), ("/classifier/*",)):
+        made = quantized(tiny(*BERT), target="cpu", scheme="dynamic", exclude=exclude)
+        counts.append(sum(report_of(made)["products"]["model.onnx"].values()))
+    assert counts[0] == counts[1] + 1
+
+
 def test_ranges_make_the_same_graph_again(tiny, quantized, tmp_path):
     source = tiny(*RESNET)
     made = quantized(source, IMAGES, out=tmp_path / "made", target="cpu", min_cosine=0.99)
@@ -318,6 +328,42 @@ def test_the_fastest_scheme_within_the_budget_is_kept(tiny, quantized, speeds, t
         assert {p.name for p in made.path.rglob("*")} == {p.name for p in alone.path.rglob("*")}
         assert validate_model(made, effort="quick").passed
         shutil.rmtree(alone.path)
+
+
+def test_a_scheme_that_is_not_faster_in_every_round_is_named(tiny, quantized, monkeypatch):
+    def measure(*_):
+        return {"int8": [1.5, 1.9, 1.5], "dynamic": [1.6, 1.8, 1.7]}
+
+    monkeypatch.setattr(fastest, "_measure", measure)
+    report = report_of(quantized(tiny(*BERT), target="cpu", scheme="auto"))
+    assert report["scheme"] == "int8"
+    assert "dynamic INT8 was not chosen: it was not faster in every round" in report["notes"]
+
+
+def test_a_budget_without_inputs_is_an_error(tiny):
+    for options, name in (({"min_cosine": 0.99}, "min_cosine"), ({"accuracy_budget": "1%"}, "acc")):
+        config = QuantizeConfig(target="cpu", scheme="dynamic", **options)
+        with pytest.raises(OptionError, match=rf"'{name}\w*' is .*no inputs to measure"):
+            stage.read_calibration(tiny(*BERT), config)
+    assert stage.read_calibration(tiny(*BERT), replace(config, accuracy_budget="")) is None
+
+
+def test_no_answer_may_change_with_a_budget_of_0(tiny, quantized):
+    made = quantized(tiny(*BERT), target="cpu", scheme="int8", accuracy_budget="0%", rows=8)
+    assert report_of(made)["accuracy"]["argmax_agreement"] == 1
+
+
+def test_excluding_everything_from_dynamic_int8_is_an_error(tiny, quantized):
+    with pytest.raises(ArtifactError, match="no MatMul that 'exclude' leaves"):
+        quantized(tiny(*BERT), target="cpu", scheme="dynamic", exclude=("*",))
+
+
+def test_a_cosine_that_validation_refuses_is_noted(tiny, quantized, monkeypatch):
+    monkeypatch.setattr(stage, "MIN_MEAN_COSINE", 0.99999)
+    made = quantized(tiny("bert", "feature-extraction"), target="cpu")
+    expected = f"mean cosine {report_of(made)['builtin']['cosine']:.4f} on built-in inputs, but"
+    assert any(note.startswith(expected) for note in made.manifest.stages[-1].notes)
+    assert any(note.startswith(expected) for note in report_of(made)["notes"])
 
 
 def test_a_fast_scheme_beyond_the_budget_is_not_chosen(tiny, quantized, speeds):

@@ -148,4 +148,5 @@ def test_budget_smaller_than_one_row_is_noted():
     assert "no answer may change" in note
     assert notes("1%", rows=128) == []
     assert notes("1%", rows=100), "the search spends 95 % of it"
-    assert notes("", rows=8) == []
+    assert notes("", rows=8) == notes("", rows=1) == []
+    assert notes("0%", rows=128) == [], "no answer may change anyway"

@@ -376,7 +376,7 @@ def test_trial_engine_options_are_checked_before_the_calibration(
 
 def test_few_inputs_are_not_called_held_out(tiny, quantized):
     few = report_of(quantized(tiny(*BERT), TEXT[:3]))
-    assert "also used for calibration" in few["summary"]
+    assert "on 3 rows that calibrated it, too" in few["summary"]
     assert "held-out rows" in report_of(quantized(tiny(*BERT), TEXT * 2))["summary"]
 
 

@@ -146,7 +146,7 @@ def test_fault_in_a_convolution(verdict):
         array[0, 0] *= 0.5
 
     report = verdict(
-        ("wav2vec2", "audio-classification"), lambda model: faults.change_weight(model, halve)
+        ("resnet", "image-classification"), lambda model: faults.change_weight(model, halve)
     )
     assert not report.passed
 

@@ -37,6 +37,8 @@ def quantize_dynamically(source: Path, out: Path, exclude: Sequence[str] = ()) -
 
     out.parent.mkdir(parents=True, exist_ok=True)
     data_files = external_data_files(source)
+    # The quantizer replaces a Gemm by a MatMul of this name first.
+    excluded = [name + suffix for name in exclude for suffix in ("", "_MatMul")]
     logging.disable(logging.WARNING)  # it recommends its pre-processing on every call
     try:
         quantize_dynamic(
@@ -45,7 +47,7 @@ def quantize_dynamically(source: Path, out: Path, exclude: Sequence[str] = ()) -
             per_channel=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=bool(data_files),
-            nodes_to_exclude=[*_computed_convolutions(source), *exclude],
+            nodes_to_exclude=[*_computed_convolutions(source), *excluded],
             # ONNX cannot infer the output types of fused ops; they are float32.
             extra_options={"MatMulConstBOnly": True, "DefaultTensorType": _FLOAT32},
         )

@@ -28,6 +28,7 @@ from enginery.runtime.sample_inputs import (
     ImageFeeder,
     SoundFeeder,
     TextFeeder,
+    cast_array,
     fixed_batch,
     in_batches,
     pad_batch,
@@ -225,7 +226,12 @@ def _cast_feeds(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds
             f"a calibration input has the arrays {', '.join(sorted(feeds))}, expected the graph's "
             f"inputs {', '.join(names)}."
         )
-    arrays = {spec.name: np.asarray(feeds[spec.name]).astype(spec.dtype) for spec in record.inputs}
+    try:
+        arrays = {
+            spec.name: cast_array(np.asarray(feeds[spec.name]), spec) for spec in record.inputs
+        }
+    except InputError as error:
+        raise InputError(f"a calibration input cannot be used: {error.message}") from error
     for spec in record.inputs:
         if arrays[spec.name].ndim != len(spec.dims):
             raise InputError(

@@ -19,6 +19,7 @@ import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, data_sha256, sha256_of
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.labels import index_labels
 from enginery.core.datasets.samples import (
@@ -100,7 +101,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
             do="Write them to a folder of .wav or .flac files: quantize_model(…, 'FOLDER', …).",
         )
     items = list(islice(stream, config.rows))
-    kinds = {_kind(item, images=takes_images(record)) for item in items}
+    kinds = {_kind(index, item, record) for index, item in enumerate(items)}
     if len(kinds) != 1:
         raise InputError(f"calibration inputs are of several kinds: {', '.join(sorted(kinds))}.")
     kind = kinds.pop()
@@ -171,11 +172,21 @@ def _label2id(artifact: Artifact) -> dict[str, int]:
     return ModelConfig.read(artifact.path).label2id
 
 
-def _kind(item: Any, *, images: bool) -> Kind:
-    """Return the kind of an item; a string is a text, or with `images` the path of an image."""
-    if isinstance(item, str):
+def _kind(index: int, item: Any, record: GraphRecord) -> Kind:
+    """Return the kind of an item; a string is a text, or the path of an image.
+
+    Raises:
+        InputError: the graph takes no images, and the item is neither a text nor a dict.
+    """
+    images = takes_images(record)
+    if isinstance(item, Mapping):
+        return "feeds"
+    if isinstance(item, str) or images:
         return "images" if images else "texts"
-    return "feeds" if isinstance(item, Mapping) else "images"
+    raise InputError(
+        f"calibration input {index} is a {type(item).__name__}, expected a text or a dict of "
+        "arrays."
+    )
 
 
 def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str:

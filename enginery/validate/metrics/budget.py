@@ -45,7 +45,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.precision import roundoff
-from enginery.core.tolerance import Tolerance
+from enginery.core.tolerance import MIN_MEAN_COSINE, Tolerance
 
 _MEAN_SLACK, _WORST_SLACK = 1.25, 1.5
 """Factors for 1 - cosine on the inputs that the quantize stage has measured as well. The FP32 graph
@@ -60,9 +60,6 @@ _CONFIDENCE = 0.999
 _BUILTIN_SLACK, _DATA_SLACK = 10.0, 4.0
 """Factors for inputs that have not been measured. Built-in ones are in other languages than most
 calibration data; the user's own resemble what the artifact is used for."""
-
-MIN_COSINE = 0.95
-"""Minimum for every measurement, because the artifact's author wrote it."""
 
 _REPORT = f"{REPORTS}/quantization.json"
 
@@ -102,7 +99,9 @@ class AccuracyExpectation:
     def limits(self, rows: int) -> AccuracyLimits:
         """Return the limits for a number of rows."""
         found = self._limits(rows)
-        return AccuracyLimits(max(found.cosine, MIN_COSINE), found.worst_cosine, found.neighbours)
+        return AccuracyLimits(
+            max(found.cosine, MIN_MEAN_COSINE), found.worst_cosine, found.neighbours
+        )
 
     def _limits(self, rows: int) -> AccuracyLimits:
         seen = self.measured

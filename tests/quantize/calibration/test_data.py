@@ -88,8 +88,15 @@ def test_one_input_in_place_of_many_is_an_error(bert, given):
 
 
 def test_inputs_of_several_kinds_are_an_error(bert):
-    with pytest.raises(InputError, match="several kinds: images, texts"):
+    with pytest.raises(InputError, match="several kinds: feeds, texts"):
+        read(bert, ["text", feeds(bert)])
+
+
+def test_an_input_of_another_kind_is_an_error(bert):
+    with pytest.raises(InputError, match="input 1 is a ndarray, expected a text or a dict"):
         read(bert, ["text", np.zeros((4, 4, 3), np.uint8)])
+    with pytest.raises(InputError, match="input 0 is a NoneType"):
+        read(bert, [None])
 
 
 def test_the_key_follows_the_content(bert):
@@ -240,6 +247,17 @@ def test_arrays_of_a_file_are_rows_of_the_graphs_own_inputs(bert, tmp_path):
     ]
     with pytest.raises(OptionError, match="arrays have no columns"):
         read(bert, data=str(path), label_column="label")
+
+
+def test_fractional_ids_are_an_error(bert):
+    ids = feeds(bert)
+    assert split(
+        bert, read(bert, [{name: array.astype(np.float64) for name, array in ids.items()}])
+    )
+    data = read(bert, [{name: array + 0.5 for name, array in ids.items()}])
+    calibrating, _ = split(bert, data)
+    with pytest.raises(InputError, match="values of float64 that int64 cannot hold"):
+        calibrating[0].load()
 
 
 def test_a_folder_of_arrays_has_rows_of_several_sizes(bert, tmp_path):
