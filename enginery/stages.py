@@ -117,14 +117,14 @@ def run_cached(
     name = source if isinstance(source, str) else source.path
     with os_errors_as(EngineryError, f"{name} cannot be used"):
         if out:
-            check_out(Path(out))
+            # An engine may be added to the artifact that it is built for.
+            stays = isinstance(source, Artifact) and not isinstance(config, BuildConfig)
+            check_out(Path(out), Path(name) if stays else None)
         plan: _Plan | None
         if isinstance(config, ExportConfig):
             plan = _plan_export(str(source), config, progress)
         else:
             artifact = cast("Artifact", source)
-            if out and not isinstance(config, BuildConfig):  # an engine is added to its artifact
-                _check_out_is_not(artifact, Path(out))
             allow_failed = allow_failed or getattr(config, "allow_failed", False)
             artifact.require_passed(allow_failed=allow_failed)
             if isinstance(config, OptimizeConfig):
@@ -145,20 +145,16 @@ def run_cached(
         return StageResult(stage, made, worked, time.monotonic() - started)
 
 
-def _check_out_is_not(source: Artifact, out: Path) -> None:
-    if out.resolve() == source.path.resolve():
-        raise OptionError(
-            f"{out} is the artifact that the stage starts from, which would be lost.",
-            do=f"Name another directory: --out {out}-2",
-            option="out",
-        )
-
-
-def check_out(out: Path) -> None:
+def check_out(out: Path, source: Path | None = None) -> None:
     """Raise an error if a copy of an artifact cannot go to `out`.
 
+    Args:
+        out: where the copy goes.
+        source: the artifact that it is made from, if it must stay.
+
     Raises:
-        OptionError: it is inside the store, whose entries belong to their cache keys.
+        OptionError: it is inside the store, whose entries belong to their cache keys; or it is
+            `source`.
         ArtifactError: it has files that do not belong to an artifact.
     """
     store = Store().artifacts.resolve()
@@ -166,6 +162,12 @@ def check_out(out: Path) -> None:
         raise OptionError(
             f"{out} is inside the store {store}, where artifacts belong to their cache keys.",
             do="Name a directory of your own: --out build/name",
+            option="out",
+        )
+    if source is not None and out.resolve() == source.resolve():
+        raise OptionError(
+            f"{out} is the artifact that the stage starts from, which would be lost.",
+            do="Name another directory.",
             option="out",
         )
     check_overwritable(out)

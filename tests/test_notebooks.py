@@ -188,7 +188,7 @@ SAYS = {
         r"\| decoder_with_past_model.onnx \|",
         r"\| encoder_model.onnx \|",
         r"^\(True, 8, 8, 8\)$",
-        r"\| seven \| sieben \|",  # the model errs in 2 of 100, in which differs by processor
+        r"\| seven \| sieben \|",  # it errs in 2 of 100, and in which, differs by processor
         r"\| neunundneunzig \| -0",
         r"^\[",
         r"^True$",

@@ -79,7 +79,7 @@ from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, 
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
 STAGE = "quantize"
-STAGE_VERSION = "14"
+STAGE_VERSION = "15"
 """Incremented when the same inputs give a different artifact; part of the fingerprint."""
 
 REPORT = f"{REPORTS}/{QuantizationReport.FILE}"

@@ -61,8 +61,8 @@ _MORE_ERROR, _LEAST_SHORTFALL = 2.0, 1e-3
 this multiple of theirs, and this number more."""
 
 _ROWS_ALONE = 8
-"""Number of rows alone, besides those of the deviating shapes, that tell how far from PyTorch a
-quantized graph is. The cosine of a few logits differs tenfold between two rows."""
+"""Number of rows alone, besides its own, that a quantized batch is judged by. The cosine of a few
+logits differs tenfold between two rows."""
 
 _CONFIRMED = 8
 """Number of deviating shapes that PyTorch runs."""
@@ -279,13 +279,12 @@ class ConsistencyScan:
         if not shapes:
             return []
         quantized = isinstance(limits.tolerance, QuantizedTolerance)
-        lengths = {length for shape in shapes for length in self._row_lengths(shape)}
+        rows = [set(self._row_lengths(shape)) for shape in shapes]
         if quantized:
-            ran = sorted(self._alone)
-            lengths |= {ran[place] for place in _positions(len(ran), _ROWS_ALONE)}
+            rows = [own | self._rows_like(shape) for own, shape in zip(rows, shapes, strict=True)]
+        lengths = sorted(set().union(*rows), reverse=True)
         batches = [self.batch_case(shape) for shape in shapes]
-        alone = [self.alone_case(length) for length in sorted(lengths, reverse=True)]
-        listed = [*batches, *alone]
+        listed = [*batches, *map(self.alone_case, lengths)]
         confirmed = run_reference(listed)
         generated = {
             name: reference.noise_floor(name, real=False) for name in reference.noise_floors
@@ -299,9 +298,15 @@ class ConsistencyScan:
             self._run, self._record, listed, confirmed, limits, progress=progress
         )
         if quantized:
-            together, rows = results[: len(batches)], results[len(batches) :]
-            results = [*(_judge_batch(result, rows) for result in together), *rows]
+            alone = dict(zip(lengths, results[len(batches) :], strict=True))
+            for index, own in enumerate(rows):
+                results[index] = _judge_batch(results[index], [alone[length] for length in own])
         return [result for result in results if not result.skipped]
+
+    def _rows_like(self, shape: ScanShape) -> set[int]:
+        """Return lengths of some rows that ran alone, none of them longer than a batch's."""
+        ran = [n for n in sorted(self._alone) if self._padded is None or n <= shape.length]
+        return {ran[place] for place in _positions(len(ran), _ROWS_ALONE)}
 
     def coverage(self, cases: Sequence[ValidationCaseResult], scanned: ScanResult) -> GraphCoverage:
         """Return the batch sizes and lengths of the compared cases and of the scan."""
@@ -464,9 +469,8 @@ def _judge_batch(
     """Judge a batch of a quantized graph by rows alone.
 
     Such a graph has no limit on its error that is tight on generated inputs. But other rows and
-    padding make its error hardly larger: a batch may be twice as far from PyTorch as the worst row
-    alone. That row need not be in the batch, because dynamic INT8 takes its scales from the whole
-    batch.
+    padding make its error hardly larger: a batch may be twice as far from PyTorch as the worst of
+    several rows alone. They need not be in the batch: dynamic INT8 takes its scales from all rows.
     """
     outputs = []
     for output in batch.outputs:

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "18"
+STAGE_VERSION = "19"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
