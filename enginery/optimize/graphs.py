@@ -11,7 +11,9 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError, OptionError, nearest
 from enginery.core.model.feeds import Feeds
 from enginery.core.progress import SILENT, Progress
+from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import Tolerance
+from enginery.optimize.answers import append_answer
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.fusions import fuse_graphs
@@ -37,6 +39,8 @@ class OptimizedGraphs:
     notes: list[str] = field(default_factory=list)
     data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the external data files of each graph."""
+    answers: dict[str, TensorSpec] = field(default_factory=dict)
+    """The output that was added to a graph, by its file."""
     problem: str = ""
     """How the outputs of an FP32 graph have changed; empty if they have not."""
     peak_rss_bytes: int = 0
@@ -107,6 +111,11 @@ def optimize_graphs(
             check_graph(out)
         if config.packed:
             data_files = _pack(out, result)
+        if config.target == "cuda":
+            answer, note = append_answer(artifact, record, out)
+            if answer is not None:
+                result.answers[record.file] = answer
+            result.notes += [note] if note else []
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
         if config.target == "tensorrt":

@@ -35,7 +35,7 @@ from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord, describe_origin
 
 STAGE = "optimize"
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
@@ -186,8 +186,7 @@ def _manifest(
     verdict: Verdict,
 ) -> Manifest:
     graphs = tuple(
-        _graph_record(record, directory, optimized.data_files.get(record.file, ()))
-        for record in artifact.manifest.graphs
+        _graph_record(record, directory, optimized) for record in artifact.manifest.graphs
     )
     return artifact.manifest.model_copy(
         update={
@@ -201,8 +200,8 @@ def _manifest(
     )
 
 
-def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, ...]) -> GraphRecord:
-    """Return the record with the opset and types of the new file; names and dims are unchanged."""
+def _graph_record(record: GraphRecord, directory: Path, optimized: OptimizedGraphs) -> GraphRecord:
+    """Return the record with the opset, the types and a further output of the new file."""
     model = load_graph(directory / record.file)
     types = {
         value.name: value.type.tensor_type.elem_type
@@ -212,12 +211,16 @@ def _graph_record(record: GraphRecord, directory: Path, data_files: tuple[str, .
     def typed(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=_DTYPES.get(types[spec.name], spec.dtype))
 
+    answer = optimized.answers.get(record.file)
     return record.model_copy(
         update={
             "opset": next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")),
             "inputs": tuple(typed(spec) for spec in record.inputs),
-            "outputs": tuple(typed(spec) for spec in record.outputs),
-            "data_files": data_files,
+            "outputs": (
+                *(typed(spec) for spec in record.outputs),
+                *([answer] if answer else ()),
+            ),
+            "data_files": optimized.data_files.get(record.file, ()),
         }
     )
 

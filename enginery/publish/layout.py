@@ -325,7 +325,7 @@ def _rewrite(
 def _with_pooling(model: Any, pooling: Pooling, tokens: str) -> Any:
     import onnx_ir as ir
 
-    from enginery.passes.ir.pooling import append_pooling
+    from enginery.passes.ir.answers import append_pooling
 
     graph = ir.from_proto(model)
     append_pooling(graph, pooling, tokens=tokens)

@@ -86,6 +86,9 @@ class TextSteps:
         """
         work, options = self._preprocess(inputs, parameters)
         names, count = self.task.outputs_read(self.task.record), len(work.rows)
+        if self.task.final_output not in names:
+            for row in work.rows:
+                row.reads_raw = True
         outputs = {name: inputs[name][:count] for name in names}
         if any(len(array) < count for array in outputs.values()):
             found = ", ".join(f"{name} {array.shape}" for name, array in outputs.items())

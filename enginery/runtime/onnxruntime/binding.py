@@ -16,7 +16,9 @@ thread separately, so the first run of a bucket in another thread records it aga
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +46,13 @@ from enginery.runtime.onnxruntime.device_values import (
 BUCKETS = 8
 """Default number of combinations of input shapes that keep their buffers."""
 
+Key = tuple[tuple[int, ...], ...]
+"""The shapes of a run's inputs, in the order of the graph's inputs."""
+
 _NO_CAPTURE = "-1"
 _GRAPH_ID = "gpu_graph_id"
+UNRECORDED = {_GRAPH_ID: _NO_CAPTURE}
+"""Run option for a run without a CUDA graph, in a session that records them."""
 
 
 @dataclass
@@ -61,7 +68,28 @@ class _Bucket:
     """Names of outputs that ONNX Runtime allocates in each run."""
     held: dict[str, Any] = field(default_factory=dict)
     """Inputs that are bound without a copy; they must outlive the run."""
+    zeros: set[str] = field(default_factory=set)
+    """Inputs whose buffers have held only zeros, such as token types; zeros are not copied."""
     graph: str = _NO_CAPTURE
+    options: Any = None
+    """`onnxruntime.RunOptions` of the bucket; None for the defaults."""
+
+
+@dataclass
+class CaptureStatistics:
+    """What the recording of CUDA graphs in one session took, and how many runs had none."""
+
+    graphs: int = 0
+    """Number of graphs so far, which is the id of the last; that of a failed capture is not used
+    again."""
+    recorded: int = 0
+    """Number of CUDA graphs; each thread records its own."""
+    seconds: float = 0.0
+    """Time that their first runs took."""
+    buffer_bytes: int = 0
+    """Size of their inputs and outputs on the device."""
+    unrecorded_runs: int = 0
+    """Number of runs without a CUDA graph."""
 
 
 class _Recorded(threading.local):
@@ -83,6 +111,8 @@ class DeviceBinding(Closeable):
         *,
         buckets: int = BUCKETS,
         capture: bool = False,
+        max_captured_bytes: float = math.inf,
+        statistics: CaptureStatistics | None = None,
         run_config: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare the binding; buffers are allocated by the first run.
@@ -90,12 +120,16 @@ class DeviceBinding(Closeable):
         Args:
             session: an `onnxruntime.InferenceSession`.
             inputs: inputs of the graph, with their named dims.
-            outputs: outputs of the graph; their dims are computed from those of the inputs.
+            outputs: outputs of the graph that are fetched; their dims are computed from those of
+                the inputs.
             device: device of the tensors; None for that of the session's first provider.
             buckets: number of combinations of input shapes that keep their buffers.
             capture: record each bucket as a CUDA graph; the session must have the provider's option
                 for it. Shapes beyond the number of buckets run without a CUDA graph; recorded ones
                 are never discarded.
+            max_captured_bytes: maximum size of the buffers of recorded buckets; shapes beyond it
+                run without a CUDA graph.
+            statistics: those of the session, if it has several bindings; None for a new one.
             run_config: entries of ONNX Runtime's run options, such as
                 `memory.enable_memory_arena_shrinkage`.
 
@@ -117,9 +151,11 @@ class DeviceBinding(Closeable):
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         self._limit = buckets
         self._run_config = dict(run_config or {})
-        self._buckets: OrderedDict[tuple[tuple[int, ...], ...], _Bucket] = OrderedDict()
-        self._captured: dict[tuple[tuple[int, ...], ...], _Bucket] = {}
-        self._graphs = 0
+        self._max_captured_bytes = max_captured_bytes
+        self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
+        self._captured: dict[Key, _Bucket] = {}
+        self.statistics = statistics or CaptureStatistics()
+        """Counts of the session's CUDA graphs, if runs are captured."""
         self._recorded = _Recorded()
         self._lock = threading.Lock()
         self._shapes_vary = False
@@ -132,14 +168,15 @@ class DeviceBinding(Closeable):
                 does not have.
         """
         with self._lock:
-            found = self._run(feeds)
+            replayed = self._replay(feeds) if self._captured else None
+            values = self._run(feeds) if replayed is None else replayed
             on_host = self.device.kind == "cpu"
             with CAPTURE_LOCK.running():
                 # On the host `numpy()` returns the buffer itself, which the next run overwrites;
                 # from a GPU it returns a copy.
                 return {
                     name: np.array(value.numpy()) if on_host else value.numpy()
-                    for name, value in found.items()
+                    for name, value in values.items()
                 }
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,14 +208,53 @@ class DeviceBinding(Closeable):
         self._session = None
 
     @property
-    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def shapes(self) -> tuple[Key, ...]:
         """Input shapes of all buckets, the least recently used first."""
         return (*self._captured, *self._buckets)
 
     @property
-    def captured(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def captured(self) -> tuple[Key, ...]:
         """Input shapes, in the order of the inputs, whose runs are recorded."""
         return tuple(self._captured)
+
+    def has_buffers(self, feeds: Mapping[str, NDArray[Any]]) -> bool:
+        """Return True if inputs of these shapes have run before and their buffers are kept."""
+        key = tuple(feeds[spec.name].shape for spec in self._inputs)
+        return key in self._captured or key in self._buckets
+
+    def _replay(self, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Replay the CUDA graph of the feeds' shapes; None if this thread has not recorded it.
+
+        This is the whole work of a run on arrays, and nothing else: at small shapes the checks of
+        `_run` would take as long as the GPU.
+        """
+        try:
+            key = tuple(feeds[spec.name].shape for spec in self._inputs)
+        except (KeyError, AttributeError):  # `_run` reports missing inputs
+            return None
+        bucket = self._captured.get(key)
+        if bucket is None or bucket.graph not in self._recorded.graphs or len(feeds) != len(key):
+            return None
+        for spec in self._inputs:
+            array = feeds[spec.name]
+            if not isinstance(array, np.ndarray) or array.dtype.name != spec.dtype:
+                return None
+        with CAPTURE_LOCK.running():
+            for name, buffer in bucket.inputs.items():
+                array = feeds[name]
+                if name in bucket.zeros:
+                    if not array.any():
+                        continue
+                    bucket.zeros.remove(name)
+                buffer.update_inplace(array if array.flags.c_contiguous else array.copy())
+                bucket.bound.bind_ortvalue_input(name, buffer)  # see `_bind_input`
+            bucket.bound.synchronize_inputs()
+            try:
+                self._session.run_with_iobinding(bucket.bound, bucket.options)
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                raise self._failure(key, error) from error
+            bucket.bound.synchronize_outputs()
+        return bucket.outputs
 
     def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:
@@ -196,25 +272,31 @@ class DeviceBinding(Closeable):
         except Exception as error:  # ONNX Runtime raises many unrelated types
             if self._try_without_buffers(bucket):
                 return self._found(bucket)
-            self._buckets.pop(key, None)  # its outputs may be incomplete
-            self._captured.pop(key, None)
-            shapes = ", ".join(
-                f"{spec.name} {shape}" for spec, shape in zip(self._inputs, key, strict=True)
-            )
-            raise InputError(f"the graph fails on {shapes}: {error}") from error
+            raise self._failure(key, error) from error
         return self._found(bucket)
+
+    def _failure(self, key: Key, error: Exception) -> InputError:
+        """Discard the bucket of a failed run, whose outputs may be incomplete."""
+        self._buckets.pop(key, None)
+        self._captured.pop(key, None)
+        shapes = ", ".join(
+            f"{spec.name} {shape}" for spec, shape in zip(self._inputs, key, strict=True)
+        )
+        return InputError(f"the graph fails on {shapes}: {error}")
 
     def _run_bound(self, bucket: _Bucket) -> None:
         """Run the session, alone in this process if the run records a CUDA graph."""
-        recorded = self._recorded.graphs
-        if bucket.graph == _NO_CAPTURE or bucket.graph in recorded:
-            lock = CAPTURE_LOCK.running()
-        else:
-            lock = CAPTURE_LOCK.capturing()
-        with lock:
-            self._session.run_with_iobinding(bucket.bound, self._run_options(bucket))
+        recorded, statistics = self._recorded.graphs, self.statistics
+        records = bucket.graph != _NO_CAPTURE and bucket.graph not in recorded
+        started = time.perf_counter()
+        with CAPTURE_LOCK.capturing() if records else CAPTURE_LOCK.running():
+            self._session.run_with_iobinding(bucket.bound, bucket.options)
             bucket.bound.synchronize_outputs()
-        recorded.add(bucket.graph)
+        if records:
+            recorded.add(bucket.graph)
+            statistics.recorded += 1
+            statistics.seconds += time.perf_counter() - started
+        statistics.unrecorded_runs += bucket.graph == _NO_CAPTURE
 
     def _found(self, bucket: _Bucket) -> dict[str, Any]:
         # Outputs come in the order of binding, which is that of the graph.
@@ -241,14 +323,23 @@ class DeviceBinding(Closeable):
         bucket = _Bucket(self._session.io_binding())
         shapes = {name: shape_only_array(value) for name, value in given.items()}
         sizes = dim_sizes(self._inputs, shapes)
-        self._bind_outputs(bucket, sizes)
-        if self.capture and len(self._captured) < self._limit:
-            self._graphs += 1  # the number of a failed capture is not used again
-            bucket.graph = str(self._graphs)
+        captures = self._captures(key, sizes)
+        self._bind_outputs(bucket, sizes, required=captures)
+        if captures:
+            self.statistics.graphs += 1
+            bucket.graph = str(self.statistics.graphs)
+            bucket.zeros = {
+                name
+                for name, value in given.items()
+                if isinstance(value, np.ndarray) and not value.any()
+            }
+            self.statistics.buffer_bytes += self._bytes(key, sizes)
+            bucket.options = self._run_options(bucket)
             self._captured[key] = bucket
             return bucket
+        bucket.options = self._run_options(bucket)
         self._buckets[key] = bucket
-        if len(self._buckets) > self._limit:
+        if len(self._buckets) > min(self._limit, BUCKETS):
             self._buckets.popitem(last=False)
         return bucket
 
@@ -271,12 +362,31 @@ class DeviceBinding(Closeable):
         bucket.bound.bind_ortvalue_input(spec.name, buffer)
         bucket.held.pop(spec.name, None)
 
-    def _bind_outputs(self, bucket: _Bucket, sizes: Mapping[str, int]) -> None:
-        """Allocate outputs of known shape; ONNX Runtime allocates the others in each run."""
+    def _captures(self, key: Key, sizes: Mapping[str, int]) -> bool:
+        """Return True if a new bucket is recorded: there is room for it."""
+        if not self.capture or len(self._captured) >= self._limit:
+            return False
+        return self.statistics.buffer_bytes + self._bytes(key, sizes) <= self._max_captured_bytes
+
+    def _bytes(self, key: Key, sizes: Mapping[str, int]) -> int:
+        """Return the size of a bucket's inputs, and of its outputs of known shape."""
+        shapes = [*zip(self._inputs, key, strict=True)]
+        known = ((spec, _known_shape(spec, sizes)) for spec in self._outputs)
+        shapes += [(spec, shape) for spec, shape in known if shape is not None]
+        return sum(math.prod(shape) * _item_bytes(spec.dtype) for spec, shape in shapes)
+
+    def _bind_outputs(
+        self, bucket: _Bucket, sizes: Mapping[str, int], *, required: bool = False
+    ) -> None:
+        """Allocate outputs of known shape; ONNX Runtime allocates the others in each run.
+
+        Raises:
+            ProviderError: a shape is unknown, but `required` for a capture.
+        """
         for spec in self._outputs:
             shape = None if self._shapes_vary else _known_shape(spec, sizes)
             if shape is None:
-                if self.capture:
+                if required:
                     raise ProviderError(
                         f"{spec}: its shape is unknown before a run, so runs cannot be captured.",
                         do="Run it with cuda_graph=False.",
@@ -313,6 +423,11 @@ class DeviceBinding(Closeable):
         if self.capture:
             config[_GRAPH_ID] = bucket.graph
         return run_options(config)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the size of a number in bytes; numpy does not have bfloat16."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def run_options(config: Mapping[str, str]) -> Any:

@@ -42,7 +42,7 @@ def with_cuda_graph(
     head, *below = providers
     require_cuda_graphs(head.name)
     for path, feeds in graphs:
-        if reasons := _reasons(_placed(path, providers, feeds)):
+        if reasons := capture_obstacles(path, providers, feeds):
             raise ProviderError(
                 f"{path.name} cannot be captured as a CUDA graph: {'; '.join(reasons)}.",
                 do="Every node must run on the provider, without If, Loop, Scan and copies between "
@@ -50,6 +50,17 @@ def with_cuda_graph(
             )
     option, on = CUDA_GRAPH_OPTIONS[head.name]
     return [replace(head, options={**head.options, option: on}), *below]
+
+
+def capture_obstacles(
+    path: Path, providers: Sequence[Provider], feeds: Mapping[str, NDArray[Any]]
+) -> list[str]:
+    """Return the names of nodes, and of copies between devices, that prevent a capture.
+
+    Raises:
+        ProviderError: the file cannot be loaded.
+    """
+    return _reasons(_placed(path, providers, feeds))
 
 
 def _placed(

@@ -7,13 +7,19 @@ ONNX Runtime's own silent fallback to the CPU is off: if a requested provider is
 that is an error. TensorRT's providers get engines that were built ahead of time, with one session
 for each engine; building an engine during loading requires `allow_build`. On NVIDIA's providers,
 inputs and outputs are bound to buffers on the GPU.
+
+With a `ladder`, callers round the sizes of their inputs up (`padded_shape`), and on CUDA the run of
+each rung is recorded as a CUDA graph, by its first run or by `record_rungs`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +35,29 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
-from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
+from enginery.runtime.onnxruntime.binding import (
+    BUCKETS,
+    UNRECORDED,
+    CaptureStatistics,
+    DeviceBinding,
+    run_options,
+)
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
-from enginery.runtime.onnxruntime.cuda_graphs import with_cuda_graph
+from enginery.runtime.onnxruntime.cuda_graphs import capture_obstacles, with_cuda_graph
 from enginery.runtime.onnxruntime.device_values import (
     Device,
     device_of,
     read_value,
     shape_only_array,
 )
+from enginery.runtime.onnxruntime.ladder import Ladder
 from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import check_interface, new_session
-from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.known import CUDA
+from enginery.runtime.providers.selection import Provider, with_dynamic_shapes
 from enginery.runtime.providers.specification import (
+    CUDA_GRAPH_OPTIONS,
     Providers,
     check_run_options,
     parse_providers,
@@ -53,6 +68,10 @@ Outputs = dict[str, NDArray[Any]]
 
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _TOKENS = 16
+_ABOVE = -1
+"""Stands for the session above the ladder among the indices of sessions."""
+_KERNELS_WITHOUT_PLANS = "3"
+"""ONNX Runtime's flash and memory-efficient attention; where neither takes the mask, unfused."""
 
 
 class OrtRunner(Closeable):
@@ -78,6 +97,7 @@ class OrtRunner(Closeable):
         keep_optimized: bool = False,
         spinning: bool = True,
         buckets: int = BUCKETS,
+        ladder: Ladder | bool = False,
     ) -> None:
         """Open the sessions.
 
@@ -108,6 +128,9 @@ class OrtRunner(Closeable):
                 cores from several concurrent ones.
             buckets: number of combinations of input shapes that keep their buffers on the GPU; with
                 `cuda_graph`, this many are recorded, and others run without a CUDA graph.
+            ladder: True for the default ladder on CUDA, if the graph's batch is dynamic; or a
+                ladder, on any provider. Rungs are recorded as CUDA graphs if every node can be,
+                which `notes` says.
 
         Raises:
             ProviderError: the provider is unavailable or rejects the model, no engine of the
@@ -132,9 +155,18 @@ class OrtRunner(Closeable):
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """Profile of each session; empty without engines."""
         self._limits = FeedLimits.from_artifact(artifact)
+        self.notes: list[str] = []
+        """Choices made for this session, with their reasons."""
+        if not self.engines:
+            self.providers = with_dynamic_shapes(
+                self.providers, dynamic=bool(dynamic_dims(self.record.inputs))
+            )
+        self.ladder = self._choose_ladder(ladder, shrink_arena=shrink_arena)
+        """The sizes that callers round up to; None without."""
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
         self._lone_session: Any = None
+        self._capture = False
         self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
         if cuda_graph:
@@ -151,8 +183,12 @@ class OrtRunner(Closeable):
             kept = (
                 optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
             )
+            records = self.ladder is not None and io_binding and not cuda_graph
+            session = self._open_recording(path) if records else None
+            self._capture = session is not None
             self._sessions = [
-                open_session(
+                session
+                or open_session(
                     kept or path,
                     self.providers,
                     threads=threads,
@@ -170,20 +206,24 @@ class OrtRunner(Closeable):
                     stop_spinning=True,  # other runs need the cores
                     record=self.record,
                 )
-        self._capture = cuda_graph
-        self._buckets = buckets
+        self._capture = self._capture or cuda_graph
+        self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
         self._shrink = shrink_arena
-        self._bindings: dict[int, DeviceBinding] = {}
+        self._statistics = [CaptureStatistics() for _ in self._sessions]
+        self._bindings: dict[tuple[int, tuple[str, ...]], DeviceBinding] = {}
+        """Bindings by session and outputs."""
+        self._above: Any = None
+        """The session for inputs above the ladder, opened by the first of them."""
+        self._binding_lock = threading.Lock()
         self._on_gpu = self.device.kind != "cpu"
-        if io_binding and self._on_gpu:
-            for index, session in enumerate(self._sessions):
-                self._bindings[index] = self._bind(session)
+        self._binds = io_binding and self._on_gpu
 
-    def __call__(self, feeds: Feeds) -> Outputs:
+    def __call__(self, feeds: Feeds, outputs: Sequence[str] = ()) -> Outputs:
         """Run the graph.
 
         Args:
             feeds: an array for each input, of its dtype and rank.
+            outputs: names of the outputs to return, in the order of the graph; empty for all.
 
         Raises:
             InputError: an input is missing, unknown, or of the wrong dtype or rank, or the graph
@@ -199,13 +239,13 @@ class OrtRunner(Closeable):
         if unknown := [name for name in feeds if name not in arrays]:
             expected = ", ".join(str(spec) for spec in self.record.inputs)
             raise InputError(f"unknown input '{unknown[0]}'; the graph takes {expected}.")
-        return self._run(self._index(arrays), arrays)
+        return self._run(self._index(arrays), arrays, tuple(outputs))
 
-    def _run(self, index: int, arrays: Feeds) -> Outputs:
+    def _run(self, index: int, arrays: Feeds, outputs: tuple[str, ...] = ()) -> Outputs:
         """Run one of the sessions on checked arrays."""
-        names = [spec.name for spec in self.record.outputs]
-        if index in self._bindings:
-            return self._bindings[index](arrays)
+        if self._binds:
+            return self._choose_binding(index, arrays, outputs)(arrays)
+        names = [spec.name for spec in self._output_specs(outputs)]
         try:
             with (
                 self._choose_session(index) as session,
@@ -275,9 +315,7 @@ class OrtRunner(Closeable):
                 index = self._index(
                     {name: shape_only_array(value) for name, value in values.items()}
                 )
-        if index not in self._bindings:
-            self._bindings[index] = self._bind(self._sessions[index])
-        return self._bindings[index].run(feeds)
+        return self._binding(index, ()).run(feeds)
 
     def run_values(self, feeds: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
         """Run the graph on values that stay where they are, such as a decoder's cache.
@@ -341,9 +379,146 @@ class OrtRunner(Closeable):
         Raises:
             ShapeError: no engine's profile covers the shapes.
         """
-        binding = self._bindings.get(self._index(feeds))
+        binding = self._bindings.get((self._index(feeds), ()))
         shapes = tuple(feeds[spec.name].shape for spec in self.record.inputs)
         return binding is not None and shapes in binding.captured
+
+    @property
+    def pads(self) -> bool:
+        """True if sizes of inputs are to be rounded up by `padded_shape`."""
+        return bool(self.profiles) or self.ladder is not None
+
+    @property
+    def captures(self) -> CaptureStatistics | None:
+        """Counts of the recorded CUDA graphs; None if runs are not recorded."""
+        return self._statistics[0] if self._capture else None
+
+    def record_rungs(
+        self,
+        *,
+        max_rows: int,
+        longest: int = 0,
+        outputs: Sequence[str] = (),
+        seconds: float = 0.0,
+    ) -> int:
+        """Run each rung of the ladder once on made-up inputs, in the current thread.
+
+        On CUDA this records the CUDA graphs, which are those of this thread.
+
+        Args:
+            max_rows: maximum batch size of the inputs to come.
+            longest: their maximum length; 0 for the ladder's.
+            outputs: see `__call__`; a CUDA graph is that of its outputs.
+            seconds: time after which no further rung is begun; 0 for no limit.
+
+        Returns:
+            The number of rungs.
+
+        Raises:
+            InputError: the graph fails.
+        """
+        if self.ladder is None:
+            return 0
+        others = dict.fromkeys(dynamic_dims(self.record.inputs), 1) | dict(self._limits.sizes)
+        count, until = 0, time.monotonic() + seconds
+        for rung in self.ladder.rungs(max_rows=max_rows, longest=longest):
+            if seconds and time.monotonic() > until:
+                break
+            named = {name: rung.get(canonical_dim(name), size) for name, size in others.items()}
+            self(make_feeds(self.record.inputs, named, self._limits, seed=0), outputs)
+            count += 1
+        return count
+
+    def _choose_ladder(self, ladder: Ladder | bool, *, shrink_arena: bool) -> Ladder | None:
+        if isinstance(ladder, Ladder):
+            return ladder
+        on_cuda = self.providers[0].name == CUDA and not self.engines
+        if not ladder or not on_cuda or shrink_arena:
+            return None
+        return Ladder.of(self.record.inputs, longest=self._limits.position_limit)
+
+    def _open_recording(self, path: Path) -> Any:
+        """Return a session whose runs are recorded as CUDA graphs; None if it cannot be."""
+        head, *below = self.providers
+        if head.name not in CUDA_GRAPH_OPTIONS:
+            return None
+        option, on = CUDA_GRAPH_OPTIONS[head.name]
+        providers = [replace(head, options={**head.options, option: on}), *below]
+        try:
+            session = open_session(path, providers, record=self.record)
+        except ProviderError as error:
+            # ONNX Runtime rejects such a graph without naming its nodes.
+            obstacles = capture_obstacles(path, self.providers, self._synthetic_feeds(0))
+            if not obstacles:
+                raise
+            self.notes.append(f"runs are not recorded as CUDA graphs: {'; '.join(obstacles)}")
+            del error
+            return None
+        self.providers = providers
+        return session
+
+    def _choose_binding(self, index: int, arrays: Feeds, outputs: tuple[str, ...]) -> DeviceBinding:
+        """Return the binding for these inputs and outputs."""
+        binding = self._binding(index, outputs)
+        if self.ladder is None or binding.has_buffers(arrays):
+            return binding
+        if self.ladder.is_rung(dim_sizes(self.record.inputs, arrays)):
+            return binding
+        return self._binding(_ABOVE, outputs)
+
+    def _binding(self, index: int, outputs: tuple[str, ...]) -> DeviceBinding:
+        """Return the binding of a session to outputs; the first call makes it."""
+        binding = self._bindings.get((index, outputs))
+        if binding is not None:
+            return binding
+        with self._binding_lock:
+            if (index, outputs) not in self._bindings:
+                self._bindings[index, outputs] = self._bind(index, outputs)
+            return self._bindings[index, outputs]
+
+    def _bind(self, index: int, outputs: tuple[str, ...]) -> DeviceBinding:
+        above = index == _ABOVE
+        if above and self._above is None:
+            self._above = self._open_above()
+        session = self._above if above else self._sessions[index]
+        config = self._run_config(session)
+        captures = self._capture and not above
+        if self._capture and session is self._sessions[0] and above:
+            config |= UNRECORDED
+        return DeviceBinding(
+            session,
+            self.record.inputs,
+            self._output_specs(outputs),
+            capture=captures,
+            run_config=config,
+            buckets=self._buckets if captures else BUCKETS,
+            max_captured_bytes=self.ladder.max_bytes if self.ladder else math.inf,
+            statistics=None if above else self._statistics[index],
+        )
+
+    def _open_above(self) -> Any:
+        """Return the session for inputs above the ladder, whose shapes are new.
+
+        cuDNN's attention plans each new shape for tens of milliseconds, so that kernels without
+        plans are faster there. The user's own choice of kernels applies to every shape.
+        """
+        head, *below = self.providers
+        if head.name != CUDA or "sdpa_kernel" in head.options:
+            return self._sessions[0]
+        option, _ = CUDA_GRAPH_OPTIONS[CUDA]
+        options = {name: value for name, value in head.options.items() if name != option}
+        options["sdpa_kernel"] = _KERNELS_WITHOUT_PLANS
+        self.notes.append(
+            f"inputs above the ladder run in a second session, with sdpa_kernel="
+            f"{_KERNELS_WITHOUT_PLANS}"
+        )
+        return open_session(
+            self._paths[0], [replace(head, options=options), *below], record=self.record
+        )
+
+    def _output_specs(self, outputs: Sequence[str]) -> list[TensorSpec]:
+        """Return the specs of outputs by name; empty for all."""
+        return [spec for spec in self.record.outputs if not outputs or spec.name in outputs]
 
     def _synthetic_feeds(self, index: int) -> Feeds:
         """Return inputs for a session, of its profile's optimum, or one small row."""
@@ -361,37 +536,30 @@ class OrtRunner(Closeable):
             return 0
         return choose_profile(self.profiles, dim_sizes(self.record.inputs, arrays))
 
-    def _bind(self, session: Any) -> DeviceBinding:
-        return DeviceBinding(
-            session,
-            self.record.inputs,
-            self.record.outputs,
-            capture=self._capture,
-            run_config=self._run_config(session),
-            buckets=self._buckets,
-        )
-
     def _run_config(self, session: Any) -> dict[str, str]:
         return shrink_config(session) if self._shrink else {}
 
     def padded_shape(self, spec: TensorSpec, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape to pad an input to, so that it fits a profile.
+        """Return the shape to pad an input to, so that it fits a profile or is on the ladder.
 
         Dims below the minimum of a profile are raised to it. The shape is unchanged if it exceeds
-        every profile, or without engines.
+        every profile or the ladder, or without either.
         """
         names = [_dim_name(dim) for dim in spec.dims]
         sizes = {name: size for name, size in zip(names, shape, strict=True) if name}
-        padded = padded_sizes(self.profiles, sizes)
+        padded = self.ladder.round_up(sizes) if self.ladder else padded_sizes(self.profiles, sizes)
         return tuple(padded.get(name, size) for name, size in zip(names, shape, strict=True))
 
     def max_rows(self, spec: TensorSpec, others: Sequence[int]) -> int:
         """Return the maximum number of rows of an input whose other dims have these sizes.
 
-        Return 0 if no profile covers them, the number of rows is fixed, or there are no engines.
+        Return 0 if no profile covers them, the number of rows is fixed, or there are neither
+        engines nor a ladder.
         """
         rows, *names = (_dim_name(dim) for dim in spec.dims)
         sizes = {name: size for name, size in zip(names, others, strict=True) if name}
+        if self.ladder:
+            return self.ladder.max_rows(sizes)
         return max_rows(self.profiles, rows, sizes)
 
     def warm_up(self) -> None:
@@ -416,7 +584,7 @@ class OrtRunner(Closeable):
         """Free the sessions and their memory."""
         for binding in self._bindings.values():
             binding.close()
-        self._bindings = {}
+        self._bindings, self._above = {}, None
         self._sessions = []
         self._lone_session = None
 

@@ -12,8 +12,8 @@ what to install. Requesting only the CPU checks nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from enginery.core.errors import ProviderError
 from enginery.runtime.providers.availability import provider_warning, unavailable_reason
@@ -22,6 +22,7 @@ from enginery.runtime.providers.specification import Providers, parse_providers
 
 REQUESTED = "requested"
 """Reason of the requested provider."""
+_CONVOLUTION_SEARCH = "cudnn_conv_algo_search"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,26 @@ def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> l
             break
     rest = "" if allow_fallback or len(options) == 1 else " Or pass --allow-fallback."
     raise ProviderError(f"{_refusals(refused)}.", do=remedies[0] + rest)
+
+
+def with_dynamic_shapes(providers: Sequence[Provider], *, dynamic: bool) -> list[Provider]:
+    """Return the providers of a session with CUDA's defaults for a graph with dynamic dims.
+
+    By default cuDNN times all algorithms of a convolution at each new shape, for up to half a
+    second. Options that the user has set are unchanged.
+
+    >>> cuda = Provider("CUDAExecutionProvider", "requested")
+    >>> with_dynamic_shapes([cuda], dynamic=True)[0].options
+    {'cudnn_conv_algo_search': 'HEURISTIC'}
+    """
+    if not dynamic:
+        return list(providers)
+    return [
+        replace(provider, options={_CONVOLUTION_SEARCH: "HEURISTIC", **provider.options})
+        if provider.name == CUDA
+        else provider
+        for provider in providers
+    ]
 
 
 def _refusals(refused: Mapping[str, list[str]]) -> str:

@@ -17,6 +17,10 @@ from enginery.runtime.text.batching import (
     plan_batches,
 )
 
+_LADDER_TOKENS = 8192
+"""Maximum number of padded tokens of a batch on a ladder, unless a caller sets another one. With 33
+tokens a row, batches of 128 rows computed a fifth more rows per second than those of 64 on an H200,
+and those of 256 no more."""
 _CPU_BATCH_COST = 32
 """Tokens that take as long as starting one more batch on the CPU.
 
@@ -44,9 +48,11 @@ class BatchRunner:
             ShapeError: no engine accepts a row of this length.
         """
         shape = self.task.row_shape(row)
-        if not self.runner.profiles or len(shape) != 1:
+        if not self.runner.pads or len(shape) != 1:
             return row.tokens
         rows, width = self.runner.padded_shape(self._spec, (1, *shape))
+        if not self.runner.profiles:
+            return width if self.task.can_pad else row.tokens
         names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
         # If no profile accepts the row, this raises an error that names the nearest one.
         choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))
@@ -56,17 +62,19 @@ class BatchRunner:
         """Return the maximum batch size if this row is the longest of the batch."""
         if self.fixed_rows:
             return self.fixed_rows
-        if not self.runner.profiles:
+        if not self.runner.pads:
             return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
         return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
-        """Return the feeds of a batch, padded to the shape that the graph or engine expects."""
+        """Return the feeds of a batch, padded to the shape of its graph, engine or rung."""
         longest = max(rows, key=lambda row: row.tokens)
         count, width = len(rows), longest.tokens
-        shape = self.task.row_shape(longest) if self.runner.profiles else ()
+        shape = self.task.row_shape(longest) if self.runner.pads else ()
         if shape:
-            count, width, *_ = self.runner.padded_shape(self._spec, (count, *shape))
+            count, padded, *_ = self.runner.padded_shape(self._spec, (count, *shape))
+            if self.runner.profiles or self.task.can_pad:
+                width = padded
         feeds = self.task.collate(rows, max(width, 1))
         if not self.task.has_rows:
             return feeds
@@ -86,7 +94,7 @@ class BatchRunner:
             InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
-        return self.split(rows, feeds, self.runner(feeds))
+        return self.split(rows, feeds, self.runner(feeds, self.task.outputs_for(rows)))
 
     def run_all(self, rows: Sequence[Row]) -> list[Any]:
         """Run any number of rows, batch by batch; return outputs in the order of the rows."""

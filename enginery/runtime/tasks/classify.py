@@ -30,6 +30,8 @@ from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, soft
 from enginery.runtime.text.tokenizer import check_texts
 
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
+SCORES = "scores"
+"""Name of the output of a graph that turns its logits into scores itself."""
 
 _MAX_DESCRIBED = 3
 """Maximum number of labels in a description."""
@@ -166,7 +168,7 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
                     "instruction: the model takes none; rerankers that are language models do.",
                     field="instruction",
                 )
-            return ModelInputs(self.encode(inputs, options))
+            return self._model_inputs(self.encode(inputs, options), options)
         check_texts(inputs, pairs=True)
         for index, item in enumerate(inputs):
             if isinstance(item, str):
@@ -176,7 +178,31 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
                     do="Pass pairs: (query, document).",
                 )
         encodings = self.tokenizer.encode(inputs, instruction=options.instruction)
-        return ModelInputs(self.rows(encodings, options))
+        return self._model_inputs(self.rows(encodings, options), options)
+
+    @property
+    def final_output(self) -> str:
+        """`scores` if the graph has this output."""
+        return SCORES if any(spec.name == SCORES for spec in self.record.outputs) else ""
+
+    @property
+    def raw_outputs(self) -> tuple[str, ...]:
+        """The output of logits."""
+        return tuple(self.graph_outputs)
+
+    def _model_inputs(self, rows: list[Row], options: ClassifyOptions) -> ModelInputs:
+        """Mark the rows whose activation is not the one of the graph's scores."""
+        for row in rows:
+            row.reads_raw = bool(self.final_output) and options.activation != "auto"
+        return ModelInputs(rows)
+
+    def postprocess(
+        self, work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
+    ) -> list[Classification]:
+        """Return a `Classification` for each input."""
+        if not outputs or not self.final_output or work.rows[0].reads_raw:
+            return super().postprocess(work, outputs, options)
+        return classify_logits(np.stack(outputs), self.config, "none", top_k=options.top_k)
 
     def fields(self) -> tuple[InputField, ...]:
         """Return the text and, for a model that compares two, the other one."""
@@ -195,8 +221,9 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
-        """Return the logits of each row: (labels,)."""
-        return list(output_rows(outputs, "logits", rows))
+        """Return the logits or, from a graph that has them, the scores of each row: (labels,)."""
+        raw = not self.final_output or rows[0].reads_raw
+        return list(output_rows(outputs, "logits" if raw else SCORES, rows))
 
 
 def label_names(config: ModelConfig, count: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -112,7 +113,8 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
     Options = EmbedOptions
 
     pooling: Pooling | None
-    """None if the graph itself contains the pooling."""
+    """The pooling of token vectors; None if the graph pools and has no output of them, or the
+    model's files have another rule."""
     prompts: dict[str, str]
     """The prompts of config_sentence_transformers.json, by name."""
     default_prompt: str
@@ -126,6 +128,9 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         pooling: Pooling | None = None
         if SENTENCE_OUTPUT in outputs:
             note = "the graph pools by itself (output sentence_embedding)"
+            if any(name in outputs for name in TOKEN_OUTPUTS):
+                with suppress(ArtifactError):  # a module that the graph alone computes
+                    pooling = read_pooling(artifact.path)
         elif any(name in outputs for name in TOKEN_OUTPUTS):
             pooling = read_pooling(artifact.path)
             note = pooling.note
@@ -152,8 +157,22 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         """The size of a vector as the graph declares it; 0 if it does not."""
         (name,) = self.outputs_read(self.record)
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
-        modes = len(self.pooling.modes) if self.pooling else 1
+        modes = len(self.pooling.modes) if self.pooling and not self.final_output else 1
         return last * modes if isinstance(last, int) else 0
+
+    @property
+    def final_output(self) -> str:
+        """`sentence_embedding` if the graph pools."""
+        return SENTENCE_OUTPUT if SENTENCE_OUTPUT in self._names else ""
+
+    @property
+    def raw_outputs(self) -> tuple[str, ...]:
+        """The output of token vectors."""
+        return tuple(name for name in TOKEN_OUTPUTS if name in self._names)[:1]
+
+    @property
+    def _names(self) -> list[str]:
+        return [spec.name for spec in self.record.outputs]
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
@@ -173,20 +192,33 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
             for index, item in enumerate(inputs)
         ]
         rows = self.rows(encodings, options)
+        # The graph's vectors are normalized if the model's are.
+        reads_raw = bool(
+            options.normalize is False
+            and self.final_output
+            and self.pooling is not None
+            and self.pooling.normalize
+        )
         for row, item in zip(rows, inputs, strict=True):
             row.prompt_tokens = prompt_tokens if isinstance(item, str) else 0
+            row.reads_raw = reads_raw
         return ModelInputs(rows)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
-        """Return a pooled vector, not normalized, for each row: float32 (dim,)."""
+        """Return a pooled vector for each row: float32 (dim,), normalized only by the graph."""
         for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
-        if self.pooling is None:
+        if self.pooling is None or (SENTENCE_OUTPUT in outputs and not rows[0].reads_raw):
             return list(outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False))
-        tokens = next(outputs[name] for name in TOKEN_OUTPUTS if name in outputs)
+        tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
+        if tokens is None:
+            raise InputError(
+                "the graph's vectors are normalized, but the request asks for others.",
+                do="Leave out normalize.",
+            )
         mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
         prompts = [row.prompt_tokens for row in rows]
         return list(
@@ -197,8 +229,8 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> list[Vectors]:
         """Return float32 (dim,) for each text."""
-        pooled = self.pooling is not None and self.pooling.normalize
-        return finish_vectors(outputs, options, model_normalizes=pooled)
+        own = self.pooling is not None and self.pooling.normalize and not self.final_output
+        return finish_vectors(outputs, options, model_normalizes=own)
 
     def _prompt(self, name: str) -> tuple[str, int]:
         """Return the text of a prompt and the number of leading tokens that it takes up."""

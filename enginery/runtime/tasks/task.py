@@ -154,6 +154,8 @@ class Row:
     """Number of leading tokens that belong to a prompt."""
     truncated: bool = False
     """True if the input had more tokens than the model takes."""
+    reads_raw: bool = False
+    """True if `split` needs the graph's raw outputs for this row, not its final one."""
 
 
 @dataclass
@@ -229,9 +231,25 @@ class RowTask(ABC):
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
         """Return the results, from the outputs of each row as `split` returned them."""
 
+    @property
+    def final_output(self) -> str:
+        """Name of the graph output after the last step, such as pooling; empty if there is none."""
+        return ""
+
+    @property
+    def raw_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs before the last step; empty for all outputs."""
+        return ()
+
+    def outputs_for(self, rows: Sequence[Row]) -> tuple[str, ...]:
+        """Return the names of the graph outputs that `split` needs for a batch; empty for all."""
+        if self.final_output and not rows[0].reads_raw:
+            return (self.final_output,)
+        return self.raw_outputs
+
     def batch_key(self, row: Row) -> Hashable:
         """Return a key; only rows of equal keys may share a batch."""
-        return type(self)
+        return (type(self), row.reads_raw)
 
     def row_shape(self, row: Row) -> tuple[int, ...]:
         """Return the sizes of a row that are padded for engines; empty for no padding."""

@@ -1,4 +1,4 @@
-"""Pooling inside a graph equals pooling outside of it."""
+"""Pooling and activations inside a graph equal those outside of it."""
 
 import numpy as np
 import onnx_ir as ir
@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 
 from enginery.core.errors import ArtifactError
-from enginery.passes.ir.pooling import append_pooling
+from enginery.passes.ir.answers import append_pooling, append_scores
 from enginery.runtime.text.pooling import Pooling
 
 MASKS = {
@@ -40,7 +40,9 @@ def run(model, tokens, mask):
 @pytest.mark.parametrize("opset", [13, 20])
 @pytest.mark.parametrize("padding", MASKS)
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("mode", ["mean", "cls"])
+@pytest.mark.parametrize(
+    "mode", ["mean", "cls", "lasttoken", "mean_sqrt_len_tokens", "weightedmean"]
+)
 def test_vectors_are_those_of_the_pooling(mode, normalize, padding, opset, dtype):
     tokens = (
         np.random.default_rng(0)
@@ -69,7 +71,7 @@ def test_other_inputs_outputs_and_opset_stay():
 @pytest.mark.parametrize(
     ("model", "of", "said"),
     [
-        (identity(), pooling("max"), "it pools by max, supported: mean or cls"),
+        (identity(), pooling("max"), "it pools by max, supported: one of mean, cls, lasttoken"),
         (identity(), pooling("cls", "mean"), "it pools by cls and mean"),
         (identity(), pooling("mean", include_prompt=False), "leaves a prompt's tokens out"),
         (identity(mask="mask"), pooling("mean"), "the graph has no input attention_mask"),
@@ -81,3 +83,29 @@ def test_pooling_that_a_graph_cannot_have_is_an_error(model, of, said):
         append_pooling(model, of, tokens="last_hidden_state")
     assert "--pooling-in-graph" in str(refused.value)
     assert len(model.graph.outputs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_scores_are_those_of_the_activation(activation, dtype):
+    model = ir.from_onnx_text(
+        f'<ir_version: 9, opset_import: ["" : 20]> g ({dtype}[b, 3] x) => ({dtype}[b, 3] logits) '
+        "{ logits = Identity (x) }"
+    )
+    append_scores(model, activation, logits="logits")
+    logits = np.array(
+        [[1, -2, 0.5], [60, 0, -60]], np.float16 if dtype == "float16" else np.float32
+    )
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    same, scores = session.run(["logits", "scores"], {"x": logits})
+    np.testing.assert_array_equal(same, logits)
+    wide = logits.astype(np.float64)
+    shares = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    expected = {
+        "softmax": shares / shares.sum(axis=-1, keepdims=True),
+        "sigmoid": 1 / (1 + np.exp(-wide)),
+    }[activation]
+    assert scores.dtype == np.float32
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)

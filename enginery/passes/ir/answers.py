@@ -1,4 +1,4 @@
-"""Append sentence-transformers' pooling to a graph, as the output `sentence_embedding`.
+"""Append the last step of a task to a graph: pooling, or the activation of a classifier.
 
 >>> pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")
 >>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
@@ -8,7 +8,9 @@
 >>> [(value.name, str(value.shape)) for value in model.graph.outputs]
 [('last_hidden_state', '[b,s,2]'), ('sentence_embedding', '[b,2]')]
 
-The formulas are those of `runtime/text/pooling.py`, in FP32 whatever the precision of the graph.
+The result is one more output, `sentence_embedding` or `scores`, so that a runtime copies a vector
+from the GPU and not the vectors of all tokens. The formulas are those of sentence-transformers, as
+in `runtime/text/pooling.py`, and of transformers' pipelines, in FP32 at any precision of the graph.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from onnx_ir.tape import Tape
 
 from enginery.core.errors import ArtifactError
 from enginery.passes.ir.nodes import NameAllocator
+from enginery.runtime.tasks.classify import SCORES, Activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.runtime.text.pooling import TINY_COUNT, TINY_NORM, Pooling
 
 _MASK = "attention_mask"
-_MODES = ("mean", "cls")
+_MODES = ("mean", "cls", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 # Since this opset, ReduceSum and Unsqueeze take their axes as an input.
 _MIN_OPSET = 13
 
@@ -33,7 +36,7 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
 
     Args:
         model: the graph, which is changed in place.
-        pooling: the pooling, by `mean` or `cls`.
+        pooling: the pooling, of one mode other than `max`.
         tokens: name of the output with the token vectors, (batch, sequence, dim).
 
     Raises:
@@ -53,21 +56,37 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         return value
 
     def constant(value: float | list[int]) -> ir.Value:
-        array = np.array(value, np.int64 if isinstance(value, list) else np.float32)
+        array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
         return tape.initializer(ir.tensor(array), name=names("pooling/constant"))
+
+    def positions() -> ir.Value:
+        ones = op("Add", op("Mul", weights, constant(0.0)), constant(1.0))
+        return op("CumSum", ones, constant(1))  # from 1: (batch, sequence)
+
+    def at(position: ir.Value) -> ir.Value:
+        """Return weights that are 1 at a position of each row, an index from 0: (batch, 1)."""
+        index = op("Cast", op("Add", position, constant([1])), to=ir.DataType.FLOAT)
+        return op("Cast", op("Equal", positions(), index), to=ir.DataType.FLOAT)
 
     weights = op("Cast", mask, to=ir.DataType.FLOAT)  # (batch, sequence)
     if vectors.dtype != ir.DataType.FLOAT:
         vectors = op("Cast", vectors, to=ir.DataType.FLOAT)
-    if pooling.modes == ("cls",):
-        # The first real token: with padding on the left, it is not at position 0.
-        first = op("ArgMax", weights, axis=1, keepdims=1)
-        pooled = op("GatherND", vectors, first, batch_dims=1)
-    else:
-        weighted = op("Mul", vectors, op("Unsqueeze", weights, constant([2])))
+    (mode,) = pooling.modes
+    # One token is taken by a sum as well: GatherND copies from the host, which a CUDA graph cannot
+    # repeat. With padding on the left, the first token is not at position 0.
+    if mode == "cls":
+        weights = at(op("ArgMax", weights, axis=1, keepdims=1))
+    elif mode == "lasttoken":
+        last = op("ArgMax", op("CumSum", weights, constant(1)), axis=1, keepdims=1)
+        weights = op("Mul", weights, at(last))
+    elif mode == "weightedmean":
+        weights = op("Mul", weights, positions())
+    weighted = op("Mul", vectors, op("Unsqueeze", weights, constant([2])))
+    pooled = op("ReduceSum", weighted, constant([1]), keepdims=0)
+    if mode not in ("cls", "lasttoken"):
         count = op("ReduceSum", weights, constant([1]), keepdims=1)
-        total = op("ReduceSum", weighted, constant([1]), keepdims=0)
-        pooled = op("Div", total, op("Max", count, constant(TINY_COUNT)))
+        count = op("Max", count, constant(TINY_COUNT))
+        pooled = op("Div", pooled, op("Sqrt", count) if mode == "mean_sqrt_len_tokens" else count)
     if pooling.normalize:
         squares = op("ReduceSum", op("Mul", pooled, pooled), constant([1]), keepdims=1)
         pooled = op("Div", pooled, op("Max", op("Sqrt", squares), constant(TINY_NORM)))
@@ -78,11 +97,44 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
     graph.outputs.append(pooled)
 
 
+def append_scores(model: ir.Model, activation: Activation, *, logits: str) -> None:
+    """Add the output `scores`: float32, of the shape of the logits, after the other outputs.
+
+    >>> model = ir.from_onnx_text('''<ir_version: 9, opset_import: ["" : 20]>
+    ... g (float[b, 2] x) => (float[b, 2] logits) { logits = Relu (x) }''')
+    >>> append_scores(model, "softmax", logits="logits")
+    >>> [value.name for value in model.graph.outputs]
+    ['logits', 'scores']
+
+    Args:
+        model: the graph, which is changed in place.
+        activation: `softmax` over the last axis, or `sigmoid`.
+        logits: name of the output with the logits.
+    """
+    graph = model.graph
+    values = next(value for value in graph.outputs if value.name == logits)
+    names = NameAllocator(model)
+    tape = Tape(graph)
+    shape = values.shape
+    if values.dtype != ir.DataType.FLOAT:
+        name = names("scores/Cast")
+        values = tape.op("Cast", [values], {"to": ir.DataType.FLOAT}, name=name)
+        values.name = names(f"{name}_output")
+    if activation == "softmax":
+        scores = tape.op("Softmax", [values], {"axis": -1}, name=names("scores/Softmax"))
+    else:
+        scores = tape.op("Sigmoid", [values], name=names("scores/Sigmoid"))
+    scores.name, scores.shape, scores.type = SCORES, shape, ir.TensorType(ir.DataType.FLOAT)
+    graph.outputs.append(scores)
+
+
 def _check(model: ir.Model, pooling: Pooling, mask: ir.Value | None) -> None:
     """Raise ArtifactError unless the pooling can be computed in the graph."""
     opset = model.opset_imports.get("", 1)
     if len(pooling.modes) != 1 or pooling.modes[0] not in _MODES:
-        problem = f"it pools by {' and '.join(pooling.modes)}, supported: {' or '.join(_MODES)}"
+        problem = (
+            f"it pools by {' and '.join(pooling.modes)}, supported: one of {', '.join(_MODES)}"
+        )
     elif not pooling.include_prompt:
         problem = "it leaves a prompt's tokens out, and a graph does not know their number"
     elif mask is None:
