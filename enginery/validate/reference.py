@@ -11,7 +11,8 @@ in memory.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +25,16 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, ExportError, InputError, ProviderError, SourceError
 from enginery.core.model.feeds import Feeds
+from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
 from enginery.runtime.agreement import read_model_pooling
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.tasks.classify import SCORES, Activation, activated, choose_activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS
-from enginery.runtime.text.pooling import Pooling
+from enginery.runtime.text.pooling import Pooling, read_pooling
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.cases.sweep import ValidationCase
@@ -280,7 +283,7 @@ def run_reference(
         EngineryError: the outputs cannot be written to `scratch`.
     """
     expected: list[ReferenceOutputs] = []
-    pooling = _pooling_in_graph(reference.artifact, record)
+    last_step = _LastStep.of(reference.artifact, record)
     graph = reference.artifact.path / record.file
     random = not reference.is_onnx and bool(read_structure(graph).random_ops())
     with (
@@ -293,7 +296,7 @@ def run_reference(
             numbers = scratch / f"{record.file}-{index}.npz" if random else None
             directory = scratch / f"{record.file}-{index}"
             try:
-                files = _run(model, case, feeds, directory, pooling, numbers)
+                files = _run(model, case, feeds, directory, last_step, numbers)
             except InputError as error:
                 expected.append(ReferenceOutputs(problem=error.message))
             else:
@@ -315,31 +318,55 @@ def _run(
     case: ValidationCase,
     feeds: Feeds,
     directory: Path,
-    pooling: Pooling | None,
+    last_step: _LastStep,
     random: Path | None,
 ) -> dict[str, Path]:
-    """Run the reference on a case; a step of decoding continues the one before.
-
-    The model in PyTorch has no pooling: its token vectors are pooled here, for a graph that pools.
-    """
+    """Run the reference on a case; a step of decoding continues the one before."""
     if case.decode and isinstance(model, TorchReference):
         return model(feeds, directory, decode=case.decode)
     if random is not None and isinstance(model, TorchReference):
         files = model(feeds, directory, random=random)
     else:
         files = dict(model(feeds, directory))
-    tokens = next((name for name in TOKEN_OUTPUTS if name in files), None)
-    if pooling and tokens and SENTENCE_OUTPUT not in files and "attention_mask" in feeds:
-        files[SENTENCE_OUTPUT] = directory / f"{SENTENCE_OUTPUT}.npy"
-        vectors = pooling(np.load(files[tokens]), feeds["attention_mask"])
-        np.save(files[SENTENCE_OUTPUT], vectors)
+    for name, values in last_step(files, feeds).items():
+        files[name] = directory / f"{name}.npy"
+        np.save(files[name], values)
     return files
 
 
-def _pooling_in_graph(artifact: Artifact, record: GraphRecord) -> Pooling | None:
-    """Return the pooling of a graph with the output `sentence_embedding`; None for others."""
-    pools = any(spec.name == SENTENCE_OUTPUT for spec in record.outputs)
-    return read_model_pooling(artifact.path) if pools else None
+@dataclass(frozen=True)
+class _LastStep:
+    """The last step of a graph that the model in PyTorch does not have: pooling, an activation."""
+
+    pooling: Pooling | None = None
+    """Pooling of the token vectors, for a graph with the output `sentence_embedding`."""
+    activation: Activation = "none"
+    """Function of the logits, for a graph with the output `scores`."""
+
+    @classmethod
+    def of(cls, artifact: Artifact, record: GraphRecord) -> _LastStep:
+        specs = {spec.name: spec for spec in record.outputs}
+        if SENTENCE_OUTPUT in specs:
+            if specs.keys().isdisjoint(TOKEN_OUTPUTS):
+                return cls(pooling=read_model_pooling(artifact.path))
+            with suppress(ArtifactError):  # a module that only the graph has
+                return cls(pooling=read_pooling(artifact.path))
+        if SCORES in specs and "logits" in specs:
+            labels = specs[SCORES].dims[-1]
+            config = ModelConfig.read(artifact.path)
+            if isinstance(labels, int):
+                return cls(activation=choose_activation(config, labels))
+        return cls()
+
+    def __call__(self, files: Mapping[str, Path], feeds: Feeds) -> dict[str, NDArray[Any]]:
+        """Return the outputs of the step, by name, without those that the reference has."""
+        tokens = next((name for name in TOKEN_OUTPUTS if name in files), None)
+        mask = feeds.get("attention_mask")
+        if self.pooling and tokens and SENTENCE_OUTPUT not in files and mask is not None:
+            return {SENTENCE_OUTPUT: self.pooling(np.load(files[tokens]), mask)}
+        if self.activation != "none" and SCORES not in files and "logits" in files:
+            return {SCORES: activated(np.load(files["logits"]), self.activation)}
+        return {}
 
 
 def _noise_floors(
@@ -355,7 +382,7 @@ def _noise_floors(
     generated: dict[str, NoiseFloor] = {}
     refusals: dict[str, str] = {}
     specs = {spec.name: spec for spec in record.outputs}
-    pooling = _pooling_in_graph(reference.artifact, record)
+    last_step = _LastStep.of(reference.artifact, record)
     for name, load in reference.open_noisy(record.file).items():
         try:
             with load() as model, progress.task(name, total=len(cases)) as advance:
@@ -365,7 +392,7 @@ def _noise_floors(
                         feeds = case.make()
                         other = ReferenceOutputs()
                         if wide.files:
-                            files = _run(model, case, feeds, place, pooling, wide.random)
+                            files = _run(model, case, feeds, place, last_step, wide.random)
                             other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)

@@ -142,7 +142,8 @@ class BatchRunner:
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(self.task.batch_key(row), []).append(place)
-        engines = bool(self.runner.profiles)
+        engines, pads = bool(self.runner.profiles), self.runner.pads
+        usual_tokens = sys.maxsize if engines else _LADDER_TOKENS if pads else MAX_TOKENS
         batches = []
         for places in groups.values():
             first = rows[places[0]]
@@ -152,11 +153,11 @@ class BatchRunner:
 
             planned = plan_batches(
                 [rows[place].tokens for place in places],
-                max_rows=self.fixed_rows or (most if engines else max_rows),
-                max_tokens=max_tokens or (sys.maxsize if engines else MAX_TOKENS),
+                max_rows=self.fixed_rows or (most if pads else max_rows),
+                max_tokens=max_tokens or usual_tokens,
                 equal_lengths=not self.task.can_pad,
                 # Rows that fill a batch up, or pad an input to an engine's profile, cost as well.
-                batch_cost=0 if self.fixed_rows or engines else self._batch_cost,
+                batch_cost=0 if self.fixed_rows or pads else self._batch_cost,
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches

@@ -254,16 +254,20 @@ def classify_logits(
     names = label_names(config, logits.shape[-1])
     if activation == "auto":
         activation = choose_activation(config, len(names))
-    logits = logits.astype(np.float32, copy=False)
-    if activation == "softmax":
-        scores = softmax(logits)
-    elif activation == "sigmoid":
-        # Equal to 1 / (1 + exp(-x)), which overflows for large negative x.
-        scores = 0.5 * (1 + np.tanh(0.5 * logits))
-    else:
-        scores = logits
+    scores = activated(logits, activation)
     results = []
     for row in scores:
         order = np.argsort(-row, kind="stable")[: top_k or None]
         results.append(Classification(tuple(Label(names[i], float(row[i])) for i in order)))
     return results
+
+
+def activated(logits: NDArray[Any], activation: Activation) -> NDArray[np.float32]:
+    """Return the scores of logits (batch, labels) by softmax, sigmoid or, for `none`, unchanged."""
+    logits = logits.astype(np.float32, copy=False)
+    if activation == "softmax":
+        return softmax(logits)
+    if activation == "sigmoid":
+        # Equal to 1 / (1 + exp(-x)), which overflows for large negative x.
+        return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)), np.float32)
+    return logits
