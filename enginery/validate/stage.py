@@ -44,7 +44,13 @@ from enginery.core.artifact.reports import (
     WeightMetrics,
 )
 from enginery.core.datasets.labels import require_classifier
-from enginery.core.errors import ArtifactError, InputError, ProviderError, SourceError
+from enginery.core.errors import (
+    ArtifactError,
+    EngineryError,
+    InputError,
+    ProviderError,
+    SourceError,
+)
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
@@ -61,8 +67,10 @@ from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
+from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
+from enginery.validate.cases.rungs import run_on_rungs
 from enginery.validate.cases.sweep import (
     LONGEST,
     ValidationCase,
@@ -373,7 +381,9 @@ class _Comparison:
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
             spinning=False,  # much of the time goes by between the runs
+            ladder=True,
         ) as runner:
+            run = run_on_rungs(runner, self.feed_limits, pad_left=_pads_left(artifact))
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]
@@ -386,7 +396,7 @@ class _Comparison:
                 )
             own_limits = replace(limits, made_up_cache=made_up)
             found = compare_graph(
-                runner,
+                run,
                 run_record,
                 run_cases,
                 reference,
@@ -400,7 +410,7 @@ class _Comparison:
             # Batches differ more clearly without quantization, and overflow only if simulated.
             if not (quantized and exists) and not simulated:
                 scan = ConsistencyScan(
-                    runner,
+                    run,
                     run_record,
                     self.feed_limits,
                     engines=engines,
@@ -677,6 +687,14 @@ def _layer_limits(
     if limits.accuracy is None or limits.accuracy.scheme == "dynamic":
         return None
     return LayerExpectation.of(artifact, own_data=bool(config.data))
+
+
+def _pads_left(artifact: Artifact) -> bool:
+    """Return True if the model's texts are padded on the left; False without a tokenizer."""
+    try:
+        return TextTokenizer.open(artifact.path).pad_left
+    except EngineryError:
+        return False
 
 
 def _on_cpu(providers: Sequence[Provider]) -> bool:
