@@ -160,6 +160,7 @@ def load_model(
     threads: int = 0,
     io_binding: bool = True,
     cuda_graph: bool = False,
+    ladder: bool = True,
     shrink_arena: bool = False,
     provider: Providers = "",
 ) -> Model | TextGenerator:
@@ -177,6 +178,9 @@ def load_model(
         threads: number of intra-op threads; 0 for ONNX Runtime's default.
         io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
         cuda_graph: capture the run of each shape as a CUDA graph and replay it.
+        ladder: on CUDA, round batches and lengths up to a few sizes, and record a CUDA graph for
+            each when it first runs. The answers are those of the inputs alone; new sizes of inputs
+            are as fast as others.
         shrink_arena: after each run, free the memory that it took beyond the arena's initial chunk.
         provider: the earlier name of `providers`.
 
@@ -205,6 +209,7 @@ def load_model(
             threads=threads,
             io_binding=io_binding,
             cuda_graph=cuda_graph,
+            ladder=ladder and not generates,
             shrink_arena=shrink_arena,
         )
 
