@@ -149,6 +149,10 @@ class DeviceBinding(Closeable):
         self.capture = capture
         self._session: Any = session
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        # numpy has no bfloat16, whose arrays are none of ours.
+        self._dtypes = [
+            (spec.name, np.dtype(spec.dtype)) for spec in inputs if spec.dtype != "bfloat16"
+        ]
         self._limit = buckets
         self._run_config = dict(run_config or {})
         self._max_captured_bytes = max_captured_bytes
@@ -168,16 +172,9 @@ class DeviceBinding(Closeable):
                 does not have.
         """
         with self._lock:
-            replayed = self._replay(feeds) if self._captured else None
-            values = self._run(feeds) if replayed is None else replayed
-            on_host = self.device.kind == "cpu"
+            values = self._run(feeds)
             with CAPTURE_LOCK.running():
-                # On the host `numpy()` returns the buffer itself, which the next run overwrites;
-                # from a GPU it returns a copy.
-                return {
-                    name: np.array(value.numpy()) if on_host else value.numpy()
-                    for name, value in values.items()
-                }
+                return {name: self._copied(value) for name, value in values.items()}
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run the graph and leave the outputs on the device.
@@ -222,39 +219,56 @@ class DeviceBinding(Closeable):
         key = tuple(feeds[spec.name].shape for spec in self._inputs)
         return key in self._captured or key in self._buckets
 
-    def _replay(self, feeds: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Replay the CUDA graph of the feeds' shapes; None if this thread has not recorded it.
+    def replay(self, feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]] | None:
+        """Replay the CUDA graph of arrays of these shapes, and return copies of the outputs.
 
-        This is the whole work of a run on arrays, and nothing else: at small shapes the checks of
-        `_run` would take as long as the GPU.
+        This does the work of a run and nothing else: at small shapes the checks of `run` would take
+        as long as the GPU.
+
+        Returns:
+            The outputs; None if the current thread has not recorded these shapes, or the feeds are
+            not exactly the graph's inputs as arrays.
+
+        Raises:
+            InputError: the graph fails.
         """
-        try:
-            key = tuple(feeds[spec.name].shape for spec in self._inputs)
-        except (KeyError, AttributeError):  # `_run` reports missing inputs
+        captured = self._captured
+        if not captured or len(feeds) != len(self._dtypes):
             return None
-        bucket = self._captured.get(key)
-        if bucket is None or bucket.graph not in self._recorded.graphs or len(feeds) != len(key):
-            return None
-        for spec in self._inputs:
-            array = feeds[spec.name]
-            if not isinstance(array, np.ndarray) or array.dtype.name != spec.dtype:
+        shapes = []
+        for name, dtype in self._dtypes:
+            array = feeds.get(name)
+            if type(array) is not np.ndarray or array.dtype != dtype:
                 return None
-        with CAPTURE_LOCK.running():
+            shapes.append(array.shape)
+        key = tuple(shapes)
+        bucket = captured.get(key)
+        if bucket is None or bucket.graph not in self._recorded.graphs:
+            return None
+        with self._lock, CAPTURE_LOCK.running():
+            bound = bucket.bound
             for name, buffer in bucket.inputs.items():
                 array = feeds[name]
                 if name in bucket.zeros:
                     if not array.any():
                         continue
                     bucket.zeros.remove(name)
-                buffer.update_inplace(array if array.flags.c_contiguous else array.copy())
-                bucket.bound.bind_ortvalue_input(name, buffer)  # see `_bind_input`
-            bucket.bound.synchronize_inputs()
+                buffer.update_inplace(np.asarray(array, order="C"))
+                bound.bind_ortvalue_input(name, buffer)  # see `_bind_input`
+            bound.synchronize_inputs()
             try:
-                self._session.run_with_iobinding(bucket.bound, bucket.options)
+                self._session.run_with_iobinding(bound, bucket.options)
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 raise self._failure(key, error) from error
-            bucket.bound.synchronize_outputs()
-        return bucket.outputs
+            bound.synchronize_outputs()
+            return {name: self._copied(value) for name, value in bucket.outputs.items()}
+
+    def _copied(self, value: Any) -> NDArray[Any]:
+        """Return a copy of a value on the host."""
+        # On the host `numpy()` returns the buffer itself, which the next run overwrites; from a GPU
+        # it returns a copy.
+        array: NDArray[Any] = value.numpy()
+        return array.copy() if self.device.kind == "cpu" else array
 
     def _run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:
