@@ -61,7 +61,7 @@ def inspect(
     else:
         opened = Artifact.open(path, verify=verify)
     engines = [] if is_bare else render.open_engines(opened)
-    found, reason = None, ""
+    found, reason, options, notes = None, "", {}, []
     if placement:
         from enginery.runtime.onnxruntime.runner import OrtRunner
         from enginery.runtime.providers.specification import parse_providers
@@ -70,11 +70,16 @@ def inspect(
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=specs, allow_fallback=allow_fallback
+                opened, graph=graph, providers=specs, allow_fallback=allow_fallback, ladder=True
             ) as runner,
         ):
-            found, reason = runner.placement(), runner.providers[0].reason
-    placed = {"placement": {**found.as_json(), "reason": reason}} if found else {}
+            found, notes = runner.placement(), runner.notes
+            reason, options = runner.providers[0].reason, runner.providers[0].options
+    placed = (
+        {"placement": {**found.as_json(), "reason": reason, "options": options, "choices": notes}}
+        if found
+        else {}
+    )
     if is_bare:
         graphs = [record.model_dump(mode="json") for record in opened.manifest.graphs]
         console.json({"path": str(path), "graphs": graphs} | placed)
@@ -89,7 +94,13 @@ def inspect(
     if found:
         console.table("Placement", found.rows())
         console.table("Compute on the CPU", found.node_rows())
-        for note in (f"{found.head}: {reason}", *found.notes):
+        chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+        for note in (
+            f"{found.head}: {reason}",
+            *([f"options: {chosen}"] if chosen else []),
+            *notes,
+            *found.notes,
+        ):
             console.line(note)
 
 

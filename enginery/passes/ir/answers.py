@@ -29,6 +29,8 @@ _MASK = "attention_mask"
 _MODES = ("mean", "cls", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
 # Since this opset, ReduceSum and Unsqueeze take their axes as an input.
 _MIN_OPSET = 13
+# Since this one, ReduceL2 does, too.
+_AXES_INPUT_OPSET = 18
 
 
 def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
@@ -59,6 +61,13 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
         return tape.initializer(ir.tensor(array), name=names("pooling/constant"))
 
+    def norm(rows: ir.Value) -> ir.Value:
+        if model.opset_imports[""] >= _AXES_INPUT_OPSET:
+            return op("ReduceL2", rows, constant([1]), keepdims=1)
+        value = tape.op("ReduceL2", [rows], {"axes": [1], "keepdims": 1}, name=names("pooling/L2"))
+        value.name = names("pooling/L2_output")
+        return value
+
     def positions() -> ir.Value:
         ones = op("Add", op("Mul", weights, constant(0.0)), constant(1.0))
         return op("CumSum", ones, constant(1))  # from 1: (batch, sequence)
@@ -81,15 +90,15 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         weights = op("Mul", weights, at(last))
     elif mode == "weightedmean":
         weights = op("Mul", weights, positions())
-    weighted = op("Mul", vectors, op("Unsqueeze", weights, constant([2])))
-    pooled = op("ReduceSum", weighted, constant([1]), keepdims=0)
+    # A matrix product is one kernel on a GPU, and needs no second array of the vectors' size.
+    total = op("MatMul", op("Unsqueeze", weights, constant([1])), vectors)
+    pooled = op("Squeeze", total, constant([1]))
     if mode not in ("cls", "lasttoken"):
         count = op("ReduceSum", weights, constant([1]), keepdims=1)
         count = op("Max", count, constant(TINY_COUNT))
         pooled = op("Div", pooled, op("Sqrt", count) if mode == "mean_sqrt_len_tokens" else count)
     if pooling.normalize:
-        squares = op("ReduceSum", op("Mul", pooled, pooled), constant([1]), keepdims=1)
-        pooled = op("Div", pooled, op("Max", op("Sqrt", squares), constant(TINY_NORM)))
+        pooled = op("Div", pooled, op("Max", norm(pooled), constant(TINY_NORM)))
     pooled.name = SENTENCE_OUTPUT
     pooled.type = ir.TensorType(ir.DataType.FLOAT)
     shape = next(value for value in graph.outputs if value.name == tokens).shape
