@@ -144,9 +144,9 @@ def register_onnxruntime_operators() -> None:
     from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
     for schema in runtime.get_all_operator_schema():
-        if schema.domain == "" and schema.name in _IN_ONNX_DOMAIN:
-            if not onnx.defs.has(schema.name):
-                onnx.defs.register_schema(_onnx_schema(schema))
+        unknown = schema.name in _IN_ONNX_DOMAIN and not onnx.defs.has(schema.name)
+        if unknown and schema.domain == "":
+            onnx.defs.register_schema(_onnx_schema(schema))
 
 
 def _onnx_schema(schema: Any) -> Any:
