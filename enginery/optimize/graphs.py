@@ -14,6 +14,7 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import Tolerance
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
+from enginery.optimize.fixed_cache import DecoderFiles, add_fixed_cache, wants_fixed_cache
 from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
@@ -37,6 +38,8 @@ class OptimizedGraphs:
     notes: list[str] = field(default_factory=list)
     data_files: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The names of the external data files of each graph."""
+    added: list[GraphRecord] = field(default_factory=list)
+    """The records of graphs that the source does not have."""
     problem: str = ""
     """How the outputs of an FP32 graph have changed; empty if they have not."""
     peak_rss_bytes: int = 0
@@ -89,6 +92,7 @@ def optimize_graphs(
         _compare_with_source(source, record, fp32, batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
+        guard = None
         if config.precision != "fp32":
             guard = cast_guarded(
                 fp32,
@@ -107,6 +111,14 @@ def optimize_graphs(
             check_graph(out)
         if config.packed:
             data_files = _pack(out, result)
+        if wants_fixed_cache(artifact, record, config):
+            kept = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
+            fixed = add_fixed_cache(
+                artifact, DecoderFiles(record, fp32, out, frozenset(kept)), config
+            )
+            result.notes.append(fixed.note)
+            result.added += [] if fixed.record is None else [fixed.record]
+            data_files = fixed.data_files
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
         if config.target == "tensorrt":

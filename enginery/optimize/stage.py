@@ -35,7 +35,7 @@ from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord, describe_origin
 
 STAGE = "optimize"
-STAGE_VERSION = "4"
+STAGE_VERSION = "5"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 TOOLS = ("onnx", "onnx-ir", "onnxscript", "numpy", "tokenizers")
 _FUSION_TOOLS = ("optimum", "optimum-onnx", "transformers")
@@ -193,7 +193,7 @@ def _manifest(
         update={
             "precision": config.precision,
             "target": config.target,
-            "graphs": graphs,
+            "graphs": (*graphs, *optimized.added),
             "stages": (*artifact.manifest.stages, stage),
             # Verdicts on the source artifact do not apply to this one.
             "verdicts": (verdict,),

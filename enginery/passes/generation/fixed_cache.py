@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from enginery.core.model.feeds import FeedLimits
-from enginery.passes.generation.attention import Attention, find_attention, users
+from enginery.passes.generation.attention import Attention, find_attention
 from enginery.passes.generation.builder import Builder
 from enginery.passes.generation.folding import SizeFolder, cancel_views
 from enginery.passes.generation.last_position import (
@@ -39,7 +39,6 @@ from enginery.passes.generation.sizes import (
     DecoderSizes,
     Sizes,
     UnsuitableGraphError,
-    solve_sizes,
 )
 from enginery.passes.generation.visibility import Visibility, measure_visibility
 from enginery.passes.ir.graph_file import read_graph
@@ -50,7 +49,6 @@ from enginery.runtime.decoder_graphs import (
     NEXT_IDS,
     is_cross_attention,
     is_past,
-    is_present,
     present_name,
 )
 
@@ -78,6 +76,7 @@ class DecoderFacts:
     """What is known of a decoder graph before it is rewritten."""
 
     path: Path
+    limits: FeedLimits
     sizes: DecoderSizes
     visibility: dict[str, Visibility]
     """How each attention weighs positions, by the name of its keys."""
@@ -98,7 +97,7 @@ def measure_decoder(path: Path, limits: FeedLimits) -> DecoderFacts:
     read = [attention.query.name or "" for attention in (*own.values(), *cross.values())]
     sizes = DecoderSizes(path, limits, [*read, _head(model)[2].name or ""])
     visibility = measure_visibility(own, cross, sizes, position_limit=limits.position_limit)
-    return DecoderFacts(path, sizes, visibility)
+    return DecoderFacts(path, limits, sizes, visibility)
 
 
 def fix_cache(facts: DecoderFacts, *, grouped: bool) -> tuple[ir.Model, Counter[str]]:
@@ -501,9 +500,7 @@ class _Rewriter:
     def _rename_dims(self) -> None:
         for value in self.graph.inputs:
             name = value.name or ""
-            if name == IDS:
-                value.shape = ir.Shape(["batch", "sequence"])
-            elif name == POSITIONS:
+            if name == IDS or name == POSITIONS:
                 value.shape = ir.Shape(["batch", "sequence"])
         for value in self.graph.outputs:
             if value.name == LOGITS and value.shape is not None:
