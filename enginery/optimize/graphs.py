@@ -16,6 +16,7 @@ from enginery.core.tolerance import Tolerance
 from enginery.optimize.answers import append_answer
 from enginery.optimize.comparison import OutputComparison, compare_outputs, run_on_batches
 from enginery.optimize.config import OptimizeConfig
+from enginery.optimize.fixed_cache import DecoderFiles, add_fixed_cache, wants_fixed_cache
 from enginery.optimize.fusions import fuse_graphs
 from enginery.optimize.guard import GuardRecord, cast_guarded
 from enginery.optimize.inputs import range_feeds
@@ -41,6 +42,8 @@ class OptimizedGraphs:
     """The names of the external data files of each graph."""
     answers: dict[str, TensorSpec] = field(default_factory=dict)
     """The output that was added to a graph, by its file."""
+    added: list[GraphRecord] = field(default_factory=list)
+    """The records of graphs that the source does not have."""
     problem: str = ""
     """How the outputs of an FP32 graph have changed; empty if they have not."""
     peak_rss_bytes: int = 0
@@ -93,6 +96,7 @@ def optimize_graphs(
         _compare_with_source(source, record, fp32, batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
+        guard = None
         if config.precision != "fp32":
             guard = cast_guarded(
                 fp32,
@@ -116,6 +120,14 @@ def optimize_graphs(
             if answer is not None:
                 result.answers[record.file] = answer
             result.notes += [note] if note else []
+        if wants_fixed_cache(artifact, record, config):
+            kept = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
+            fixed = add_fixed_cache(
+                artifact, DecoderFiles(record, fp32, out, frozenset(kept)), config
+            )
+            result.notes.append(fixed.note)
+            result.added += [] if fixed.record is None else [fixed.record]
+            data_files = fixed.data_files
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)
         if config.target == "tensorrt":

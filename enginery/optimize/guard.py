@@ -91,6 +91,10 @@ class GuardRecord:
     def passed(self) -> bool:
         return all(agreement.passed for agreement in self.agreements)
 
+    def island_names(self) -> list[str]:
+        """Return the names of the nodes in `islands`."""
+        return [str(island["node"]) for island in self.islands]
+
     def describe(self) -> str:
         """Return one sentence for the manifest."""
         cast = (

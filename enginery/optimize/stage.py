@@ -192,7 +192,7 @@ def _manifest(
         update={
             "precision": config.precision,
             "target": config.target,
-            "graphs": graphs,
+            "graphs": (*graphs, *optimized.added),
             "stages": (*artifact.manifest.stages, stage),
             # Verdicts on the source artifact do not apply to this one.
             "verdicts": (verdict,),

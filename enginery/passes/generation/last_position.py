@@ -38,7 +38,7 @@ def keep_last_position(model: ir.Model) -> bool:
     """
     graph = model.graph
     logits = _logits(model)
-    path, states = _path_to_head(logits)
+    path, states = path_to_head(logits)
     names = NameAllocator(model)
     tape = Tape(graph)
 
@@ -62,7 +62,7 @@ def keep_last_position(model: ir.Model) -> bool:
         last.shape = _one_position(shape)
         graph.outputs[graph.outputs.index(logits)] = last
         return False
-    path[-1].replace_input_with(_data_input(path[-1]), cut(states))
+    path[-1].replace_input_with(data_input(path[-1]), cut(states))
     graph.sort()
     for node in path:
         for value in node.outputs:
@@ -74,7 +74,7 @@ def _logits(model: ir.Model) -> ir.Value:
     return next(value for value in model.graph.outputs if value.name == LOGITS)
 
 
-def _path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
+def path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
     """Return the nodes from the logits back to the product with the vocabulary, and its input.
 
     The input is None if the head was not found.
@@ -83,7 +83,7 @@ def _path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
     node = logits.producer()
     while node is not None and len(path) < 16:
         path.append(node)
-        place = _data_input(node)
+        place = data_input(node)
         value = node.inputs[place] if place >= 0 else None
         if node.op_type in _PRODUCTS and value is not None:
             has_positions = value.shape is not None and len(value.shape) == 3
@@ -94,7 +94,7 @@ def _path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
     return path, None
 
 
-def _data_input(node: ir.Node) -> int:
+def data_input(node: ir.Node) -> int:
     """Return the index of the node's only input that depends on the graph's; -1 if not one."""
     found = [i for i, value in enumerate(node.inputs) if value is not None and not _is_fixed(value)]
     return found[0] if len(found) == 1 else -1

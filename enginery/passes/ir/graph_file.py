@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from enginery.core.artifact.external_data import external_data_files, load_graph
 from enginery.core.errors import ExportError, SourceError
+from enginery.passes.ir.op_types import register_onnxruntime_operators
 
 # A protobuf message is limited to 2 GB, and writing it holds the weights in memory twice.
 _INSIDE_BYTES = 256 << 20
@@ -114,6 +115,7 @@ def check_graph(path: Path) -> None:
     """
     import onnx
 
+    register_onnxruntime_operators()
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

@@ -23,6 +23,8 @@ from enginery.core.model.onnx_structure import RANDOM_OPS
 FLOAT = ir.DataType.FLOAT
 MICROSOFT = "com.microsoft"
 
+# Operators of ONNX Runtime that have no domain of their own and no schema in onnx.
+_IN_ONNX_DOMAIN = frozenset({"SimplifiedLayerNormalization"})
 # The output type of these ops is an attribute.
 _RANDOM_OR_EYE = frozenset({*RANDOM_OPS, "EyeLike"})
 
@@ -132,6 +134,53 @@ class _Schema:
 
 
 @cache
+def register_onnxruntime_operators() -> None:
+    """Register the operators that ONNX Runtime keeps in ONNX's own domain with onnx.
+
+    Its fusions write RMS normalization so. Without a schema, onnx's checker rejects the graph,
+    and a cast leaves the node in FP32.
+    """
+    import onnx.defs
+    from onnxruntime.capi import onnxruntime_pybind11_state as runtime
+
+    for schema in runtime.get_all_operator_schema():
+        unknown = schema.name in _IN_ONNX_DOMAIN and not onnx.defs.has(schema.name)
+        if unknown and schema.domain == "":
+            onnx.defs.register_schema(_onnx_schema(schema))
+
+
+def _onnx_schema(schema: Any) -> Any:
+    """Return ONNX Runtime's description of an operator as onnx's."""
+    from onnx.defs import OpSchema
+
+    def parameters(formal: Any) -> list[Any]:
+        return [
+            OpSchema.FormalParameter(
+                port.name,
+                port.typeStr,
+                param_option=OpSchema.FormalParameterOption(int(port.option)),
+            )
+            for port in formal
+        ]
+
+    return OpSchema(
+        schema.name,
+        schema.domain,
+        schema.since_version,
+        inputs=parameters(schema.inputs),
+        outputs=parameters(schema.outputs),
+        type_constraints=[
+            (constraint.type_param_str, list(constraint.allowed_type_strs), "")
+            for constraint in schema.type_constraints
+        ],
+        attributes=[
+            OpSchema.Attribute(name, OpSchema.AttrType(int(attribute.type)), required=False)
+            for name, attribute in schema.attributes.items()
+        ],
+    )
+
+
+@cache
 def _schema(domain: str, op_type: str, opset: int) -> _Schema | None:
     domain = "" if domain == "ai.onnx" else domain
     if domain == MICROSOFT:
@@ -139,6 +188,8 @@ def _schema(domain: str, op_type: str, opset: int) -> _Schema | None:
         return None if found is None else _read_schema(found, "typeStr", "type_param_str")
     import onnx.defs
 
+    if op_type in _IN_ONNX_DOMAIN:
+        register_onnxruntime_operators()
     try:
         return _read_schema(
             onnx.defs.get_schema(op_type, opset, domain), "type_str", "type_param_str"

@@ -1,0 +1,287 @@
+"""Add the graph with a cache of fixed size to a generating artifact for CUDA.
+
+It stands beside the decoder from which it is made and shares its weights. It is made in FP32 first,
+compared with the decoder on the CPU, and then cast as the decoder was. A model that is not built as
+expected gets none, with a note that names the first node that does not fit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import EngineryError
+from enginery.core.model.feeds import FeedLimits
+from enginery.core.shapes import TensorSpec
+from enginery.optimize.config import OptimizeConfig
+from enginery.passes.cast.cast import cast_graph
+from enginery.passes.generation.fixed_cache import (
+    BUFFER,
+    IDS,
+    LAST,
+    LENGTHS,
+    POSITIONS,
+    ROWS,
+    TOTAL,
+    DecoderFacts,
+    add_choice,
+    fix_cache,
+    measure_decoder,
+)
+from enginery.passes.generation.sizes import Sizes, UnsuitableGraphError
+from enginery.passes.ir.graph_file import check_graph, read_graph, weight_bytes, write_graph
+from enginery.runtime.decoder_graphs import (
+    LOGITS,
+    DecoderGraphs,
+    is_cross_attention,
+    is_past,
+    present_name,
+)
+from enginery.runtime.onnxruntime.tracing import GraphTracer
+
+SUFFIX = "_fixed_cache"
+
+# Smaller graphs hold their weights themselves, each a copy.
+_SHARED_BYTES = 16 << 20
+# FP32 sums in another order, relative to the largest logit.
+_MAX_ERROR = 1e-3
+_LENGTHS = (21, 14)
+_STEPS = 3
+_ENCODER_POSITIONS = 6
+_ENCODER_PADDING = 2
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class DecoderFiles:
+    """A decoder in an artifact that is being optimized."""
+
+    record: GraphRecord
+    fp32: Path
+    """The prepared FP32 graph, in a temporary directory."""
+    out: Path
+    """The finished graph, in the new artifact."""
+    keep_fp32: frozenset[str]
+    """The nodes that a cast keeps in FP32."""
+
+
+@dataclass(frozen=True)
+class FixedCacheGraph:
+    """What came of the attempt to add the graph."""
+
+    note: str
+    record: GraphRecord | None = None
+    """The record of the graph; None if there is none."""
+    data_files: tuple[str, ...] = ()
+    """The data files of the decoder, whose weights may have moved out of its file."""
+
+
+def wants_fixed_cache(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> bool:
+    """Return True for a decoder that runs prompts and tokens, for CUDA."""
+    found = DecoderGraphs.find_all(artifact.manifest.graphs)
+    runs_all = any(graphs.first is graphs.later is record for graphs in found)
+    return config.target == "cuda" and not config.packed and runs_all
+
+
+def add_fixed_cache(
+    artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig
+) -> FixedCacheGraph:
+    """Write the graph with a cache of fixed size beside a decoder."""
+    file = decoder.record.file
+    try:
+        return _add(artifact, decoder, config)
+    except (UnsuitableGraphError, EngineryError) as error:
+        return FixedCacheGraph(
+            f"{file}: no graph with a cache of fixed size, because of {error}",
+            data_files=_data_files(decoder.out),
+        )
+
+
+def _add(artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig) -> FixedCacheGraph:
+    facts = measure_decoder(decoder.fp32, FeedLimits.from_artifact(artifact))
+    # ONNX Runtime's CUDA kernel of GroupQueryAttention computes in FP16 and BF16 alone.
+    grouped = config.precision != "fp32"
+    model, counts = fix_cache(facts, grouped=grouped)
+    add_choice(model)
+    compared = decoder.fp32.with_name(f"{decoder.fp32.stem}{SUFFIX}.onnx")
+    ir.save(model, compared)
+    _compare(facts, decoder.fp32, compared)
+    if config.precision != "fp32":
+        model, _ = fix_cache(facts, grouped=grouped)
+        cast_graph(model, config.precision, keep_fp32=decoder.keep_fp32, io_dtype="same")
+        add_choice(model)
+    target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
+    data_files = _share_weights(model, decoder.out)
+    ir.save(model, target)
+    check_graph(target)
+    record = _record(model, decoder.record, target.name, _data_files(target))
+    return FixedCacheGraph(_describe(target.name, counts), record, data_files)
+
+
+def _describe(file: str, counts: Counter[str]) -> str:
+    parts = " and ".join(f"{count} by {operator}" for operator, count in counts.items())
+    return f"{file}: a cache of fixed size, attention {parts}"
+
+
+def _data_files(path: Path) -> tuple[str, ...]:
+    from enginery.core.artifact.external_data import external_data_files
+
+    return tuple(external_data_files(path))
+
+
+def _share_weights(model: ir.Model, decoder: Path) -> tuple[str, ...]:
+    """Let a graph refer to the weights of a decoder, and return the decoder's data files.
+
+    Large weights inside the decoder's file move to a file of their own.
+    """
+    stored = read_graph(decoder)
+    if not _data_files(decoder) and weight_bytes(stored) > _SHARED_BYTES:
+        folder = decoder.with_name(f"{decoder.name}.outside")
+        folder.mkdir()
+        names = write_graph(stored, folder / decoder.name, max_inline_bytes=0)
+        for name in (decoder.name, *names):
+            (folder / name).replace(decoder.parent / name)
+        shutil.rmtree(folder)
+        stored = read_graph(decoder)
+    weights = stored.graph.initializers
+    for name, value in model.graph.initializers.items():
+        other = weights[name].const_value if name in weights else None
+        own = value.const_value
+        if (
+            isinstance(other, ir.ExternalTensor)
+            and own is not None
+            and (other.dtype, tuple(other.shape)) == (own.dtype, tuple(own.shape))
+        ):
+            value.const_value = other
+    return _data_files(decoder)
+
+
+def _record(
+    model: ir.Model, decoder: GraphRecord, file: str, data_files: tuple[str, ...]
+) -> GraphRecord:
+    def spec(value: ir.Value) -> TensorSpec:
+        dims = () if value.shape is None else tuple(value.shape)
+        return TensorSpec(
+            name=value.name or "",
+            dtype="" if value.dtype is None else _dtype_name(value.dtype),
+            dims=tuple(dim if isinstance(dim, int) else str(dim.value) for dim in dims),
+        )
+
+    return GraphRecord(
+        file=(Path(decoder.file).parent / file).as_posix(),
+        opset=model.opset_imports[""],
+        inputs=tuple(map(spec, model.graph.inputs)),
+        outputs=tuple(map(spec, model.graph.outputs)),
+        data_files=tuple((Path(decoder.file).parent / name).as_posix() for name in data_files),
+    )
+
+
+def _dtype_name(dtype: ir.DataType) -> str:
+    names = {ir.DataType.FLOAT: "float32", ir.DataType.BFLOAT16: "bfloat16"}
+    return names.get(dtype) or dtype.name.lower()
+
+
+def _compare(facts: DecoderFacts, decoder: Path, fixed: Path) -> None:
+    """Compare the logits of rows of two lengths, for a prompt and some tokens.
+
+    Raises:
+        UnsuitableGraphError: they differ.
+    """
+    lengths = _row_lengths(facts)
+    ids = facts.sizes.token_ids((len(lengths), max(lengths) + _STEPS), seed=1)
+    encoder = _encoder_inputs(facts)
+    found = _run_fixed(fixed, ids, lengths, encoder)
+    expected = _run_decoder(facts, decoder, ids, lengths, encoder)
+    error = float(np.abs(found - expected).max())
+    largest = float(np.abs(expected).max())
+    if not error <= _MAX_ERROR * largest:  # NaN included
+        raise UnsuitableGraphError(
+            f"its logits, which differ by up to {error:.3g} of {largest:.3g} from the decoder's"
+        )
+
+
+def _row_lengths(facts: DecoderFacts) -> tuple[int, ...]:
+    limit = facts.limits.position_limit
+    room = max(_LENGTHS) if limit is None else limit - _STEPS
+    return tuple(max(1, min(length, room)) for length in _LENGTHS)
+
+
+def _encoder_inputs(facts: DecoderFacts) -> Arrays:
+    """Return what the decoder reads of an encoder, with padding in the last row."""
+    feeds = facts.sizes.feeds(Sizes(len(_LENGTHS), 1, 0, _ENCODER_POSITIONS))
+    taken = {
+        name: array
+        for name, array in feeds.items()
+        if is_cross_attention(name) or name.startswith("encoder_")
+    }
+    if "encoder_attention_mask" in taken:
+        taken["encoder_attention_mask"][-1, -_ENCODER_PADDING:] = 0
+    return taken
+
+
+def _run_fixed(
+    path: Path, ids: NDArray[np.int64], lengths: Sequence[int], encoder: Mapping[str, NDArray[Any]]
+) -> NDArray[np.float32]:
+    """Return the logits of each run and row, (runs, rows, vocabulary)."""
+    rows, width, ends = len(lengths), max(lengths), np.array(lengths)
+    buffer = width + _STEPS + 2
+    shapes = {value.name or "": value.shape for value in ir.load(path).graph.inputs}
+    cache: Arrays = {}
+    for name, shape in shapes.items():
+        if is_past(name) and not is_cross_attention(name) and shape is not None:
+            cache[name] = np.zeros((rows, shape[1], buffer, shape[3]), np.float32)  # type: ignore[arg-type]
+    logits = []
+    with GraphTracer(path, [LOGITS, *map(present_name, cache)], optimized=True) as trace:
+        for step in range(_STEPS + 1):
+            if step == 0:
+                tokens, positions = ids[:, :width], np.tile(np.arange(width), (rows, 1))
+                last, total = ends - 1, width
+            else:
+                positions = (ends + step - 1)[:, None]
+                tokens = np.take_along_axis(ids, positions, axis=1)
+                last, total = np.zeros(rows, np.int64), buffer
+            feeds: Arrays = {
+                IDS: tokens,
+                POSITIONS: positions,
+                LAST: last,
+                LENGTHS: (ends + step - 1).astype(np.int32),
+                TOTAL: np.array([total], np.int32),
+                ROWS: np.arange(rows),
+                BUFFER: np.arange(buffer),
+                **encoder,
+                **cache,
+            }
+            outputs = trace({name: array for name, array in feeds.items() if name in shapes})
+            cache = {name: outputs[present_name(name)] for name in cache}
+            logits.append(outputs[LOGITS])
+    return np.stack(logits)
+
+
+def _run_decoder(
+    facts: DecoderFacts,
+    path: Path,
+    ids: NDArray[np.int64],
+    lengths: Sequence[int],
+    encoder: Mapping[str, NDArray[Any]],
+) -> NDArray[np.float32]:
+    """Return the same of the decoder, which runs each row alone and from its beginning."""
+    logits = []
+    with GraphTracer(path, [LOGITS], optimized=True) as trace:
+        for step in range(_STEPS + 1):
+            for row, length in enumerate(lengths):
+                feeds = facts.sizes.feeds(Sizes(1, length + step, 0, _ENCODER_POSITIONS))
+                feeds[IDS] = ids[row : row + 1, : length + step].astype(feeds[IDS].dtype)
+                feeds |= {name: array[row : row + 1] for name, array in encoder.items()}
+                logits.append(trace(feeds)[LOGITS][0, -1])
+    return np.stack(logits).reshape(_STEPS + 1, len(lengths), -1)
