@@ -6,6 +6,9 @@ attends to an encoder takes its states as `encoder_hidden_states`, and its names
 part: `past_key_values.0.decoder.key` for its own positions, `past_key_values.0.encoder.key` for the
 encoder's. Those are the same at every step: the decoder's first graph returns them, or the encoder
 does.
+
+A graph with a fixed cache has the same names, but each past is a buffer that the run itself writes
+to, and it chooses the next tokens, its output `next_ids`; see `FixedCacheDecoder`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from enginery.core.shapes import TensorSpec
 
 ENCODER_STATES = "encoder_hidden_states"
 LOGITS = "logits"
+NEXT_IDS = "next_ids"
 
 _PAST, _PRESENT = "past_key_values.", "present."
 
@@ -55,6 +59,11 @@ def of_encoder(name: str) -> str:
     return f"encoder_{name}"
 
 
+def has_fixed_cache(record: GraphRecord) -> bool:
+    """Return True for a graph whose cache is a buffer of fixed size."""
+    return any(spec.name == NEXT_IDS for spec in record.outputs)
+
+
 def is_decoder(record: GraphRecord) -> bool:
     """Return True if a graph takes a cache or the states of an encoder."""
     return any(is_past(spec.name) or spec.name == ENCODER_STATES for spec in record.inputs)
@@ -73,6 +82,8 @@ class DecoderGraphs:
     decoder has no encoder."""
     counts_padding: bool = False
     """Whether padding before a prompt shifts its positions, which changes what is generated."""
+    fixed: GraphRecord | None = None
+    """Runs prompts and tokens with a cache of fixed size; None if the model has no such graph."""
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the places of the prompts that may run together, given their lengths."""
@@ -85,7 +96,9 @@ class DecoderGraphs:
 
     @classmethod
     def find_all(cls, graphs: Sequence[GraphRecord]) -> list[DecoderGraphs]:
-        """Return one for each graph with a cache among its inputs."""
+        """Return one for each graph with a growing cache among its inputs."""
+        fixed = next(filter(has_fixed_cache, graphs), None)
+        graphs = [record for record in graphs if record is not fixed]
         cached = [record for record in graphs if any(map(is_past, _names(record.inputs)))]
         without_past = [
             record
@@ -98,14 +111,18 @@ class DecoderGraphs:
             first = without_past[0] if without_past else later
             taken = _names((*first.inputs, *later.inputs))
             attends = ENCODER_STATES in taken or any(map(is_cross_attention, taken))
-            found.append(cls(first, later, encoder if attends else None))
+            found.append(cls(first, later, encoder if attends else None, fixed=fixed))
         return found
 
 
 def find_encoder_decoder(graphs: Sequence[GraphRecord]) -> DecoderGraphs | None:
-    """Return an encoder and one decoder for every step if these are all graphs, else None."""
+    """Return an encoder and one decoder for every step if these are all graphs, else None.
+
+    A further graph with a fixed cache does not count.
+    """
     found = DecoderGraphs.find_all(graphs)
-    if len(graphs) != 2 or len(found) != 1 or found[0].first is not found[0].later:
+    growing = [record for record in graphs if not has_fixed_cache(record)]
+    if len(growing) != 2 or len(found) != 1 or found[0].first is not found[0].later:
         return None
     return found[0] if found[0].encoder is not None else None
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from enginery.runtime.generation.decoder import CachedDecoder, DecoderState
+from enginery.runtime.generation.decoder import Decoder
 from enginery.runtime.generation.inputs import Feeds
 from enginery.runtime.generation.search import Candidates, Need, Search
 
@@ -32,10 +33,10 @@ class _Running:
 class RunningBatch:
     """The searches of a batch, and the decoder's state. It is used by one thread."""
 
-    def __init__(self, decoder: CachedDecoder) -> None:
+    def __init__(self, decoder: Decoder[Any]) -> None:
         self._decoder = decoder
         self._running: list[_Running] = []
-        self._state: DecoderState | None = None
+        self._state: Any = None
 
     @property
     def searches(self) -> list[Search]:
@@ -61,7 +62,7 @@ class RunningBatch:
         state, found = self._decoder.begin(prompts, _joined(searches), inputs)
         offset = 0
         if self._running and self._state is not None:
-            offset = len(self._state.mask)
+            offset = self._state.rows
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
             part = _part(found, range(row, row + 1))

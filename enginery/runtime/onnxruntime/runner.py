@@ -11,9 +11,12 @@ inputs and outputs are bound to buffers on the GPU.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
+from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import BUCKETS, DeviceBinding, run_options
@@ -41,8 +45,10 @@ from enginery.runtime.onnxruntime.device_values import (
 from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import check_interface, new_session
+from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import (
+    CUDA_GRAPH_OPTIONS,
     Providers,
     check_run_options,
     parse_providers,
@@ -53,6 +59,10 @@ Outputs = dict[str, NDArray[Any]]
 
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _TOKENS = 16
+_NOT_RECORDED = "cannot use the graph capture feature"
+"""In ONNX Runtime's error for a graph with nodes that prevent CUDA graphs."""
+
+_log = logging.getLogger(__name__)
 
 
 class OrtRunner(Closeable):
@@ -134,6 +144,9 @@ class OrtRunner(Closeable):
         self._limits = FeedLimits.from_artifact(artifact)
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
+        self.records_steps = False
+        """Whether the session records bound runs as CUDA graphs, by their `gpu_graph_id`; a decoder
+        with a fixed cache does that."""
         self._lone_session: Any = None
         self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
@@ -151,16 +164,19 @@ class OrtRunner(Closeable):
             kept = (
                 optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
             )
-            self._sessions = [
-                open_session(
-                    kept or path,
-                    self.providers,
-                    threads=threads,
-                    optimize=kept is None,
-                    spinning=spinning,
-                    record=self.record,
-                )
-            ]
+            opened = partial(
+                open_session,
+                kept or path,
+                threads=threads,
+                optimize=kept is None,
+                spinning=spinning,
+                record=self.record,
+            )
+            if has_fixed_cache(self.record) and self.providers[0].name == CUDA:
+                session, self.records_steps = _open_recording(opened, self.providers)
+            else:
+                session = opened(self.providers)
+            self._sessions = [session]
             if kept and lone_threads > threads and has_packed_weights(kept):
                 self._lone_session = open_session(
                     kept,
@@ -311,6 +327,13 @@ class OrtRunner(Closeable):
         except Exception as error:  # ONNX Runtime raises many unrelated types
             found_shapes = ", ".join(f"{name} {v.shape()}" for name, v in values.items())
             raise InputError(f"the graph fails on {found_shapes}: {error}") from error
+
+    @property
+    def session(self) -> Any:
+        """The `onnxruntime.InferenceSession`, for callers that bind its inputs and outputs."""
+        if not self._sessions:
+            raise ProviderError("the runner is closed.")
+        return self._sessions[0]
 
     @property
     def device(self) -> Device:
@@ -497,6 +520,25 @@ def open_session(
     if record is not None:
         check_interface(session, record, path)
     return session
+
+
+def _open_recording(
+    opened: Callable[[Sequence[Provider]], Any], providers: Sequence[Provider]
+) -> tuple[Any, bool]:
+    """Return a session, and whether it records runs as CUDA graphs.
+
+    ONNX Runtime refuses a session that should record if a node prevents it.
+    """
+    head, *others = providers
+    option, value = CUDA_GRAPH_OPTIONS[head.name]
+    recording = replace(head, options={**head.options, option: value})
+    try:
+        return opened([recording, *others]), True
+    except ProviderError as error:
+        if _NOT_RECORDED not in error.message:
+            raise
+        _log.warning("steps of the decoder are not recorded as CUDA graphs: %s", error.message)
+        return opened(providers), False
 
 
 def _dim_name(dim: int | str) -> str:
