@@ -306,9 +306,9 @@ class FixedCacheDecoder:
         reads_another = False
         for row in repeated:
             # A slot that reads the same of the encoder spares copying that.
-            free.sort(key=lambda slot, source=sources[row]: old.get(slot, -1) != source)
-            slot = free.pop(0)
-            reads_another = reads_another or old.get(slot, -1) != sources[row]
+            slot = next((slot for slot in free if old.get(slot) == sources[row]), free[0])
+            free.remove(slot)
+            reads_another = reads_another or old.get(slot) != sources[row]
             pairs.append((slots[row], slot))
             if state.positions[slot] != state.positions[slots[row]]:
                 state.positions[slot] = state.positions[slots[row]]

@@ -150,7 +150,8 @@ class OrtRunner(Closeable):
         self._lone_session: Any = None
         self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
-        if cuda_graph:
+        has_steps = has_fixed_cache(self.record)
+        if cuda_graph and not has_steps:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
                 self.providers,
@@ -172,7 +173,7 @@ class OrtRunner(Closeable):
                 spinning=spinning,
                 record=self.record,
             )
-            if has_fixed_cache(self.record) and self.providers[0].name == CUDA:
+            if has_steps and self.providers[0].name == CUDA:
                 session, self.records_steps = _open_recording(opened, self.providers)
             else:
                 session = opened(self.providers)
@@ -186,7 +187,7 @@ class OrtRunner(Closeable):
                     stop_spinning=True,  # other runs need the cores
                     record=self.record,
                 )
-        self._capture = cuda_graph
+        self._capture = cuda_graph and not has_steps
         self._buckets = buckets
         self._shrink = shrink_arena
         self._bindings: dict[int, DeviceBinding] = {}
@@ -354,6 +355,9 @@ class OrtRunner(Closeable):
             ProviderError: the session cannot be opened.
             InputError: the graph fails on the feeds.
         """
+        if feeds is None and has_fixed_cache(self.record):
+            # Synthetic positions could be outside the cache, which no kernel checks.
+            return read_placement(self._paths[0], self.providers)
         if feeds is None:
             feeds = self._synthetic_feeds(0)
         return read_placement(self._paths[0], self.providers, feeds)
