@@ -13,7 +13,7 @@ decoder alone takes new ones at any time (`decoder.takes_more`); others, once th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from enginery.runtime.generation.decoder import Decoder
@@ -105,6 +105,7 @@ class RunningBatch:
         state, found = self._decoder.begin(prompts, _joined(searches), inputs)
         offset = 0
         if self._running and self._state is not None:
+            self._drop_rows()
             offset = self._state.rows
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
@@ -137,6 +138,16 @@ class RunningBatch:
             start = place.stop
             self._advance(search.search, _part(found, place), place)
         self._state = state if self._running else None
+
+    def _drop_rows(self) -> None:
+        """Drop the rows of the state that nothing continues."""
+        rows = sorted({parent for running in self._running for parent in running.parents})
+        self._state = self._decoder.keep(self._state, rows)
+        row_of = {parent: row for row, parent in enumerate(rows)}
+        self._running = [
+            replace(running, parents=[row_of[parent] for parent in running.parents])
+            for running in self._running
+        ]
 
     def _greedy_rows(self) -> _GreedyRows | None:
         """Return all searches as greedy rows; None if one of them is something else."""

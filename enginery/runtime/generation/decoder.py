@@ -64,6 +64,9 @@ class Decoder(Protocol[State]):
     def join(self, above: State, below: State) -> State:
         """Return the rows of two states as one; see `takes_more`."""
 
+    def keep(self, state: State, rows: list[int]) -> State:
+        """Return a state with some of its rows, in ascending order."""
+
 
 @dataclass(frozen=True)
 class DecoderState:
@@ -193,6 +196,10 @@ class CachedDecoder:
         first = max(above.sources) + 1
         sources = (*above.sources, *(first + source for source in below.sources))
         return DecoderState(np.concatenate(masks), cache, {}, sources)
+
+    def keep(self, state: DecoderState, rows: list[int]) -> DecoderState:
+        """Return a state with some of its rows, in ascending order."""
+        return self._reordered(state, rows)
 
     def _run(
         self, ids: NDArray[np.int64], state: DecoderState, need: Need

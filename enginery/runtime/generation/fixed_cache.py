@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -57,6 +57,8 @@ from enginery.runtime.onnxruntime.runner import OrtRunner
 
 _ROOM = 64
 """Positions behind a prompt that its buffers have at first."""
+_FEWER = 4
+"""Factor by which the buffers must have too many rows before rows move to smaller ones."""
 _IDLE_BYTES = 2 << 30
 """Memory of buffers that are kept although no batch uses them, with their CUDA graphs."""
 
@@ -205,10 +207,10 @@ class FixedCacheDecoder:
         ids = np.full((rows, width), self._pad_id, np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-        prompt_inputs = buffers.prompt(width)
-        prompt_inputs.write(ids, positions)
-        self._run(prompt_inputs.run)
-        return state, self._candidates(state, need)
+        with self._device_work():
+            inputs_of_width = buffers.prompt(width)
+            inputs_of_width.write(ids, positions)
+        return state, self._run(inputs_of_width.run, state, need)
 
     def step(
         self,
@@ -237,12 +239,13 @@ class FixedCacheDecoder:
             ids[state.index] = tokens
             if state.moved:
                 state.settle()
-            state.buffers.write_turn(state.turn, ids, state.positions if state.moved else None)
+            with self._device_work():
+                state.buffers.write_turn(state.turn, ids, state.positions if state.moved else None)
             state.moved = False
-        self._run(state.buffers.steps[state.turn])
+        run = state.buffers.steps[state.turn]
         state.turn = 1 - state.turn
         state.steps += 1
-        return state, self._candidates(state, need)
+        return state, self._run(run, state, need)
 
     def join(self, above: FixedCacheState, below: FixedCacheState) -> FixedCacheState:
         """Return the rows of two states as one, which is the first of them; see `takes_more`.
@@ -272,7 +275,37 @@ class FixedCacheDecoder:
         above.place([*above.slots, *free])
         return above
 
-    def _candidates(self, state: FixedCacheState, need: Need) -> Candidates:
+    def keep(self, state: FixedCacheState, rows: list[int]) -> FixedCacheState:
+        """Return the state with some of its rows, in ascending order."""
+        self._select(state, rows)
+        return state
+
+    def _run(self, run: BoundRun, state: FixedCacheState, need: Need) -> Candidates:
+        """Run the graph, and return what a search needs of it.
+
+        The first run of a step in a thread is recorded.
+
+        Raises:
+            InputError: the graph fails.
+        """
+        try:
+            if not self._on_gpu:
+                self._runner.session.run_with_iobinding(run.bound)
+                return self._read(state, need)
+            with self._running:
+                is_recorded = run.graph_id in self._recorded.graphs
+                # Choosing the best tokens is a run of its own, which takes the lock itself.
+                reads_at_once = need.logits or need.best == 1
+                with CAPTURE_LOCK.running() if is_recorded else CAPTURE_LOCK.capturing():
+                    self._runner.session.run_with_iobinding(run.bound, run.options)
+                    if reads_at_once:
+                        candidates = self._read(state, need)
+                self._recorded.graphs.add(run.graph_id)
+                return candidates if reads_at_once else self._read(state, need)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise InputError(f"the graph fails: {error}") from error
+
+    def _read(self, state: FixedCacheState, need: Need) -> Candidates:
         """Return what a search needs of the last run."""
         buffers, index = state.buffers, state.index
         state.chosen = None
@@ -285,8 +318,8 @@ class FixedCacheDecoder:
             state.chosen = ids[:, 0].tolist()
             return Candidates(ids if self._on_gpu else ids.copy())
         count = min(need.best, buffers.logits.shape()[1])
-        log_probs, ids = self._operators.best(buffers.logits, count)
-        return Candidates(ids[index], log_probs[index])
+        log_probs, tokens = self._operators.best(buffers.logits, count)
+        return Candidates(tokens[index], log_probs[index])
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
         """Let each row continue a row of the state; a row that several continue is copied."""
@@ -323,6 +356,9 @@ class FixedCacheDecoder:
         else:
             state.chosen = [state.chosen[parent] for parent in parents]
         state.place(slots)
+        rows = row_rung(len(slots))
+        if rows * _FEWER <= state.buffers.sizes.rows:
+            self._resize(state, replace(state.buffers.sizes, rows=rows))
 
     def _make_room(self, state: FixedCacheState) -> None:
         """Let the longest row have another position."""
@@ -343,7 +379,7 @@ class FixedCacheDecoder:
 
         Args:
             state: the rows.
-            sizes: the sizes of the other buffers, none of them smaller.
+            sizes: the sizes of the other buffers, of which only the rows may be fewer.
             slots: for each row, the slot that it continues; None for its own.
         """
         old, slots = state.buffers, state.slots if slots is None else slots
@@ -402,7 +438,8 @@ class FixedCacheDecoder:
             arrays[ENCODER_MASK] = np.ones(shape, np.int64)
         for name, array in arrays.items():
             typed = array.astype(self._specs[name].dtype, copy=False)
-            encoded[name] = device_value(typed, self._runner.device)
+            with self._device_work():
+                encoded[name] = device_value(typed, self._runner.device)
         return encoded
 
     def _encoder_length(self, encoded: Values) -> int:
@@ -439,7 +476,7 @@ class FixedCacheDecoder:
             ) from error
 
     def _new_buffers(self, sizes: BufferSizes, first: int) -> CacheBuffers:
-        with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+        with self._device_work():
             return CacheBuffers(
                 self._runner.session,
                 self._record,
@@ -460,23 +497,9 @@ class FixedCacheDecoder:
             while len(self._idle) > 1 and sum(idle.bytes for idle in self._idle) > _IDLE_BYTES:
                 del self._idle[0]
 
-    def _run(self, run: BoundRun) -> None:
-        """Run the graph; the first run of a step in a thread is recorded.
-
-        Raises:
-            InputError: the graph fails.
-        """
-        try:
-            if not self._on_gpu:
-                self._runner.session.run_with_iobinding(run.bound)
-                return
-            with self._running:
-                recorded = run.graph_id in self._recorded.graphs
-                with CAPTURE_LOCK.running() if recorded else CAPTURE_LOCK.capturing():
-                    self._runner.session.run_with_iobinding(run.bound, run.options)
-                self._recorded.graphs.add(run.graph_id)
-        except Exception as error:  # ONNX Runtime raises many unrelated types
-            raise InputError(f"the graph fails: {error}") from error
+    def _device_work(self) -> AbstractContextManager[None]:
+        """Hold back captures of CUDA graphs, during which no thread may copy or allocate."""
+        return CAPTURE_LOCK.running() if self._on_gpu else nullcontext()
 
     def close(self) -> None:
         """Free the buffers that no batch uses."""

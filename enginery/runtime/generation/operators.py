@@ -13,7 +13,7 @@ the chosen tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -63,7 +63,8 @@ class Operators:
         session = self._session(_best_graph, ELEMENTS[dtype_of(logits)], len(logits.shape()))
         values = {"logits": logits, "count": ortvalue(np.array([count], np.int64))}
         found = run_values(session, self._placed(values), ["log_probs", "tokens"])
-        return found["log_probs"].numpy(), found["tokens"].numpy()
+        with self._device_work():
+            return found["log_probs"].numpy(), found["tokens"].numpy()
 
     def take(self, values: Values, rows: Sequence[int]) -> Values:
         """Return values that consist of these rows, on the same device.
@@ -112,7 +113,9 @@ class Operators:
             )
             for name, value in source.items()
         ]
-        return RowCopy(self._session(_copy_graph, *kinds), source, target, count, self._device)
+        session = self._session(_copy_graph, *kinds)
+        with self._device_work():
+            return RowCopy(session, source, target, count, self._device)
 
     def clear(self, values: Values) -> None:
         """Fill values with zeros, in place."""
@@ -122,8 +125,12 @@ class Operators:
             shape = ortvalue(np.array(value.shape(), np.int64))
             bound.bind_ortvalue_input(f"{name}.shape", shape)
             bound.bind_ortvalue_output(name, value)
-        with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+        with self._device_work():
             session.run_with_iobinding(bound)
+
+    def _device_work(self) -> AbstractContextManager[None]:
+        """Hold back captures of CUDA graphs, during which no thread may copy or allocate."""
+        return CAPTURE_LOCK.running() if self._on_gpu else nullcontext()
 
     def _session(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Return the session of a graph, made by the first call with these arguments."""
@@ -146,7 +153,7 @@ class Operators:
         provider: tuple[str, dict[str, str]] = (CPU, {})
         if self._on_gpu:
             provider = (CUDA, {"device_id": str(self._device.index)})
-        with _quiet_default_logger() if self._on_gpu else nullcontext():
+        with self._device_work(), _quiet_default_logger() if self._on_gpu else nullcontext():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
             )
@@ -194,9 +201,9 @@ class RowCopy:
         """
         filled = [*pairs, *[pairs[-1]] * (self._count - len(pairs))]
         indices = np.array(filled, np.int64)
-        self._rows[0].update_inplace(np.ascontiguousarray(indices[:, 0]))
-        self._rows[1].update_inplace(np.ascontiguousarray(indices[:, 1:]))
         with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+            self._rows[0].update_inplace(np.ascontiguousarray(indices[:, 0]))
+            self._rows[1].update_inplace(np.ascontiguousarray(indices[:, 1:]))
             self._session.run_with_iobinding(self._bound)
 
 
