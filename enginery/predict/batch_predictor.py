@@ -40,7 +40,7 @@ from enginery.predict.task_inputs import (
 from enginery.predict.token_batches import InferencePool, WindowRunner
 from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
 from enginery.runtime.tasks.task import Modality
 
@@ -124,7 +124,10 @@ class BatchPredictor(Closeable):
             opened.enter_context(self._pool)
             self._model: WindowRunner | GenerationRunner
             if issubclass(definition, Generate):
-                generator = opened.enter_context(TextGenerator(artifact, open_graph))
+                on_cuda = specs[0].full_name == CUDA
+                generator = opened.enter_context(
+                    TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
+                )
                 options = read_generation_options(config)
                 self._model = GenerationRunner(generator, options, batch_rows=config.batch_rows)
                 self._providers = generator.providers

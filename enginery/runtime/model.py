@@ -21,6 +21,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tasks import TASKS, require_task
@@ -214,7 +215,7 @@ def load_model(
         )
 
     if generates:
-        return TextGenerator(opened, open_graph)
+        return TextGenerator(opened, open_graph, fixed_cache=specs[0].full_name == CUDA)
     runner = open_graph()
     try:
         model = Model(opened, runner)

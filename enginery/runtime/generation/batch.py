@@ -5,6 +5,7 @@
     while batch.searches:
         batch.step()
 
+Searches that all follow the most probable token are advanced together, without a call for each.
 A search that is done leaves by itself, and so does one that fails: it has an `error` then. A
 decoder alone takes new ones at any time (`decoder.takes_more`); others, once the batch is empty.
 """
@@ -12,11 +13,14 @@ decoder alone takes new ones at any time (`decoder.takes_more`); others, once th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from enginery.runtime.generation.decoder import CachedDecoder, DecoderState
+from enginery.runtime.generation.decoder import Decoder
 from enginery.runtime.generation.inputs import Feeds
-from enginery.runtime.generation.search import Candidates, Need, Search
+from enginery.runtime.generation.search import Candidates, Need, Search, SequentialSearch
+
+_BEST = Need()
 
 
 @dataclass(frozen=True)
@@ -29,23 +33,62 @@ class _Running:
     """The rows of the batch's state that its tokens continue."""
 
 
+class _GreedyRows:
+    """The rows of searches that all follow the most probable token."""
+
+    def __init__(self, running: Sequence[_Running], sequences: Sequence[SequentialSearch]) -> None:
+        """Take searches of one row each, with the sequence that each of them follows."""
+        self.searches = [row.search for row in running]
+        self.tokens = [row.tokens[0] for row in running]
+        """The tokens of the next step."""
+        self.parents = [row.parents[0] for row in running]
+        """The rows of the decoder's state that they continue."""
+        self._rows = list(range(len(sequences)))
+        self._appends = [sequence.tokens.append for sequence in sequences]
+        self._ends = frozenset(end for s in sequences for end in s.options.eos_token_id)
+        self._has_stops = any(sequence.stops is not None for sequence in sequences)
+        self._left = min(sequence.longest - len(sequence.tokens) for sequence in sequences)
+
+    def running(self) -> list[_Running]:
+        """Return the searches that are not done, with their rows."""
+        return [
+            _Running(search, [token], [parent])
+            for search, token, parent in zip(self.searches, self.tokens, self.parents, strict=True)
+            if not search.done
+        ]
+
+    def append(self, tokens: list[int]) -> bool:
+        """Append a token to each sequence; return True if one of them may have ended."""
+        for append, token in zip(self._appends, tokens, strict=True):
+            append(token)
+        self.tokens, self.parents = tokens, self._rows
+        self._left -= 1
+        return self._left <= 0 or self._has_stops or not self._ends.isdisjoint(tokens)
+
+
 class RunningBatch:
     """The searches of a batch, and the decoder's state. It is used by one thread."""
 
-    def __init__(self, decoder: CachedDecoder) -> None:
+    def __init__(self, decoder: Decoder[Any]) -> None:
         self._decoder = decoder
         self._running: list[_Running] = []
-        self._state: DecoderState | None = None
+        self._state: Any = None
+        self._greedy: _GreedyRows | None = None
+        """The running searches if all are greedy; `_running` is not up to date then."""
 
     @property
     def searches(self) -> list[Search]:
         """The searches that are not done."""
-        return [each.search for each in self._running]
+        if self._greedy is not None:
+            return self._greedy.searches
+        return [running.search for running in self._running]
 
     @property
     def rows(self) -> int:
         """Number of rows in the next step: each beam is one."""
-        return sum(len(each.tokens) for each in self._running)
+        if self._greedy is not None:
+            return len(self._greedy.tokens)
+        return sum(len(running.tokens) for running in self._running)
 
     def add(self, searches: Sequence[Search], inputs: Feeds | None = None) -> None:
         """Run the prompts of searches, and let them join.
@@ -57,11 +100,13 @@ class RunningBatch:
         Raises:
             InputError: the graph fails; the batch is as before.
         """
+        self._leave_greedy()
         prompts = [search.prompt for search in searches]
         state, found = self._decoder.begin(prompts, _joined(searches), inputs)
         offset = 0
         if self._running and self._state is not None:
-            offset = len(self._state.mask)
+            self._drop_rows()
+            offset = self._state.rows
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
             part = _part(found, range(row, row + 1))
@@ -74,23 +119,72 @@ class RunningBatch:
         Raises:
             InputError: the graph fails; the batch is empty then.
         """
+        if self._greedy is None:
+            self._greedy = self._greedy_rows()
+        if self._greedy is not None:
+            self._step_greedy(self._greedy)
+            return
         running, state = self._running, self._state
         self._running, self._state = [], None
         if state is None:
             return
-        tokens = [token for each in running for token in each.tokens]
-        parents = [parent for each in running for parent in each.parents]
-        need = _joined([each.search for each in running])
+        tokens = [token for search in running for token in search.tokens]
+        parents = [parent for search in running for parent in search.parents]
+        need = _joined([search.search for search in running])
         state, found = self._decoder.step(state, tokens, parents, need)
         start = 0
-        for each in running:
-            place = range(start, start + len(each.tokens))
+        for search in running:
+            place = range(start, start + len(search.tokens))
             start = place.stop
-            self._advance(each.search, _part(found, place), place)
+            self._advance(search.search, _part(found, place), place)
         self._state = state if self._running else None
+
+    def _drop_rows(self) -> None:
+        """Drop the rows of the state that nothing continues."""
+        rows = sorted({parent for running in self._running for parent in running.parents})
+        self._state = self._decoder.keep(self._state, rows)
+        row_of = {parent: row for row, parent in enumerate(rows)}
+        self._running = [
+            replace(running, parents=[row_of[parent] for parent in running.parents])
+            for running in self._running
+        ]
+
+    def _greedy_rows(self) -> _GreedyRows | None:
+        """Return all searches as greedy rows; None if one of them is something else."""
+        sequences = [running.search.greedy for running in self._running]
+        known = [sequence for sequence in sequences if sequence is not None]
+        if not known or len(known) < len(sequences):
+            return None
+        return _GreedyRows(self._running, known)
+
+    def _leave_greedy(self) -> None:
+        """Let each search know its row again."""
+        if self._greedy is not None:
+            self._running, self._greedy = self._greedy.running(), None
+
+    def _step_greedy(self, greedy: _GreedyRows) -> None:
+        """Run one token of each row."""
+        try:
+            self._state, found = self._decoder.step(
+                self._state, greedy.tokens, greedy.parents, _BEST
+            )
+        except BaseException:
+            self._running, self._state, self._greedy = [], None, None
+            raise
+        if not greedy.append(found.tokens[:, 0].tolist()):
+            return
+        for search in greedy.searches:
+            try:
+                search.settle()
+            except Exception as error:  # the other searches go on
+                search.error, search.done = error, True
+        if any(search.done for search in greedy.searches):
+            self._leave_greedy()
+            self._state = self._state if self._running else None
 
     def remove(self, search: Search) -> None:
         """Let a search leave before it is done."""
+        self._leave_greedy()
         self._running = [each for each in self._running if each.search is not search]
 
     def _advance(self, search: Search, found: Candidates, place: range) -> None:

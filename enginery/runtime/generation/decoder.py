@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.runtime.decoder_graphs import (
@@ -41,6 +42,32 @@ _TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 Feeds = Mapping[str, NDArray[Any]]
 
 
+State = TypeVar("State")
+
+
+class Decoder(Protocol[State]):
+    """What a batch runs: a decoder with the state of its rows between two steps."""
+
+    takes_more: bool
+    """Whether rows may join those that have begun."""
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], need: Need, inputs: Feeds | None = None
+    ) -> tuple[State, Candidates]:
+        """Run prompts, each in a row; see `CachedDecoder.begin`."""
+
+    def step(
+        self, state: State, tokens: list[int], parents: list[int], need: Need
+    ) -> tuple[State, Candidates]:
+        """Run one token in each row; see `CachedDecoder.step`."""
+
+    def join(self, above: State, below: State) -> State:
+        """Return the rows of two states as one; see `takes_more`."""
+
+    def keep(self, state: State, rows: list[int]) -> State:
+        """Return a state with some of its rows, in ascending order."""
+
+
 @dataclass(frozen=True)
 class DecoderState:
     """The rows of a batch between two steps."""
@@ -53,6 +80,11 @@ class DecoderState:
     """What the decoder reads of the encoder, by the names of its inputs; empty without one."""
     sources: tuple[int, ...]
     """The encoder's input that each row is about."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.mask)
 
 
 class CachedDecoder:
@@ -82,7 +114,7 @@ class CachedDecoder:
         self._past = [
             s for s in record.inputs if is_past(s.name) and not is_cross_attention(s.name)
         ]
-        self._encoded = _encoded_inputs(graphs)
+        self._encoded = encoded_inputs(graphs, record)
         known = {*_TEXT_INPUTS, *self._encoded, *(spec.name for spec in self._past)}
         unknown = [name for name in self._inputs if name not in known]
         lacking = [s.name for s in self._past if present_name(s.name) not in outputs]
@@ -165,6 +197,10 @@ class CachedDecoder:
         sources = (*above.sources, *(first + source for source in below.sources))
         return DecoderState(np.concatenate(masks), cache, {}, sources)
 
+    def keep(self, state: DecoderState, rows: list[int]) -> DecoderState:
+        """Return a state with some of its rows, in ascending order."""
+        return self._reordered(state, rows)
+
     def _run(
         self, ids: NDArray[np.int64], state: DecoderState, need: Need
     ) -> tuple[DecoderState, Candidates]:
@@ -223,16 +259,21 @@ class CachedDecoder:
         return Candidates(last.argmax(axis=1)[:, None])
 
 
-def _encoded_inputs(graphs: DecoderGraphs) -> dict[str, str]:
-    """Return the decoder's inputs that come from the encoder: the names of its inputs or outputs.
+def encoded_inputs(graphs: DecoderGraphs, record: GraphRecord) -> dict[str, str]:
+    """Return a decoder's inputs that come from the encoder: the names of its inputs or outputs.
 
-    Empty without an encoder.
+    Args:
+        graphs: the graphs, of which only the encoder matters.
+        record: the decoder's graph.
+
+    Returns:
+        Nothing without an encoder.
     """
     if graphs.encoder is None:
         return {}
     found = {of_encoder(spec.name): spec.name for spec in graphs.encoder.inputs}
     found[ENCODER_STATES] = graphs.encoder.outputs[0].name
-    taken = [spec.name for spec in graphs.later.inputs]
+    taken = [spec.name for spec in record.inputs]
     found |= {name: present_name(name) for name in taken if is_cross_attention(name)}
     return {name: source for name, source in found.items() if name in taken}
 

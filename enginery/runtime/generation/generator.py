@@ -22,6 +22,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.decoder_graphs import DecoderGraphs
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
+from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
 from enginery.runtime.generation.inputs import (
     Feeds,
     GenerationRow,
@@ -67,12 +68,20 @@ class TextGenerator(Closeable):
     )
     method = "generate"
 
-    def __init__(self, artifact: Artifact, open_graph: Callable[[str], OrtRunner]) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        open_graph: Callable[[str], OrtRunner],
+        *,
+        fixed_cache: bool = False,
+    ) -> None:
         """Read the artifact's tokenizer, processor and generation_config.json; open its graphs.
 
         Args:
             artifact: the artifact.
             open_graph: opens the graph of a file; the generator closes it.
+            fixed_cache: generate with the decoder's graph with a fixed cache, if there is one;
+                that is the faster one on CUDA.
 
         Raises:
             ArtifactError: a file is missing or malformed, or a graph takes no cache.
@@ -89,11 +98,20 @@ class TextGenerator(Closeable):
         """Largest number of a decoder's tokens, with the prompt; None if it has no limit."""
         self.inputs = open_inputs(artifact, graphs, self.tokenizer, self.options)
         """How inputs are prepared."""
+        decoding = graphs.fixed if fixed_cache and graphs.fixed is not None else graphs.later
         with ExitStack() as stack:
-            records = [graphs.later, *([graphs.encoder] if graphs.encoder else [])]
+            records = [decoding, *([graphs.encoder] if graphs.encoder else [])]
             runners = {each.file: stack.enter_context(open_graph(each.file)) for each in records}
-            self.decoder = CachedDecoder(graphs, runners, pad_id=self.tokenizer.pad_id or 0)
-            self.runner = runners[graphs.later.file]
+            self.decoder: CachedDecoder | FixedCacheDecoder
+            if decoding is graphs.fixed:
+                self.decoder = FixedCacheDecoder(
+                    graphs, runners, pad_id=self.tokenizer.pad_id or 0, limit=self.positions
+                )
+                stack.callback(self.decoder.close)
+                self.graphs = replace(graphs, counts_padding=False)  # prompts are padded behind
+            else:
+                self.decoder = CachedDecoder(graphs, runners, pad_id=self.tokenizer.pad_id or 0)
+            self.runner = runners[decoding.file]
             """The decoder's graph."""
             self._open = stack.pop_all()
 

@@ -3,23 +3,26 @@
     operators = Operators(device)
     log_probs, tokens = operators.best(logits, 8)
     cache = operators.take(cache, rows)
+    operators.row_copy(buffers, buffers, 2).run([(0, 3), (1, 2)])    # in place
 
 Each is a small graph that ONNX Runtime runs between two steps of a decoder, built when it is first
 needed. On the CPU they take a tenth of numpy's time; from a GPU nothing is copied to the host but
-the chosen tokens. No GPU has run them yet.
+the chosen tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import MissingPackageError
-from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of
+from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
+from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
 from enginery.runtime.onnxruntime.runner import run_values
 from enginery.runtime.providers.known import CPU, CUDA
 
@@ -27,7 +30,7 @@ Values = dict[str, Any]
 """`onnxruntime.OrtValue` by name."""
 
 _OPSET, _IR_VERSION = 20, 9
-_FLOAT, _INT64 = ELEMENTS["float32"], ELEMENTS["int64"]
+_FLOAT, _FLOAT16, _INT64 = (ELEMENTS[name] for name in ("float32", "float16", "int64"))
 
 
 class Operators:
@@ -51,16 +54,17 @@ class Operators:
         """Return the log-probabilities of the best tokens at the last position, and the tokens.
 
         Args:
-            logits: (rows, positions, vocabulary).
+            logits: (rows, positions, vocabulary), or of the last position alone (rows, vocabulary).
             count: the number of tokens, at most the vocabulary.
 
         Returns:
             Two arrays of (rows, count), the best first.
         """
-        session = self._session(_best_graph, ELEMENTS[dtype_of(logits)])
-        values = {"logits": logits, "count": self._value(np.array([count], np.int64))}
+        session = self._session(_best_graph, ELEMENTS[dtype_of(logits)], len(logits.shape()))
+        values = {"logits": logits, "count": ortvalue(np.array([count], np.int64))}
         found = run_values(session, self._placed(values), ["log_probs", "tokens"])
-        return found["log_probs"].numpy(), found["tokens"].numpy()
+        with self._device_work():
+            return found["log_probs"].numpy(), found["tokens"].numpy()
 
     def take(self, values: Values, rows: Sequence[int]) -> Values:
         """Return values that consist of these rows, on the same device.
@@ -71,7 +75,7 @@ class Operators:
         """
         session = self._session(_take_graph, *_kinds(values))
         feeds = {f"{name}.from": value for name, value in values.items()}
-        feeds["rows"] = self._value(np.asarray(rows, np.int64))
+        feeds["rows"] = ortvalue(np.asarray(rows, np.int64))
         return run_values(session, self._placed(feeds), list(values))
 
     def join(self, above: Values, below: Values, shifts: tuple[int, int]) -> Values:
@@ -87,8 +91,46 @@ class Operators:
         feeds = {f"{name}.above": value for name, value in above.items()}
         feeds |= {f"{name}.below": value for name, value in below.items()}
         for name, shift in zip(("above", "below"), shifts, strict=True):
-            feeds[name] = self._value(np.array([shift, 0], np.int64))
+            feeds[name] = ortvalue(np.array([shift, 0], np.int64))
         return run_values(session, self._placed(feeds), list(above))
+
+    def row_copy(self, source: Values, target: Values, count: int) -> RowCopy:
+        """Return what copies rows of values to rows of others, in place.
+
+        Args:
+            source: values whose first dim is the row, by name.
+            target: values of the same names, whose other dims are as large or larger; their
+                elements beyond the source's become zero. Their types may be others. It may be
+                `source` itself: then no row that is written is read.
+            count: largest number of rows to copy at once.
+        """
+        kinds = [
+            _CopyKind(
+                name,
+                *_copied_types(value, target[name]),
+                len(value.shape()),
+                value.shape()[1:] != target[name].shape()[1:],
+            )
+            for name, value in source.items()
+        ]
+        session = self._session(_copy_graph, *kinds)
+        with self._device_work():
+            return RowCopy(session, source, target, count, self._device)
+
+    def clear(self, values: Values) -> None:
+        """Fill values with zeros, in place."""
+        session = self._session(_clear_graph, *_kinds(values))
+        bound = session.io_binding()
+        for name, value in values.items():
+            shape = ortvalue(np.array(value.shape(), np.int64))
+            bound.bind_ortvalue_input(f"{name}.shape", shape)
+            bound.bind_ortvalue_output(name, value)
+        with self._device_work():
+            session.run_with_iobinding(bound)
+
+    def _device_work(self) -> AbstractContextManager[None]:
+        """Hold back captures of CUDA graphs, during which no thread may copy or allocate."""
+        return CAPTURE_LOCK.running() if self._on_gpu else nullcontext()
 
     def _session(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """Return the session of a graph, made by the first call with these arguments."""
@@ -111,20 +153,105 @@ class Operators:
         provider: tuple[str, dict[str, str]] = (CPU, {})
         if self._on_gpu:
             provider = (CUDA, {"device_id": str(self._device.index)})
-        return ort.InferenceSession(
-            model.SerializeToString(), options, providers=[provider], enable_fallback=0
-        )
+        with self._device_work(), _quiet_default_logger() if self._on_gpu else nullcontext():
+            return ort.InferenceSession(
+                model.SerializeToString(), options, providers=[provider], enable_fallback=0
+            )
 
     def _placed(self, values: Values) -> Values:
         """Return values on the host if only the CPU runs the graphs."""
         if self._device.kind == "cpu" or self._on_gpu:
             return values
-        return {name: self._value(value.numpy()) for name, value in values.items()}
+        return {name: ortvalue(value.numpy()) for name, value in values.items()}
 
-    def _value(self, array: NDArray[Any]) -> Any:
-        from onnxruntime import OrtValue
 
-        return OrtValue.ortvalue_from_numpy(array)
+class RowCopy:
+    """A copy of rows with all that it needs, to be run many times."""
+
+    def __init__(
+        self, session: Any, source: Values, target: Values, count: int, device: Device
+    ) -> None:
+        """Bind the values; see `Operators.row_copy`."""
+        self._session, self._count, self._on_gpu = session, count, device.kind != "cpu"
+        self._rows = [
+            new_buffer("int64", (count,), device),
+            new_buffer("int64", (count, 1), device),
+        ]
+        self._held = (source, target)
+        self._bound = bound = session.io_binding()
+        for name, rows in zip(("rows.from", "rows.into"), self._rows, strict=True):
+            bound.bind_ortvalue_input(name, rows)
+        for name, value in source.items():
+            read, written = _copied_types(value, target[name])
+            _bind(bound.bind_input, f"{name}.from", value, device, read)
+            _bind(bound.bind_input, f"{name}.into", target[name], device, written)
+            _bind(bound.bind_output, name, target[name], device, written)
+            before, after = np.zeros((2, len(value.shape())), np.int64)
+            after[:] = np.subtract(target[name].shape(), value.shape())
+            if after[1:].any():
+                after[0] = 0
+                pads = ortvalue(np.concatenate([before, after]))
+                bound.bind_ortvalue_input(f"{name}.pads", pads)
+
+    def run(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows.
+
+        Args:
+            pairs: the row that is read and the one that is written; no more than `count`.
+        """
+        filled = [*pairs, *[pairs[-1]] * (self._count - len(pairs))]
+        indices = np.array(filled, np.int64)
+        with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+            self._rows[0].update_inplace(np.ascontiguousarray(indices[:, 0]))
+            self._rows[1].update_inplace(np.ascontiguousarray(indices[:, 1:]))
+            self._session.run_with_iobinding(self._bound)
+
+
+def ortvalue(array: NDArray[Any]) -> Any:
+    """Return an array as an `onnxruntime.OrtValue` on the host."""
+    from onnxruntime import OrtValue
+
+    return OrtValue.ortvalue_from_numpy(array)
+
+
+@contextmanager
+def _quiet_default_logger() -> Iterator[None]:
+    """Leave out the warning that CUDA's provider, which is built in, is no plugin.
+
+    ONNX Runtime 1.31 writes it for each session, and not to the session's own log.
+    """
+    import onnxruntime as ort
+
+    ort.set_default_logger_severity(3)  # errors
+    try:
+        yield
+    finally:
+        ort.set_default_logger_severity(2)  # ONNX Runtime's default, warnings
+
+
+def _bind(bind: Callable[..., None], name: str, value: Any, device: Device, element: int) -> None:
+    """Bind the memory of a value as a type."""
+    bind(name, device.kind, device.index, element, value.shape(), value.data_ptr())
+
+
+def _copied_types(source: Any, target: Any) -> tuple[int, int]:
+    """Return the numbers of the types that a value is read and written as.
+
+    CUDA's Pad of ONNX Runtime 1.31 does not take bfloat16, which is copied as float16.
+    """
+    read, written = ELEMENTS[dtype_of(source)], ELEMENTS[dtype_of(target)]
+    return (_FLOAT16, _FLOAT16) if read == written == ELEMENTS["bfloat16"] else (read, written)
+
+
+class _CopyKind(NamedTuple):
+    """What the graph of a copy has to know of a value."""
+
+    name: str
+    read: int
+    written: int
+    rank: int
+    is_longer: bool
+    """Whether what is written is longer than what is read."""
 
 
 def _kinds(values: Values) -> list[tuple[str, int, int]]:
@@ -132,11 +259,12 @@ def _kinds(values: Values) -> list[tuple[str, int, int]]:
     return [(name, ELEMENTS[dtype_of(v)], len(v.shape())) for name, v in values.items()]
 
 
-def _best_graph(element: int) -> Any:
+def _best_graph(element: int, rank: int) -> Any:
     from onnx import helper
 
+    dims = ["rows", *["positions"] * (rank - 2), "vocabulary"]
     inputs = [
-        helper.make_tensor_value_info("logits", element, ["rows", "positions", "vocabulary"]),
+        helper.make_tensor_value_info("logits", element, dims),
         helper.make_tensor_value_info("count", _INT64, [1]),
     ]
     outputs = [
@@ -144,12 +272,15 @@ def _best_graph(element: int) -> Any:
         helper.make_tensor_value_info("tokens", _INT64, ["rows", "best"]),
     ]
     last = helper.make_tensor("last", _INT64, [], [-1])
+    at_last = "logits" if rank == 2 else "at_last"
     nodes = [
         helper.make_node("Gather", ["logits", "last"], ["at_last"], axis=1),
-        helper.make_node("Cast", ["at_last"], ["scores"], to=_FLOAT),
+        helper.make_node("Cast", [at_last], ["scores"], to=_FLOAT),
         helper.make_node("LogSoftmax", ["scores"], ["all"], axis=-1),
         helper.make_node("TopK", ["all", "count"], ["log_probs", "tokens"], axis=-1),
     ]
+    if rank == 2:
+        return helper.make_graph(nodes[1:], "best", inputs, outputs)
     return helper.make_graph(nodes, "best", inputs, outputs, [last])
 
 
@@ -188,3 +319,44 @@ def _join_graph(*values: tuple[str, int, int]) -> Any:
         nodes.append(helper.make_node("Concat", shifted, [name], axis=0))
     axis = helper.make_tensor("axis", _INT64, [1], [2])
     return helper.make_graph(nodes, "join", inputs, [_info(*value) for value in values], [axis])
+
+
+def _copy_graph(*kinds: _CopyKind) -> Any:
+    """Return the graph that writes rows of values into others."""
+    from onnx import helper
+
+    inputs = [
+        helper.make_tensor_value_info("rows.from", _INT64, ["count"]),
+        helper.make_tensor_value_info("rows.into", _INT64, ["count", 1]),
+    ]
+    nodes, outputs = [], []
+    for name, read, written, rank, is_longer in kinds:
+        inputs.append(_info(f"{name}.from", read, rank))
+        inputs.append(_info(f"{name}.into", written, rank))
+        outputs.append(_info(name, written, rank))
+        rows = f"{name}.rows"
+        nodes.append(helper.make_node("Gather", [f"{name}.from", "rows.from"], [rows], axis=0))
+        if is_longer:
+            inputs.append(helper.make_tensor_value_info(f"{name}.pads", _INT64, [2 * rank]))
+            nodes.append(helper.make_node("Pad", [rows, f"{name}.pads"], [f"{name}.padded"]))
+            rows = f"{name}.padded"
+        if read != written:
+            nodes.append(helper.make_node("Cast", [rows], [f"{name}.cast"], to=written))
+            rows = f"{name}.cast"
+        nodes.append(helper.make_node("ScatterND", [f"{name}.into", "rows.into", rows], [name]))
+    return helper.make_graph(nodes, "copy", inputs, outputs)
+
+
+def _clear_graph(*values: tuple[str, int, int]) -> Any:
+    """Return the graph that fills values of these names, types and ranks with zeros."""
+    from onnx import helper
+
+    inputs = [helper.make_tensor_value_info(f"{name}.shape", _INT64, [r]) for name, _, r in values]
+    zeros = [
+        helper.make_tensor(f"zero.{kind}", kind, [], [0]) for kind in {k for _, k, _ in values}
+    ]
+    nodes = [
+        helper.make_node("Expand", [f"zero.{element}", f"{name}.shape"], [name])
+        for name, element, _ in values
+    ]
+    return helper.make_graph(nodes, "clear", inputs, [_info(*value) for value in values], zeros)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from enginery.core.errors import InputError
 from enginery.runtime.generation.options import GenerationOptions
@@ -134,6 +135,18 @@ class Search(ABC):
     def results(self) -> list[Hypothesis]:
         """Return the `num_return_sequences` results, best first."""
 
+    @property
+    def greedy(self) -> SequentialSearch | None:
+        """The search, if it has one sequence that goes on with the most probable token each time.
+
+        Such searches can be advanced together, see `SequentialSearch.tokens`.
+        """
+        return None
+
+    def settle(self) -> None:
+        """Take note of a token that was appended to the tokens of `greedy`."""
+        raise NotImplementedError
+
     def _finish_of(self, tokens: Sequence[int]) -> str:
         """Return how a sequence with its prompt has ended; empty if it goes on."""
         if tokens[-1] in self.options.eos_token_id:
@@ -182,6 +195,25 @@ class SequentialSearch(Search):
         self._running = running
         self.done = not running
         return Move(tokens, parents)
+
+    @property
+    @override
+    def greedy(self) -> SequentialSearch | None:
+        """The search itself, once it has a token, unless logits decide."""
+        is_plain = len(self._sequences) == 1 and not self.need.logits
+        return self if is_plain and len(self.tokens) > len(self.prompt) else None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The first sequence with its prompt. Callers append the tokens of `greedy` themselves."""
+        return self._sequences[0]
+
+    @override
+    def settle(self) -> None:
+        """Find out whether the token that was appended ends the sequence."""
+        self._finishes[0] = self._finish_of(self.tokens)
+        if self._finishes[0]:
+            self._running, self.done = [], True
 
     def results(self) -> list[Hypothesis]:
         """Return the sequences; of greedy search there is one."""
@@ -376,6 +408,19 @@ class PromptedSearch(Search):
             whole = (*self.prompt, *self._chosen)
             self._search = _search_kind(self.options)(whole, self.options, self.longest, self.stops)
         return Move([tokens[best]], [0])
+
+    @property
+    @override
+    def greedy(self) -> SequentialSearch | None:
+        """The search behind the prompt, if it is greedy."""
+        return None if self._search is None else self._search.greedy
+
+    @override
+    def settle(self) -> None:
+        """Let the search behind the prompt settle."""
+        if self._search is not None:
+            self._search.settle()
+            self.done = self._search.done
 
     def results(self) -> list[Hypothesis]:
         """Return the results of the search; within the prompt, one without tokens."""

@@ -33,6 +33,7 @@ from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile, dynamic_dims
+from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import (
@@ -72,6 +73,8 @@ _ABOVE = -1
 """Stands for the session above the ladder among the indices of sessions."""
 _KERNELS_WITHOUT_PLANS = "3"
 """ONNX Runtime's flash and memory-efficient attention; where neither takes the mask, unfused."""
+_NOT_RECORDED = "cannot use the graph capture feature"
+"""In ONNX Runtime's error for a graph with nodes that prevent CUDA graphs."""
 
 
 class OrtRunner(Closeable):
@@ -165,11 +168,15 @@ class OrtRunner(Closeable):
         """The sizes that callers round up to; None without."""
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
+        self.records_steps = False
+        """Whether the session records bound runs as CUDA graphs, by their `gpu_graph_id`; a decoder
+        with a fixed cache does that."""
         self._lone_session: Any = None
         self._capture = False
         self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
-        if cuda_graph:
+        has_steps = has_fixed_cache(self.record)
+        if cuda_graph and not has_steps:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
                 self.providers,
@@ -184,8 +191,9 @@ class OrtRunner(Closeable):
                 optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
             )
             records = self.ladder is not None and io_binding and not cuda_graph
-            session = self._open_recording(path) if records else None
-            self._capture = session is not None
+            session = self._open_recording(path) if records or has_steps else None
+            self._capture = session is not None and not has_steps
+            self.records_steps = session is not None and has_steps
             self._sessions = [
                 session
                 or open_session(
@@ -206,7 +214,7 @@ class OrtRunner(Closeable):
                     stop_spinning=True,  # other runs need the cores
                     record=self.record,
                 )
-        self._capture = self._capture or cuda_graph
+        self._capture = self._capture or (cuda_graph and not has_steps)
         self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
         self._shrink = shrink_arena
         self._statistics = [CaptureStatistics() for _ in self._sessions]
@@ -356,6 +364,13 @@ class OrtRunner(Closeable):
             raise InputError(f"the graph fails on {found_shapes}: {error}") from error
 
     @property
+    def session(self) -> Any:
+        """The `onnxruntime.InferenceSession`, for callers that bind its inputs and outputs."""
+        if not self._sessions:
+            raise ProviderError("the runner is closed.")
+        return self._sessions[0]
+
+    @property
     def device(self) -> Device:
         """The device of the session."""
         return device_of(self._sessions[0])
@@ -374,6 +389,9 @@ class OrtRunner(Closeable):
             ProviderError: the session cannot be opened.
             InputError: the graph fails on the feeds.
         """
+        if feeds is None and has_fixed_cache(self.record):
+            # Synthetic positions could be outside the cache, which no kernel checks.
+            return read_placement(self._paths[0], self.providers)
         if feeds is None:
             feeds = self._synthetic_feeds(0)
         return read_placement(self._paths[0], self.providers, feeds)
@@ -437,6 +455,8 @@ class OrtRunner(Closeable):
     def _choose_ladder(self, ladder: Ladder | bool, *, shrink_arena: bool) -> Ladder | None:
         if isinstance(ladder, Ladder):
             return ladder
+        if has_fixed_cache(self.record):  # its decoder has rungs of its own
+            return None
         on_cuda = self.providers[0].name == CUDA and not self.engines
         if not ladder or not on_cuda or shrink_arena:
             return None
@@ -452,15 +472,19 @@ class OrtRunner(Closeable):
         try:
             session = open_session(path, providers, record=self.record)
         except ProviderError as error:
-            # ONNX Runtime rejects such a graph without naming its nodes.
-            obstacles = capture_obstacles(path, self.providers, self._synthetic_feeds(0))
-            if not obstacles:
+            if _NOT_RECORDED not in error.message:
                 raise
-            self.notes.append(f"runs are not recorded as CUDA graphs: {'; '.join(obstacles)}")
-            del error
+            # ONNX Runtime does not name the nodes that prevent it.
+            obstacles = "; ".join(self._capture_obstacles(path)) or error.message
+            self.notes.append(f"runs are not recorded as CUDA graphs: {obstacles}")
             return None
         self.providers = providers
         return session
+
+    def _capture_obstacles(self, path: Path) -> list[str]:
+        if has_fixed_cache(self.record):  # synthetic positions could be outside the cache
+            return []
+        return capture_obstacles(path, self.providers, self._synthetic_feeds(0))
 
     def _choose_binding(self, index: int, arrays: Feeds, outputs: tuple[str, ...]) -> DeviceBinding:
         """Return the binding for these inputs and outputs."""

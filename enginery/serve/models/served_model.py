@@ -27,7 +27,7 @@ from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.providers.known import CPU
+from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import AudioTask
@@ -191,7 +191,10 @@ class ModelBackend:
                 spinning=threads == 1 or (on_cpu and workers == 1),
             )
 
-        generator = TextGenerator(artifact, open_graph) if generates else None
+        generator = None
+        if generates:
+            on_cuda = providers[0].full_name == CUDA
+            generator = TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
         runner = generator.runner if generator is not None else open_graph()
         try:
             return cls(artifact, runner, options, parallel_encode, generator)

@@ -115,7 +115,7 @@ def test_search_that_fails_leaves_and_the_others_go_on(decoder):
     batch = RunningBatch(decoder)
     kept, failing = search(PROMPTS[0], eos_token_id=()), search(PROMPTS[1])
     batch.add([failing, kept])
-    failing.advance = lambda _: 1 / 0
+    failing.stops = lambda _: 1 / 0
     batch.step()
     assert isinstance(failing.error, ZeroDivisionError)
     assert failing.done

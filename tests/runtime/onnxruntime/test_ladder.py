@@ -210,7 +210,7 @@ def test_a_graph_that_cannot_be_recorded_keeps_the_rungs(tiny, monkeypatch):
 
     def refuse(path, providers, **options):
         if providers[0].options.get("enable_cpu_mem_arena"):
-            raise ProviderError("the model has control flow nodes")
+            raise ProviderError("the session cannot use the graph capture feature")
         return opened(path, providers, **options)
 
     monkeypatch.setattr(runner_module, "open_session", refuse)
