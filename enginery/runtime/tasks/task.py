@@ -218,8 +218,8 @@ class RowTask(ABC):
     @abstractmethod
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Split the graph's outputs by row, without padding.
+    ) -> Sequence[Any]:
+        """Split the graph's outputs by row, without padding: a list, or an array (len(rows), …).
 
         Raises:
             ArtifactError: an output does not have the shape that the graph declares.
@@ -298,8 +298,11 @@ class Task(RowTask):
         return list(cls.graph_outputs)
 
     @abstractmethod
-    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> list[Any]:
-        """Return a result for each input, from the outputs of each row as `split` returned them."""
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Sequence[Any]:
+        """Return a result for each input, from the outputs of each row as `split` returned them.
+
+        If those of all batches were arrays, `outputs` is an array (rows, …).
+        """
 
     def collect(self, results: Sequence[Any]) -> Any:
         """Return results as a call of `Model` returns them: a list, or one array for vectors."""
