@@ -190,9 +190,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         tokens = next(outputs[name] for name in TOKEN_OUTPUTS if name in outputs)
         mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
         prompts = [row.prompt_tokens for row in rows]
-        return self.pooling.pool(
-            tokens, mask[: len(tokens)], prompt=prompts if any(prompts) else 0
-        )
+        return self.pooling.pool(tokens, mask[: len(tokens)], prompt=prompts if any(prompts) else 0)
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
