@@ -88,7 +88,7 @@ def test_batches_are_cut_where_the_rungs_are():
     assert list(map(len, plan_batches(lengths, **limits))) == [8, 1]
     # Three rows cost as much as four, so the fourth is a shorter one.
     lengths = [60, 60, 60, 10, 9, 8]
-    planned = plan_batches(lengths, **limits, batch_cost=8)
+    planned = plan_batches(lengths, **limits, batch_cost=40)
     assert planned[0] == [0, 1, 2, 3]
     # With a high cost of a batch, one that is filled up with empty rows is cheaper than two.
     assert list(map(len, plan_batches([30] * 5, **limits, batch_cost=1))) == [4, 1]
