@@ -8,7 +8,7 @@ from typing import Any
 
 from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, RowTask
+from enginery.runtime.tasks.task import Arrays, Row, RowTask, RowValues
 from enginery.runtime.text.batching import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -73,7 +73,7 @@ class BatchRunner:
         count = self.fixed_rows or count
         return fill_rows(feeds, count) if count > len(rows) else feeds
 
-    def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
+    def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> RowValues:
         """Split the outputs of a run on `feeds` by row."""
         if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # padded batch
             outputs = first_rows(outputs, len(rows))
@@ -86,7 +86,7 @@ class BatchRunner:
             InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
-        return self.split(rows, feeds, self.runner(feeds))
+        return list(self.split(rows, feeds, self.runner(feeds)))
 
     def run_all(self, rows: Sequence[Row]) -> list[Any]:
         """Run any number of rows, batch by batch; return outputs in the order of the rows."""

@@ -20,6 +20,7 @@ from enginery.runtime.tasks.task import (
     OutputTensor,
     ResultDescription,
     Row,
+    RowValues,
     TaskOptionError,
     TaskOptions,
 )
@@ -70,7 +71,7 @@ class VectorResults:
         """The size of a vector as the graph declares it; 0 if it does not."""
         return 0
 
-    def collect(self, results: Sequence[Any]) -> NDArray[np.float32]:
+    def collect(self, results: RowValues) -> NDArray[np.float32]:
         """Return float32 (len(results), dim)."""
         if isinstance(results, np.ndarray):
             return results
@@ -194,7 +195,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
-    ) -> Sequence[Vectors]:
+    ) -> list[Vectors] | Vectors:
         """Return float32 (dim,) for each text; an array if `outputs` is one."""
         pooled = self.pooling is not None and self.pooling.normalize
         return finish_vectors(outputs, options, model_normalizes=pooled)
@@ -218,11 +219,11 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
 
 def finish_vectors(
-    vectors: Sequence[NDArray[Any]] | NDArray[Any],
+    vectors: RowValues,
     options: VectorOptions,
     *,
     model_normalizes: bool,
-) -> Sequence[Vectors]:
+) -> list[Vectors] | Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
     A vector of zeros is returned unchanged.

@@ -607,10 +607,13 @@ class TextTokenizer:
             tokens: number of tokens without padding.
             dtype: dtype of the input.
         """
+        column: NDArray[Any]
         if name == "attention_mask":
-            return mask.astype(dtype)
+            column = mask.astype(dtype)
+            return column
         if name == "position_ids":
-            return np.maximum(np.cumsum(mask, axis=1, dtype=dtype) - 1, 0).astype(dtype)
+            column = np.cumsum(mask, axis=1, dtype=dtype) - 1
+            return np.maximum(column, 0, out=column)
         if name == "token_type_ids":
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
