@@ -56,13 +56,13 @@ def own_home(monkeypatch, tmp_path_factory):
 def asked(monkeypatch):
     """Return a list that collects the texts that the model gets from now on."""
     texts = []
-    answer = WindowRunner.__call__
+    finish = WindowRunner.finish
 
-    def noting(self, inputs, stats):
-        texts.extend(inputs)
-        return answer(self, inputs, stats)
+    def noting(self, window, stats):
+        texts.extend(window.inputs)
+        return finish(self, window, stats)
 
-    monkeypatch.setattr(WindowRunner, "__call__", noting)
+    monkeypatch.setattr(WindowRunner, "finish", noting)
     return texts
 
 

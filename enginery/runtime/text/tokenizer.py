@@ -607,13 +607,10 @@ class TextTokenizer:
             tokens: number of tokens without padding.
             dtype: dtype of the input.
         """
-        column: NDArray[Any]
         if name == "attention_mask":
-            column = mask.astype(dtype)
-            return column
+            return np.array(mask, dtype)
         if name == "position_ids":
-            column = np.cumsum(mask, axis=1, dtype=dtype) - 1
-            return np.maximum(column, 0, out=column)
+            return np.asarray(np.maximum(np.cumsum(mask, axis=1) - 1, 0), dtype)
         if name == "token_type_ids":
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
