@@ -25,12 +25,13 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.closing import Closeable
 from enginery.core.datasets.arrow_arrays import numeric_view
@@ -50,6 +51,9 @@ _GROUP_BYTES = 8 << 20
 """Size of a Parquet row group before compression; assembling holds one row group in memory."""
 _BACKGROUND_BYTES = 64 << 20
 """Size of the parts from which on they are joined while others are written."""
+_BUFFER_BYTES = 1 << 20
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+"""`default` is for dates and decimals."""
 _SYNCED_BYTES = 64 << 20
 """Size after which the joined parts are synced to the disk."""
 
@@ -73,7 +77,7 @@ class PartWriter(Closeable):
 
         self.rows = 0
         self._kind = kind
-        self._stream = path.open("wb")
+        self._stream = path.open("wb", _BUFFER_BYTES)
         self._arrow = pa.ipc.new_stream(self._stream, schema) if kind == "parquet" else None
 
     def write(self, batch: Any) -> None:
@@ -271,22 +275,31 @@ def _leaves(schema: Any) -> list[str]:
 
 def _json_lines(batch: Any) -> Iterator[bytes]:
     names = batch.schema.names
-    raw = names[0] == RAW_LINE
-    columns = [_cells(column) for column in batch.columns]
-    for cells in zip(*columns, strict=True):
-        if raw:
-            # The line is a JSON object: insert the prediction before its closing brace.
-            answer = _json_object(names[1:], cells[1:])
-            line = json.loads(cells[0])
-            opened = cells[0].rstrip()[:-1].rstrip()
-            yield f"{opened}{', ' if line else ''}{answer[1:]}\n".encode()
-        else:
-            yield f"{_json_object(names, cells)}\n".encode()
+    is_raw = names[0] == RAW_LINE
+    labels = [f"{_json(name)}: ".encode() for name in names]
+    columns = [_json_cells(column) for column in batch.columns[is_raw:]]
+    pairs = [
+        [label + cell for cell in cells]
+        for label, cells in zip(labels[is_raw:], columns, strict=True)
+    ]
+    objects = (b", ".join(row) for row in zip(*pairs, strict=True))
+    if not is_raw:
+        for members in objects:
+            yield b"{%b}\n" % members
+        return
+    for line, members in zip(batch.column(0).to_pylist(), objects, strict=True):
+        # The line is a JSON object: insert the prediction before its closing brace.
+        opened = line.rstrip()[:-1].rstrip()
+        separator = b"" if opened == "{" else b", "
+        yield b"%b%b%b}\n" % (opened.encode(), separator, members)
 
 
-def _json_object(names: Sequence[str], cells: Sequence[Any]) -> str:
-    pairs = (f"{_json(name)}: {_json(cell)}" for name, cell in zip(names, cells, strict=True))
-    return f"{{{', '.join(pairs)}}}"
+def _json_cells(column: Any) -> list[bytes]:
+    """Return each value of a column as JSON."""
+    return [
+        _vector_json(cell) if isinstance(cell, np.ndarray) else _json(cell).encode()
+        for cell in _cells(column)
+    ]
 
 
 def _csv_header(schema: Any) -> bytes:
@@ -330,9 +343,7 @@ def _cells(column: Any) -> Any:
 def _json(value: Any) -> str:
     """Return a value as JSON: float32 with the fewest digits that identify it; NaN as null."""
     if isinstance(value, np.ndarray | np.float32):
-        import orjson
-
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return _vector_json(value).decode()
     if isinstance(value, float) and not math.isfinite(value):
         return "null"
     if isinstance(value, bytes):
@@ -341,5 +352,10 @@ def _json(value: Any) -> str:
         return f"{{{', '.join(f'{_json(str(k))}: {_json(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_json, value))}]"
-    # `default=str` is for dates and decimals.
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return _ENCODER.encode(value)
+
+
+def _vector_json(vector: NDArray[np.float32] | np.float32) -> bytes:
+    import orjson
+
+    return orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)
