@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.predict_vs_seed import BATCH_TOKENS, GRID, token_lengths, write_phrases
 from enginery import Artifact, export_model
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import MAX_ROWS
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.onnxruntime.runner import Feeds, OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
@@ -42,7 +42,7 @@ def cut(batches: BatchRunner, task: Embed, texts: list[str], size: str) -> list[
     found: list[Feeds] = []
     for start in range(0, len(texts), window):
         rows = task.preprocess(texts[start : start + window], EmbedOptions()).rows
-        plan = batches.plan(rows, max_rows=PredictConfig.batch_rows, max_tokens=tokens)
+        plan = batches.plan(rows, max_rows=MAX_ROWS, max_tokens=tokens)
         found += [batches.feeds([rows[place] for place in batch]) for batch in plan]
     return found
 

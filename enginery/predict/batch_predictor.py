@@ -13,20 +13,23 @@ column, and the other rows get their predictions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.generation import Generate, GenerationRunner, read_generation_options
 from enginery.predict.report import Counts, WindowStats
 from enginery.predict.task_inputs import (
@@ -42,11 +45,8 @@ from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
-from enginery.runtime.tasks.task import Modality
-
-_CONCURRENT_TEXT_WINDOWS = 2
-"""While the batches of one window run, the other is tokenized or written. Preparing an image takes
-longer than running the model on it in one thread, so images and audio use one window per worker."""
+from enginery.runtime.tasks.row_stream import Window
+from enginery.runtime.tasks.task import Modality, RowValues
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -67,6 +67,20 @@ class PredictedBatch:
     """Share of the input that has been read, 0 to 1."""
 
 
+@dataclass(frozen=True)
+class SelectedRows:
+    """The rows of a window that the model can take."""
+
+    batch: RowBatch
+    """All rows of the window."""
+    rows: list[int]
+    """Index in the window of each row to predict."""
+    inputs: list[Any]
+    """The inputs of these rows."""
+    errors: dict[int, str]
+    """Index in the window of each bad row -> its problem."""
+
+
 class BatchPredictor(Closeable):
     """A model that predicts windows of rows. A context manager; closing frees its session."""
 
@@ -78,7 +92,7 @@ class BatchPredictor(Closeable):
         Args:
             artifact: a model for a task that `load_model` supports.
             config: the options.
-            workers: number of text batches that run at the same time.
+            workers: number of text batches that run at the same time on the CPU; on a GPU one does.
             base: folder that relative paths of images or audio start from.
 
         Raises:
@@ -88,7 +102,6 @@ class BatchPredictor(Closeable):
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self._config, self._base = config, base
-        self.workers = workers
         self.task = require_task(artifact, config)
         self._names = column_names(self.task, config)
         # Each batch runs on one of our threads, so ONNX Runtime needs none of its own.
@@ -102,6 +115,7 @@ class BatchPredictor(Closeable):
         )
         definition = self.task
         generates = issubclass(definition, Generate)
+        self._threads = workers
         # Batches of texts overlap, so that a session for batches that do not would hardly be used.
         has_lone_runs = on_cpu and not generates and definition.modality != "text"
 
@@ -115,13 +129,12 @@ class BatchPredictor(Closeable):
                 lone_threads=workers if has_lone_runs else 0,
                 io_binding=config.io_binding,
                 cuda_graph=config.cuda_graph,
+                ladder=config.ladder and not generates,
                 shrink_arena=config.shrink_arena,
                 keep_optimized=config.optimized_graph,
             )
 
-        self._pool = InferencePool(workers)
         with ExitStack() as opened:
-            opened.enter_context(self._pool)
             self._model: WindowRunner | GenerationRunner
             if issubclass(definition, Generate):
                 on_cuda = specs[0].full_name == CUDA
@@ -129,15 +142,25 @@ class BatchPredictor(Closeable):
                     TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
                 )
                 options = read_generation_options(config)
-                self._model = GenerationRunner(generator, options, batch_rows=config.batch_rows)
+                self._model = GenerationRunner(
+                    generator, options, batch_rows=config.batch_rows or MAX_ROWS
+                )
                 self._providers = generator.providers
+                self._pool = opened.enter_context(InferencePool(workers))
             else:
                 runner = opened.enter_context(open_graph())
+                on_gpu = runner.device.kind != "cpu"
+                self._pool = opened.enter_context(InferencePool(1 if on_gpu else workers))
                 self._model = WindowRunner.open(definition, artifact, runner, self._pool, config)
-                opened.callback(self._model.watchdog.close)
-                runner.warm_up()
+                opened.callback(self._model.close)
+                self._pool.call(runner.warm_up)
                 self._providers = runner.providers
             self._opened = opened.pop_all()
+
+    @property
+    def workers(self) -> int:
+        """Number of batches that run at the same time."""
+        return self._pool.workers
 
     @property
     def providers(self) -> list[str]:
@@ -183,36 +206,7 @@ class BatchPredictor(Closeable):
             EngineryError: the error is not caused by a row; the graph needs another input, for
                 example.
         """
-        errors = dict(window.errors)
-        rows: list[int] = []
-        inputs: list[Any] = []
-        for row, values in enumerate(window.values):
-            if row in errors:
-                continue
-            if problem := find_input_problem(values, self._names):
-                errors[row] = problem
-                continue
-            rows.append(row)
-            inputs.append(self._input(values))
-        stats = WindowStats()
-        answers: list[Any] = [None] * len(window.values)
-        self._bisect_failures(rows, inputs, answers, errors, stats)
-        for row in rows:
-            if row not in errors and not self._model.task.is_finite(answers[row]):
-                answers[row], errors[row] = None, "the model returned NaN or infinity"
-        batch = columns.batch(window.kept, answers, errors)
-        bad = min(errors) if errors else None
-        counts = Counts(
-            rows=len(window.values),
-            bad_rows=len(errors),
-            truncated=stats.truncated,
-            tokens=stats.tokens,
-            padded_tokens=stats.padded_tokens,
-            encode_seconds=stats.encode_seconds,
-            run_seconds=stats.run_seconds,
-        )
-        first_bad = None if bad is None else (window.first + bad, errors[bad])
-        return PredictedBatch(window.first, batch, counts, first_bad)
+        return self._predict(self._select(window), columns)
 
     def stream(
         self, reader: DatasetReader, columns: OutputColumns, *, skip: int
@@ -222,12 +216,17 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
-        threads = _CONCURRENT_TEXT_WINDOWS if self.modality == "text" else self.workers
-        if isinstance(self._model, GenerationRunner):
-            threads = 1  # its batches have all cores
-        windows = reader.read(skip)
-        for predicted in map_in_order(partial(self, columns=columns), windows, threads=threads):
-            yield replace(predicted, done=reader.fraction_read())
+        if isinstance(self._model, GenerationRunner):  # its batches have all cores
+            predicted = map_in_order(partial(self, columns=columns), reader.read(skip), threads=1)
+        elif self.modality == "text":
+            predicted = self._stream_texts(reader.read(skip), columns, self._model)
+        else:  # preparing an image takes longer than running the model on it in one thread
+            predicted = map_in_order(
+                partial(self, columns=columns), reader.read(skip), threads=self._threads
+            )
+        with closing(predicted):
+            for batch in predicted:
+                yield replace(batch, done=reader.fraction_read())
 
     def close(self) -> None:
         """Free the session."""
@@ -238,33 +237,116 @@ class BatchPredictor(Closeable):
         """Length of an embedding; 0 for other tasks."""
         return self._model.dim
 
+    def _stream_texts(
+        self, batches: Iterable[RowBatch], columns: OutputColumns, model: WindowRunner
+    ) -> Generator[PredictedBatch, None, None]:
+        """Yield predicted windows of texts. Reading, running and this thread's work overlap."""
+        selections = map(self._select, batches)
+        windows = (Window(selection.inputs, selection) for selection in selections)
+        with closing(model.run_windows(windows)) as finished:
+            for window in finished:
+                yield self._predict(window.origin, columns, partial(model.finish, window))
+
+    def _select(self, batch: RowBatch) -> SelectedRows:
+        """Check the rows of a window."""
+        errors = dict(batch.errors)
+        rows: list[int] = []
+        inputs: list[Any] = []
+        for row, values in enumerate(batch.values):
+            if row in errors:
+                continue
+            if problem := find_input_problem(values, self._names):
+                errors[row] = problem
+                continue
+            rows.append(row)
+            inputs.append(self._input(values))
+        return SelectedRows(batch, rows, inputs, errors)
+
+    def _predict(
+        self,
+        selected: SelectedRows,
+        columns: OutputColumns,
+        finish: Callable[[WindowStats], RowValues] | None = None,
+    ) -> PredictedBatch:
+        """Predict the rows of a window.
+
+        Args:
+            selected: the rows.
+            columns: the columns of the output.
+            finish: returns the results of rows that have run; None to run them.
+        """
+        stats, batch, errors = WindowStats(), selected.batch, selected.errors
+        finish = finish or partial(self._model, selected.inputs)
+        rows = selected.rows
+        results: RowValues = []
+        if rows:
+            try:
+                results = finish(stats)
+            except InputError as error:
+                answers: dict[int, Any] = {}
+                self._bisect_failures(rows, selected.inputs, error, answers, errors, stats)
+                rows, results = list(answers), list(answers.values())
+        for row, is_finite in zip(rows, self._finite(results), strict=True):
+            if not is_finite:
+                errors[row] = "the model returned NaN or infinity"
+        if errors:
+            by_row = dict(zip(rows, results, strict=True))
+            results = [None if row in errors else by_row[row] for row in range(len(batch.values))]
+        bad = min(errors) if errors else None
+        counts = Counts(
+            rows=len(batch.values),
+            bad_rows=len(errors),
+            truncated=stats.truncated,
+            tokens=stats.tokens,
+            padded_tokens=stats.padded_tokens,
+            encode_seconds=stats.encode_seconds,
+            run_seconds=stats.run_seconds,
+        )
+        first_bad = None if bad is None else (batch.first + bad, errors[bad])
+        return PredictedBatch(
+            batch.first, columns.batch(batch.kept, results, errors), counts, first_bad
+        )
+
+    def _finite(self, results: RowValues) -> Iterable[bool]:
+        """Return for each result whether all of its numbers are finite."""
+        if isinstance(results, np.ndarray):
+            finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(results), axis=1)
+            return list(finite)
+        return map(self._model.task.is_finite, results)
+
     def _bisect_failures(
         self,
         rows: Sequence[int],
         inputs: Sequence[Any],
-        answers: list[Any],
+        failure: InputError,
+        answers: dict[int, Any],
         errors: dict[int, str],
         stats: WindowStats,
     ) -> None:
-        """Predict all rows at once; if that fails, bisect until the bad rows are found.
+        """Predict rows that failed together: bisect them until the bad ones are found.
 
-        Rows are usually all good, so one call does. With b bad rows among n, about b log2(n) calls
-        fail, and every good row still gets its prediction.
+        Rows are usually all good, so that one call predicts them. With b bad rows among n, about
+        b log2(n) calls fail, and every good row still gets its prediction.
+
+        Args:
+            rows: indices of the rows in the window.
+            inputs: their inputs.
+            failure: why they cannot be predicted together.
+            answers: receives the results of good rows, by index.
+            errors: receives the problems of bad rows, by index.
+            stats: receives counts and times.
         """
-        if not rows:
+        if len(rows) == 1:
+            errors[rows[0]] = row_message(self.task, failure.message)
             return
-        try:
-            found = self._model(inputs, stats)
-        except InputError as error:
-            if len(rows) == 1:
-                errors[rows[0]] = row_message(self.task, error.message)
-                return
-            middle = len(rows) // 2
-            for part in (slice(None, middle), slice(middle, None)):
-                self._bisect_failures(rows[part], inputs[part], answers, errors, stats)
-            return
-        for row, answer in zip(rows, found, strict=True):
-            answers[row] = answer
+        middle = len(rows) // 2
+        for part in (slice(None, middle), slice(middle, None)):
+            try:
+                results = self._model(inputs[part], stats)
+            except InputError as error:
+                self._bisect_failures(rows[part], inputs[part], error, answers, errors, stats)
+            else:
+                answers.update(zip(rows[part], results, strict=True))
 
     def _input(self, values: Values) -> Any:
         if self.modality != "text":
@@ -274,7 +356,7 @@ class BatchPredictor(Closeable):
 
 def map_in_order(
     function: Callable[[Item], Result], stream: Iterator[Item], *, threads: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the function's result for each item of a stream, in order, using several threads.
 
     The stream is read only one item ahead of the threads, so that memory stays bounded.

@@ -18,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
 from enginery.predict.task_inputs import PredictedTask
-from enginery.runtime.tasks.task import TaskOptions
+from enginery.runtime.tasks.task import RowValues, TaskOptions
 
 ERROR = "error"
 
@@ -68,24 +70,28 @@ class OutputColumns:
         check_column_names(names, taken, prefix)
         return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
 
-    def batch(self, kept: Any, answers: Sequence[Any], errors: Mapping[int, str]) -> Any:
+    def batch(self, kept: Any, answers: RowValues, errors: Mapping[int, str]) -> Any:
         """Return a `pyarrow.RecordBatch` of the schema.
 
         Args:
             kept: `pyarrow.RecordBatch` with the kept columns.
-            answers: the task's result for each row; None for a bad row.
+            answers: the task's result for each row, None for a bad row; or vectors without bad
+                rows, as an array (rows, dim).
             errors: index of a bad row -> its problem.
         """
         import pyarrow as pa
 
         first = kept.num_columns
         fields = [self.schema.field(first + index) for index in range(len(self.predicted))]
-        values = self.task.arrow_values
-        rows = [None if answer is None else values(answer) for answer in answers]
-        arrays = [
-            to_arrow([None if row is None else row[index] for row in rows], field.type)
-            for index, field in enumerate(fields[:-1])
-        ]
+        if isinstance(answers, np.ndarray):
+            arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
+        else:
+            values = self.task.arrow_values
+            rows = [None if answer is None else values(answer) for answer in answers]
+            arrays = [
+                to_arrow([None if row is None else row[index] for row in rows], field.type)
+                for index, field in enumerate(fields[:-1])
+            ]
         arrays.append(to_arrow([errors.get(row) for row in range(len(answers))], fields[-1].type))
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
 

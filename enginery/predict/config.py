@@ -8,6 +8,9 @@ from typing import ClassVar, Literal
 from enginery.core.datasets.batches import Format
 from enginery.core.errors import OptionError
 
+MAX_ROWS, MAX_TOKENS = 64, 512
+"""The default limits of a batch, except for texts on a GPU."""
+
 Activation = Literal["auto", "softmax", "sigmoid", "none"]
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 Engine = Literal["local", "ray"]
@@ -63,6 +66,8 @@ class PredictConfig:
     """Keep inputs and outputs in GPU buffers, on NVIDIA's providers."""
     cuda_graph: bool = False
     """Record the run of each shape as a CUDA graph and replay it."""
+    ladder: bool = True
+    """On CUDA, round batches and lengths up to a few sizes and record a CUDA graph for each."""
     shrink_arena: bool = False
     """Return memory beyond the arena's first chunk after each run; each run allocates it again."""
     allow_failed: bool = False
@@ -72,14 +77,14 @@ class PredictConfig:
     faster and needs less memory."""
     workers: int = 0
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
-    or one per Ray actor."""
+    or one per Ray actor. On a GPU one batch runs at a time."""
     window: int = 2048
     """Number of rows that are sorted by length before they are cut into batches."""
-    batch_tokens: int = 512
-    """Maximum number of padded tokens per batch; a single text may have more. A GPU needs much
-    larger batches than a CPU."""
-    batch_rows: int = 64
-    """Maximum number of rows per batch."""
+    batch_tokens: int = 0
+    """Maximum number of padded tokens per batch; a single text may have more. 0 for 512 on the CPU
+    and 8192 on a GPU."""
+    batch_rows: int = 0
+    """Maximum number of rows per batch. 0 for 64, or 256 for texts on a GPU."""
     part_rows: int = 4096
     """Number of rows per part of the output; a killed run repeats at most one part."""
     part_seconds: float = 30.0
@@ -103,8 +108,8 @@ class PredictConfig:
             "max_answer_tokens": 1,
             "workers": 0,
             "window": 1,
-            "batch_tokens": 1,
-            "batch_rows": 1,
+            "batch_tokens": 0,
+            "batch_rows": 0,
             "part_rows": 1,
             "ray_actors": 0,
             "ray_gpus": 0,
@@ -149,6 +154,7 @@ NOT_IN_FINGERPRINT = (
     "provider_option",
     "io_binding",
     "cuda_graph",
+    "ladder",
     "shrink_arena",
     "optimized_graph",
     "engine",

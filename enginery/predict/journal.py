@@ -40,7 +40,7 @@ from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writer import ASSEMBLED, OutputFormat, PartWriter, file_sha256
+from enginery.predict.writer import ASSEMBLED, Assembly, OutputFormat, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
@@ -174,8 +174,8 @@ class Journal:
         windows: Iterator[PredictedBatch],
         columns: OutputColumns,
         config: PredictConfig,
+        assembly: Assembly,
         *,
-        kind: OutputFormat,
         progress: Progress = SILENT,
     ) -> None:
         """Write the remaining rows, part by part.
@@ -184,7 +184,7 @@ class Journal:
             windows: predicted windows, starting after the rows of the finished parts.
             columns: columns of the windows.
             config: the options, with the size of a part.
-            kind: format of the output.
+            assembly: joins the finished parts.
             progress: receives progress messages.
 
         Raises:
@@ -201,7 +201,8 @@ class Journal:
                     advance()
                     steps += 1
 
-            while self._write_part(windows, columns, config, kind, show):
+            while self._write_part(windows, columns, config, assembly.kind, show):
+                assembly.add(self.directory / _name(len(self.parts) - 1))
                 if time.monotonic() - said > _LOG_INTERVAL_SECONDS:
                     said = time.monotonic()
                     progress.say(f"predict: {self.counts.rows:,} rows, {done:.0%} of the input")

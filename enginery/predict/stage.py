@@ -48,7 +48,6 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import directory_beside, write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
-from enginery.predict.columns import OutputColumns
 from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
 from enginery.predict.journal import (
     STDIN_COPY,
@@ -62,7 +61,7 @@ from enginery.predict.ray.executor import RayPredictor
 from enginery.predict.report import Counts, PredictReport, sidecar
 from enginery.predict.task_inputs import column_names, provider_specs, require_task
 from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
-from enginery.predict.writer import OutputFormat, assemble, output_format
+from enginery.predict.writer import Assembly, output_format
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.tasks.task import PLURALS
 
@@ -142,58 +141,62 @@ def run(
             progress.say(f"predict: nothing to do, {output} is up to date")
             remove_parts(output)  # of a run that was killed after it had assembled them
             return done
-        with ExitStack() as opened:
-            # The session loads while the input is checked.
-            side = opened.enter_context(ThreadPoolExecutor(1))
-            base = path if path.is_dir() else path.parent
-            loading = side.submit(_open_predictor, artifact, config, base)
-            try:
-                columns = column_names(require_task(artifact, config), config)
-                reader = open_dataset(path, columns, options)
-                _check_text_columns(reader, columns, path)
-            except BaseException:
-                _close_unused(loading)
-                raise
-            predictor = loading.result()
-            opened.enter_context(predictor)
-            _check_input_kind(reader, columns, artifact.manifest.task, predictor)
-            written = predictor.columns(reader.schema, reader.names)
-            journal = Journal.open(output, key, str(written.schema))
-            resumed = journal.counts.rows
-            if journal.damage:
-                progress.say(
-                    f"predict: {parts_directory(output).name} from an earlier run: "
-                    f"{journal.damage}; its rows are predicted again"
-                )
-            if resumed:
-                progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
-            if not journal.whole:
-                # Closed here, not by the garbage collector: the generator holds the workers.
-                with closing(predictor.stream(reader, written, skip=resumed)) as windows:
-                    journal.write_parts(windows, written, config, kind=kind, progress=progress)
-            first_run = predictor.first_run or started
-            providers, notes = tuple(predictor.providers), predictor.notes
-            workers = predictor.workers
-        # The session is closed now, so its memory is free for the row groups.
-        report = PredictReport(
-            output=str(output),
-            task=artifact.manifest.task,
-            worked=True,
-            counts=journal.counts,
-            resumed_rows=resumed,
-            first_bad=journal.first_bad,
-            workers=workers,
-            providers=providers,
-            notes=notes,
-            boot_seconds=max(first_run - started, 0.0),
-            total_seconds=0.0,
-            peak_rss_bytes=0,
-            fingerprint=key.fields,
-            key=key.key,
-            size_bytes=0,
-            sha256="",
-        )
-        return _write_output(report, journal, written, output, kind, started)
+        with ExitStack() as joining:
+            with ExitStack() as opened:
+                # The session loads while the input is checked.
+                side = opened.enter_context(ThreadPoolExecutor(1))
+                base = path if path.is_dir() else path.parent
+                loading = side.submit(_open_predictor, artifact, config, base)
+                try:
+                    columns = column_names(require_task(artifact, config), config)
+                    reader = open_dataset(path, columns, options)
+                    _check_text_columns(reader, columns, path)
+                except BaseException:
+                    _close_unused(loading)
+                    raise
+                predictor = loading.result()
+                opened.enter_context(predictor)
+                _check_input_kind(reader, columns, artifact.manifest.task, predictor)
+                written = predictor.columns(reader.schema, reader.names)
+                journal = Journal.open(output, key, str(written.schema))
+                resumed = journal.counts.rows
+                if journal.damage:
+                    progress.say(
+                        f"predict: {parts_directory(output).name} from an earlier run: "
+                        f"{journal.damage}; its rows are predicted again"
+                    )
+                if resumed:
+                    progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
+                assembly = joining.enter_context(Assembly(journal.directory, kind, written.schema))
+                for part in journal.paths():
+                    assembly.add(part)
+                if not journal.whole:
+                    # Closed here, not by the garbage collector: the generator holds the workers.
+                    with closing(predictor.stream(reader, written, skip=resumed)) as windows:
+                        journal.write_parts(windows, written, config, assembly, progress=progress)
+                first_run = predictor.first_run or started
+                providers, notes = tuple(predictor.providers), predictor.notes
+                workers = predictor.workers
+            # The session is closed now, so its memory is free for the row groups.
+            report = PredictReport(
+                output=str(output),
+                task=artifact.manifest.task,
+                worked=True,
+                counts=journal.counts,
+                resumed_rows=resumed,
+                first_bad=journal.first_bad,
+                workers=workers,
+                providers=providers,
+                notes=notes,
+                boot_seconds=max(first_run - started, 0.0),
+                total_seconds=0.0,
+                peak_rss_bytes=0,
+                fingerprint=key.fields,
+                key=key.key,
+                size_bytes=0,
+                sha256="",
+            )
+            return _write_output(report, journal, assembly, output, started)
 
 
 def _run_tensors(
@@ -258,16 +261,16 @@ def _tensors_report(
 def _write_output(
     report: PredictReport,
     journal: Journal,
-    written: OutputColumns,
+    assembly: Assembly,
     output: Path,
-    kind: OutputFormat,
     started: float,
 ) -> PredictReport:
     """Assemble the output, write its report, then remove the parts. Each step is atomic."""
+    digest = assembly.finish()
     # The earlier report is removed first, so that it is never beside the new output.
     sidecar(output).unlink(missing_ok=True)
     sync_directory(output.parent)
-    digest = assemble(journal.paths(), output, kind, written.schema)
+    assembly.deliver(output)
     complete = replace(
         report,
         total_seconds=time.perf_counter() - started,

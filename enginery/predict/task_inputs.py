@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.datasets.batches import Values
-from enginery.core.errors import ArtifactError, InputError, OptionError
+from enginery.core.datasets.batches import Values, is_valid_text
+from enginery.core.errors import ArtifactError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.generation import Generate, generation_task, read_generation_options
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import manifest_task, supported_tasks
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
-from enginery.runtime.text.tokenizer import check_texts
 
 MAX_PAIR_CHARACTERS = 1_000_000
 """Maximum length of a text in a pair. Texts of a pair are tokenized whole, before they are
@@ -146,9 +145,7 @@ def find_input_problem(values: Values, names: Sequence[str]) -> str:
                 f"{name} has {len(value):,} characters, expected at most {MAX_PAIR_CHARACTERS:,} "
                 "for a text of a pair"
             )
-        try:
-            check_texts([value])
-        except InputError:
+        if not is_valid_text(value):
             return f"{name} contains a lone surrogate, which is not a character"
     return ""
 

@@ -35,7 +35,7 @@ from enginery.core.datasets.samples import array_files, holds_arrays, load_array
 from enginery.core.errors import InputError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import PreprocessorConfig
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.task_inputs import provider_specs
 from enginery.predict.writer import ASSEMBLED
 from enginery.runtime.decoder_graphs import input_graph
@@ -120,7 +120,7 @@ def write_tensors(
             for index, spec in enumerate(record.outputs)
         ]
         task = Tensors.open(artifact, record)
-        names = _run(BatchRunner(task, runner), inputs, spools, config.batch_rows)
+        names = _run(BatchRunner(task, runner), inputs, spools, config.batch_rows or MAX_ROWS)
         done = time.perf_counter()
         providers = tuple(provider.name for provider in runner.providers)
     path = scratch / ASSEMBLED

@@ -1,47 +1,54 @@
-"""Run the inputs of a window in batches with a token budget, several batches at a time.
+"""Run the inputs of windows in batches with a token budget, several batches at a time.
 
     model = WindowRunner.open(Embed, artifact, runner, InferencePool(workers=2), PredictConfig())
     stats = WindowStats()
     model(["The engine is warm."], stats)[0].shape, stats.tokens  # (384,), 7
 
-All batches share one session, so that its weights are in memory once. Each batch runs on a thread
-of our pool, not on ONNX Runtime's threads: those wait for work in busy loops, and several runs
-would take the cores from each other. Batches of all windows share the pool, so that no core is idle
-at the end of a window.
+All batches share one session, so that its weights are in memory once. On the CPU each batch runs on
+a thread of our pool, not on ONNX Runtime's threads: those wait for work in busy loops, and several
+runs would take the cores from each other. Batches of all windows share the pool, so that no core is
+idle at the end of a window. On a GPU the pool has one thread: it records CUDA graphs and replays
+them.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
-from enginery.predict.config import PredictConfig
+from enginery.predict.config import MAX_ROWS, MAX_TOKENS, PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.predict.task_inputs import read_options
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
-from enginery.runtime.onnxruntime.runner import OrtRunner, Outputs
+from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.row_stream import PREPARED_BATCHES, RowStream, Window, read_ahead
 from enginery.runtime.tasks.task import (
     Arrays,
     MediaTask,
     ModelInputs,
     Row,
+    RowValues,
     Task,
     TaskOptions,
 )
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.pooling import Vectors
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 _PROBE_TOKENS = 8
+
+
+Result = TypeVar("Result")
+Origin = TypeVar("Origin")
 
 
 class InferencePool(Closeable):
@@ -53,42 +60,50 @@ class InferencePool(Closeable):
         self.first_run: float | None = None
         """Time when the first batch started, by `time.perf_counter`; None before that."""
 
-    def submit(self, runner: OrtRunner, feeds: Arrays) -> Future[Any]:
+    def submit(self, run: Callable[[], Arrays]) -> Future[tuple[Arrays, float]]:
         """Start a batch; return a future of its outputs and its run time in seconds."""
-        return self._threads.submit(self._run, runner, feeds)
+        return self._threads.submit(self._run, run)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a function that a thread of the pool calls."""
+        return self._threads.submit(function).result()
 
     def close(self) -> None:
         """Drop the batches that wait."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, runner: OrtRunner, feeds: Arrays) -> tuple[Outputs, float]:
+    def _run(self, run: Callable[[], Arrays]) -> tuple[Arrays, float]:
         started = time.perf_counter()
         if self.first_run is None:
             self.first_run = started
-        return runner(feeds), time.perf_counter() - started
+        return run(), time.perf_counter() - started
+
+
+class PooledBatchRunner(BatchRunner):
+    """A session of which every batch runs in a pool, whatever thread asks for it."""
+
+    def __init__(self, task: Task, runner: OrtRunner, pool: InferencePool) -> None:
+        super().__init__(task, runner)
+        self._pool = pool
+
+    def run(self, rows: Sequence[Row]) -> list[Any]:
+        """Run rows as one batch; see `BatchRunner.run`."""
+        return self._pool.call(partial(super().run, rows))
 
 
 @dataclass(frozen=True)
-class TimedTokenizer(TextTokenizer):
-    """A tokenizer with a timeout that adds its time to the statistics of a window."""
+class WatchedTokenizer(TextTokenizer):
+    """A tokenizer with a timeout: it also raises the errors of `TokenizerWatchdog`."""
 
-    stats: WindowStats = field(default_factory=WindowStats)
     watchdog: TokenizerWatchdog = field(default_factory=TokenizerWatchdog)
 
     def encode(self, texts: Sequence[str | tuple[str, str]], **options: Any) -> list[Any]:
-        """Encode as `TextTokenizer.encode`; also raise the errors of `TokenizerWatchdog`."""
-        return self._encode_timed(partial(super().encode, **options), texts)
+        """Encode as `TextTokenizer.encode`."""
+        return self.watchdog(partial(super().encode, **options), texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Any]:
-        """Encode as `TextTokenizer.encode_pairs`; also raise the errors of `TokenizerWatchdog`."""
-        return self._encode_timed(super().encode_pairs, pairs)
-
-    def _encode_timed(self, encode: Callable[[Any], list[Any]], texts: Sequence[Any]) -> list[Any]:
-        started = time.perf_counter()
-        try:
-            return self.watchdog(encode, texts)
-        finally:
-            self.stats.encode_seconds += time.perf_counter() - started
+        """Encode as `TextTokenizer.encode_pairs`."""
+        return self.watchdog(super().encode_pairs, pairs)
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,6 @@ class WindowRunner:
     pool: InferencePool
     max_rows: int
     max_tokens: int
-    watchdog: TokenizerWatchdog = field(default_factory=TokenizerWatchdog)
 
     @classmethod
     def open(
@@ -114,16 +128,20 @@ class WindowRunner:
     ) -> WindowRunner:
         """Open a task of the artifact; raise the errors of `read_options` and `Task.open`."""
         task = definition.open(artifact, runner.record)
+        if isinstance(task, TextTask):
+            settings = {f.name: getattr(task.tokenizer, f.name) for f in fields(TextTokenizer)}
+            task = replace(task, tokenizer=WatchedTokenizer(**settings))
+        on_cpu = runner.device.kind == "cpu"
         return cls(
             task,
             read_options(definition, config),
-            BatchRunner(task, runner),
+            BatchRunner(task, runner) if on_cpu else PooledBatchRunner(task, runner, pool),
             pool,
-            max_rows=config.batch_rows,
-            max_tokens=config.batch_tokens,
+            max_rows=config.batch_rows or (MAX_ROWS if on_cpu else GPU_MAX_ROWS),
+            max_tokens=config.batch_tokens or (MAX_TOKENS if on_cpu else GPU_MAX_TOKENS),
         )
 
-    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[Any]:
+    def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> RowValues:
         """Return the task's result for each input, and add counts and times to `stats`.
 
         Raises:
@@ -142,19 +160,43 @@ class WindowRunner:
             results = self.task.postprocess(ModelInputs([]), rows, self.options)
             stats.truncated += truncated
             return results
-        task = self.with_watchdog(stats)
-        work = task.preprocess(inputs, self.options)
-        results = task.postprocess(work, self._run(work.rows, stats), self.options)
-        stats.truncated += sum(row.truncated for row in work.rows)
+        stream = self._stream()
+        (window,) = stream.run(stream.prepare([Window(inputs, None)]))
+        return self.finish(window, stats)
+
+    def run_windows(self, windows: Iterable[Window[Origin]]) -> Generator[Window[Origin]]:
+        """Run windows of texts: the next ones are read and tokenized in a thread of their own.
+
+        Yields each window with its outputs, for `finish`, in order. If its inputs cannot be
+        predicted together, it has an `error`.
+        """
+        stream = self._stream()
+        prepared = read_ahead(
+            stream.prepare(windows), ahead=PREPARED_BATCHES, name="enginery-prepare"
+        )
+        return read_ahead(stream.run(prepared), ahead=1, name="enginery-collect")
+
+    def finish(self, window: Window[Any], stats: WindowStats) -> RowValues:
+        """Return the task's result for each input of a window, and add its counts to `stats`.
+
+        Raises:
+            InputError: the window's `error`.
+        """
+        rows = window.work.rows
+        stats.encode_seconds += window.preprocess_seconds
+        if window.error is not None:
+            raise window.error
+        results = self.task.postprocess(window.work, window.outputs(), self.options)
+        stats.tokens += sum([row.tokens for row in rows])
+        stats.truncated += sum([row.truncated for row in rows])
+        stats.padded_tokens += window.padded_tokens
+        stats.run_seconds += window.run_seconds
         return results
 
-    def with_watchdog(self, stats: WindowStats) -> Task:
-        """Return the task with a tokenizer that has a timeout and adds its time to `stats`."""
-        if not isinstance(self.task, TextTask):
-            return self.task
-        settings = {f.name: getattr(self.task.tokenizer, f.name) for f in fields(TextTokenizer)}
-        tokenizer = TimedTokenizer(**settings, stats=stats, watchdog=self.watchdog)
-        return replace(self.task, tokenizer=tokenizer)
+    def close(self) -> None:
+        """End the threads of the tokenizer."""
+        if isinstance(self.task, TextTask) and isinstance(self.task.tokenizer, WatchedTokenizer):
+            self.task.tokenizer.watchdog.close()
 
     @property
     def dim(self) -> int:
@@ -170,35 +212,14 @@ class WindowRunner:
         (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
         return len(vector)
 
-    def _run(self, rows: Sequence[Row], stats: WindowStats) -> list[Any]:
-        """Return the graph's outputs for each row. Batches run while others are prepared."""
-        outputs: list[Any] = [None] * len(rows)
-        waiting: deque[tuple[list[int], Arrays, Future[Any]]] = deque()
-
-        def finish() -> None:
-            batch, feeds, run = waiting.popleft()
-            found, seconds = run.result()
-            stats.run_seconds += seconds
-            parts = self.batches.split([rows[place] for place in batch], feeds, found)
-            for place, part in zip(batch, parts, strict=True):
-                outputs[place] = part
-
-        plan = self._plan(rows)
-        first = self.batches.runner.record.inputs[0].name
-        try:
-            for batch in plan:
-                feeds = self.batches.feeds([rows[place] for place in batch])
-                stats.tokens += sum(rows[place].tokens for place in batch)
-                stats.padded_tokens += int(feeds[first].size)
-                waiting.append((batch, feeds, self.pool.submit(self.batches.runner, feeds)))
-                if len(waiting) > self.pool.workers:
-                    finish()
-            while waiting:
-                finish()
-        finally:
-            for _, _, run in waiting:
-                run.cancel()
-        return outputs
+    def _stream(self) -> RowStream:
+        return RowStream(
+            self.batches,
+            partial(self.task.preprocess, options=self.options),
+            self._plan,
+            self.pool.submit,
+            concurrent=self.pool.workers,
+        )
 
     def _plan(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of the rows of each batch.

@@ -4,13 +4,15 @@ r"""Write record batches to parts, and assemble parts to one Parquet, CSV or JSO
 >>> batch = pa.record_batch({"text": ["It works."], "score": [0.5]})
 >>> with PartWriter(tmp_path / "part", "jsonl", batch.schema) as part:
 ...     part.write(batch)
->>> digest = assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", batch.schema)
+>>> with Assembly(tmp_path, "jsonl", batch.schema) as assembly:
+...     assembly.add(tmp_path / "part")
+...     digest = assembly.finish()
+...     assembly.deliver(tmp_path / "out.jsonl")
 >>> (tmp_path / "out.jsonl").read_text()
 '{"text": "It works.", "score": 0.5}\n'
 
 A part of a Parquet output is an Arrow IPC stream, which is cheap to write and keeps the types.
-Parts of CSV and JSONL are pieces of the output itself. The output is written beside the parts and
-then renamed.
+Parts of CSV and JSONL are pieces of the output itself.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.closing import Closeable
 from enginery.core.datasets.arrow_arrays import numeric_view
@@ -44,6 +49,13 @@ _SUFFIXES: dict[str, OutputFormat] = {
 ASSEMBLED = "assembled"
 _GROUP_BYTES = 8 << 20
 """Size of a Parquet row group before compression; assembling holds one row group in memory."""
+_BACKGROUND_BYTES = 64 << 20
+"""Size of the parts from which on they are joined while others are written."""
+_BUFFER_BYTES = 1 << 20
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+"""`default` is for dates and decimals."""
+_SYNCED_BYTES = 64 << 20
+"""Size after which the joined parts are synced to the disk."""
 
 
 def output_format(output: Path) -> OutputFormat:
@@ -65,7 +77,7 @@ class PartWriter(Closeable):
 
         self.rows = 0
         self._kind = kind
-        self._stream = path.open("wb")
+        self._stream = path.open("wb", _BUFFER_BYTES)
         self._arrow = pa.ipc.new_stream(self._stream, schema) if kind == "parquet" else None
 
     def write(self, batch: Any) -> None:
@@ -89,38 +101,119 @@ class PartWriter(Closeable):
             os.fsync(self._stream.fileno())
 
 
-def assemble(parts: Sequence[Path], output: Path, kind: OutputFormat, schema: Any) -> str:
-    """Assemble parts to the output and return its sha256.
+class Assembly(Closeable):
+    """Joins finished parts to the output.
 
-    Args:
-        parts: at least one part.
-        output: path of the output, which is replaced atomically.
-        kind: format of parts and output.
-        schema: `pyarrow.Schema` of the rows.
-
-    Raises:
-        InputError: the output cannot be written.
+    The parts of a large output are joined in a thread of its own while later ones are written. The
+    output is written beside them and then renamed. Closing removes what was not delivered.
     """
-    fresh = parts[0].with_name(ASSEMBLED)
-    try:
-        with fresh.open("wb") as stream:
-            if kind == "parquet":
-                _write_parquet(parts, stream, schema)
-            else:
-                if kind == "csv":
-                    stream.write(_csv_header(schema))
-                for part in parts:
-                    with part.open("rb") as rows:
-                        shutil.copyfileobj(rows, stream, 1 << 20)
-            stream.flush()
-            os.fsync(stream.fileno())
-        digest = file_sha256(fresh)
-        replace_synced(fresh, output)
-    except OSError as error:
-        raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
-    finally:
-        fresh.unlink(missing_ok=True)
-    return digest
+
+    def __init__(self, directory: Path, kind: OutputFormat, schema: Any) -> None:
+        """Join parts in a directory.
+
+        Args:
+            directory: the directory of the parts.
+            kind: format of parts and output.
+            schema: `pyarrow.Schema` of the rows.
+        """
+        self.kind = kind
+        self._schema = schema
+        self._path = directory / ASSEMBLED
+        self._added: SimpleQueue[Path | None] = SimpleQueue()
+        self._bytes = 0
+        self._thread: threading.Thread | None = None
+        self._digest = ""
+        self._error: BaseException | None = None
+        self._is_closed = False
+
+    def add(self, part: Path) -> None:
+        """Append a finished part.
+
+        Raises:
+            OSError: the output cannot be written.
+        """
+        if self._error is not None:
+            raise self._error
+        self._added.put(part)
+        self._bytes += part.stat().st_size
+        if self._thread is None and self._bytes >= _BACKGROUND_BYTES:
+            self._thread = threading.Thread(target=self._join, name="enginery-assemble")
+            self._thread.start()
+
+    def finish(self) -> str:
+        """Wait until all parts are joined and synced to the disk; return the output's sha256.
+
+        Raises:
+            OSError: the output cannot be written.
+        """
+        self._added.put(None)
+        if self._thread is None:
+            self._join()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+    def deliver(self, output: Path) -> None:
+        """Replace the output, atomically, with the joined parts."""
+        replace_synced(self._path, output)
+
+    def close(self) -> None:
+        """End the thread, and remove the file that was not delivered."""
+        self._is_closed = True
+        self._added.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _join(self) -> None:
+        try:
+            with self._path.open("wb") as stream:
+                hashed = _HashedStream(stream)
+                if self.kind == "parquet":
+                    _write_parquet(self._parts(), hashed, self._schema)
+                else:
+                    if self.kind == "csv":
+                        hashed.write(_csv_header(self._schema))
+                    for part in self._parts():
+                        with part.open("rb") as rows:
+                            shutil.copyfileobj(rows, hashed, 1 << 20)
+                stream.flush()
+                os.fsync(stream.fileno())
+            self._digest = hashed.sha256.hexdigest()
+        except BaseException as error:  # raised by `finish`, or by `add`
+            self._error = error
+
+    def _parts(self) -> Iterator[Path]:
+        """Yield the parts as they are added, until the last one."""
+        while (part := self._added.get()) is not None and not self._is_closed:
+            yield part
+
+
+class _HashedStream(io.RawIOBase):
+    """A stream that computes the sha256 of what is written, and syncs it to the disk meanwhile."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.sha256 = hashlib.sha256()
+        self._stream = stream
+        self._unsynced = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def write(self, content: Any) -> int:
+        self.sha256.update(content)
+        size = self._stream.write(content)
+        self._unsynced += size
+        if self._unsynced >= _SYNCED_BYTES:  # so that the last sync is short
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._unsynced = 0
+        return size
 
 
 def file_sha256(path: Path) -> str:
@@ -129,7 +222,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> None:
+def _write_parquet(parts: Iterator[Path], stream: _HashedStream, schema: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -150,7 +243,7 @@ def _write_parquet(parts: Sequence[Path], stream: IO[bytes], schema: Any) -> Non
             writer.write_table(pa.Table.from_batches(batches, schema))
 
 
-def _groups(parts: Sequence[Path]) -> Iterator[list[Any]]:
+def _groups(parts: Iterator[Path]) -> Iterator[list[Any]]:
     """Yield lists of record batches, one list per row group."""
     import pyarrow as pa
 
@@ -182,22 +275,31 @@ def _leaves(schema: Any) -> list[str]:
 
 def _json_lines(batch: Any) -> Iterator[bytes]:
     names = batch.schema.names
-    raw = names[0] == RAW_LINE
-    columns = [_cells(column) for column in batch.columns]
-    for cells in zip(*columns, strict=True):
-        if raw:
-            # The line is a JSON object: insert the prediction before its closing brace.
-            answer = _json_object(names[1:], cells[1:])
-            line = json.loads(cells[0])
-            opened = cells[0].rstrip()[:-1].rstrip()
-            yield f"{opened}{', ' if line else ''}{answer[1:]}\n".encode()
-        else:
-            yield f"{_json_object(names, cells)}\n".encode()
+    is_raw = names[0] == RAW_LINE
+    labels = [f"{_json(name)}: ".encode() for name in names]
+    columns = [_json_cells(column) for column in batch.columns[is_raw:]]
+    pairs = [
+        [label + cell for cell in cells]
+        for label, cells in zip(labels[is_raw:], columns, strict=True)
+    ]
+    objects = (b", ".join(row) for row in zip(*pairs, strict=True))
+    if not is_raw:
+        for members in objects:
+            yield b"{%b}\n" % members
+        return
+    for line, members in zip(batch.column(0).to_pylist(), objects, strict=True):
+        # The line is a JSON object: insert the prediction before its closing brace.
+        opened = line.rstrip()[:-1].rstrip()
+        separator = b"" if opened == "{" else b", "
+        yield b"%b%b%b}\n" % (opened.encode(), separator, members)
 
 
-def _json_object(names: Sequence[str], cells: Sequence[Any]) -> str:
-    pairs = (f"{_json(name)}: {_json(cell)}" for name, cell in zip(names, cells, strict=True))
-    return f"{{{', '.join(pairs)}}}"
+def _json_cells(column: Any) -> list[bytes]:
+    """Return each value of a column as JSON."""
+    return [
+        _vector_json(cell) if isinstance(cell, np.ndarray) else _json(cell).encode()
+        for cell in _cells(column)
+    ]
 
 
 def _csv_header(schema: Any) -> bytes:
@@ -239,11 +341,9 @@ def _cells(column: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Return a value as JSON: float32 with 9 digits, which identify it; NaN, infinity as null."""
-    if isinstance(value, np.ndarray):
-        return f"[{', '.join(map(_number, value))}]"
-    if isinstance(value, np.float32):
-        return _number(value)
+    """Return a value as JSON: float32 with the fewest digits that identify it; NaN as null."""
+    if isinstance(value, np.ndarray | np.float32):
+        return _vector_json(value).decode()
     if isinstance(value, float) and not math.isfinite(value):
         return "null"
     if isinstance(value, bytes):
@@ -252,9 +352,10 @@ def _json(value: Any) -> str:
         return f"{{{', '.join(f'{_json(str(k))}: {_json(v)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_json, value))}]"
-    # `default=str` is for dates and decimals.
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return _ENCODER.encode(value)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.9g}" if math.isfinite(value) else "null"
+def _vector_json(vector: NDArray[np.float32] | np.float32) -> bytes:
+    import orjson
+
+    return orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY)

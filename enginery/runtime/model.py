@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
@@ -26,7 +31,20 @@ from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
 from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row
+from enginery.runtime.tasks.row_stream import (
+    PREPARED_BATCHES,
+    RowStream,
+    Window,
+    read_ahead,
+    run_here,
+)
+from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row, RowValues, Task, TaskOptions
+from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
+
+_FIRST_WINDOW, _WINDOW = 512, 4096
+"""Number of inputs that are tokenized together on a GPU, at first and later."""
+_WINDOW_CHARACTERS = 1 << 22
+"""Characters of a window: an encoding takes much more memory than its text."""
 
 
 class Model(Closeable):
@@ -51,6 +69,7 @@ class Model(Closeable):
         self.truncated = 0
         """Number of inputs truncated so far."""
         self._batches = BatchRunner(self.definition, runner)
+        self._on_gpu = runner.device.kind != "cpu"
         self._lock = threading.Lock()
 
     @property
@@ -82,6 +101,8 @@ class Model(Closeable):
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
             return task.collect(task.postprocess(ModelInputs([]), outputs, read))
+        if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
+            return task.collect(self._run_windows(inputs, read))
         work = task.preprocess(inputs, read)
         outputs = self._batches.run_all([self._count(row) for row in work.rows])
         return task.collect(task.postprocess(work, outputs, read))
@@ -110,6 +131,40 @@ class Model(Closeable):
         """Free the session."""
         self._runner.close()
 
+    def _run_windows(self, inputs: Sequence[Any], options: TaskOptions) -> RowValues:
+        """Return the results of many inputs: batches run while other inputs are tokenized.
+
+        Batches run in this thread, because CUDA graphs are replayed by the thread that recorded
+        them.
+        """
+        task, batches = self.definition, self._batches
+        plan = batches.plan
+        if not self._runner.profiles:  # an engine has limits of its own
+            plan = partial(plan, max_rows=GPU_MAX_ROWS, max_tokens=GPU_MAX_TOKENS)
+        preprocess = partial(task.preprocess, options=options)
+        stream = RowStream(batches, preprocess, plan, run_here, concurrent=0)
+        prepared = read_ahead(
+            stream.prepare(_windows(task, inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
+        )
+        results: list[RowValues] = []
+        finishing: deque[Future[RowValues]] = deque()
+        with closing(prepared), ThreadPoolExecutor(1, "enginery-finish") as finisher:
+            for window in stream.run(prepared):
+                if window.error is not None:
+                    task.preprocess(inputs, options)  # raises it with the index among all inputs
+                    raise window.error
+                for row in window.work.rows:
+                    self._count(row)
+                finishing.append(
+                    finisher.submit(task.postprocess, window.work, window.outputs(), options)
+                )
+                if len(finishing) > 1:  # outputs may be large
+                    results.append(finishing.popleft().result())
+            results += [future.result() for future in finishing]
+        if all(isinstance(part, np.ndarray) for part in results):
+            return np.concatenate(results)
+        return [result for part in results for result in part]
+
     def _count(self, row: Row) -> Row:
         """Count a row if its input was truncated."""
         if row.truncated:
@@ -122,6 +177,18 @@ class Model(Closeable):
             f"{verb}() was called, but {self.artifact.name} was exported for {self.task}.",
             do=f"Call {self.method}(), or export the model for another --task.",
         )
+
+
+def _windows(task: Task, inputs: Sequence[Any]) -> Generator[Window[None]]:
+    """Yield windows of the inputs. The first ones are small, so that the model soon has work."""
+    first, size = 0, _FIRST_WINDOW
+    while first < len(inputs):
+        items = inputs[first : first + size]
+        while len(items) > 1 and task.characters(items) > _WINDOW_CHARACTERS:
+            items = items[: len(items) // 2]
+        yield Window(items, None)
+        first += len(items)
+        size = min(2 * size, _WINDOW)
 
 
 def _documented(model: Model) -> Callable[..., Any]:

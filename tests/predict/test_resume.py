@@ -1,11 +1,15 @@
 """Resuming runs that were killed."""
 
+import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -18,7 +22,7 @@ from enginery.predict.config import PredictConfig
 from enginery.predict.journal import Journal, lock_output, remove_leftovers
 from enginery.predict.stage import run
 from enginery.predict.token_batches import WindowRunner
-from enginery.predict.writer import assemble
+from enginery.predict.writer import Assembly, PartWriter
 
 ROWS = 200
 _PROGRAM = """
@@ -56,13 +60,13 @@ def own_home(monkeypatch, tmp_path_factory):
 def asked(monkeypatch):
     """Return a list that collects the texts that the model gets from now on."""
     texts = []
-    answer = WindowRunner.__call__
+    finish = WindowRunner.finish
 
-    def noting(self, inputs, stats):
-        texts.extend(inputs)
-        return answer(self, inputs, stats)
+    def noting(self, window, stats):
+        texts.extend(window.inputs)
+        return finish(self, window, stats)
 
-    monkeypatch.setattr(WindowRunner, "__call__", noting)
+    monkeypatch.setattr(WindowRunner, "finish", noting)
     return texts
 
 
@@ -164,8 +168,6 @@ def test_run_killed_before_its_report_is_assembled_again(
 
 
 def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
-    import os
-
     (tmp_path / "part").write_bytes(b"a\n")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
 
@@ -173,8 +175,10 @@ def test_failed_assembly_keeps_the_old_output(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match="No space left on device"):
-        assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", None)
+    with Assembly(tmp_path, "jsonl", None) as assembly:
+        assembly.add(tmp_path / "part")
+        with pytest.raises(OSError, match="No space left on device"):
+            assembly.finish()
     assert (tmp_path / "out.jsonl").read_bytes() == b"old\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "part"]
 
@@ -183,7 +187,10 @@ def test_output_is_replaced_atomically(tmp_path):
     (tmp_path / "part").write_bytes(b"new\n")
     (tmp_path / "out.jsonl").write_bytes(b"old\n")
     with (tmp_path / "out.jsonl").open("rb") as reader:
-        assemble([tmp_path / "part"], tmp_path / "out.jsonl", "jsonl", None)
+        assembly = Assembly(tmp_path, "jsonl", None)
+        assembly.add(tmp_path / "part")
+        assert assembly.finish() == hashlib.sha256(b"new\n").hexdigest()
+        assembly.deliver(tmp_path / "out.jsonl")
         assert reader.read() == b"old\n"
     assert (tmp_path / "out.jsonl").read_bytes() == b"new\n"
 
@@ -277,7 +284,7 @@ def test_directory_with_other_files_is_kept(predict, tmp_path, tiny, data):
 def kill_while_assembling(predict, monkeypatch, artifact, data):
     """Run predict and kill it after assembling, before the output is renamed."""
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "file_sha256", killed)
+        patch.setattr(writer.Assembly, "deliver", killed)
         patch.setattr(writer.Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             predict(artifact, data)
@@ -292,3 +299,52 @@ def flip_byte(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_parts_of_a_large_output_are_joined_while_others_are_written(tmp_path, monkeypatch, kind):
+    batches = [pa.record_batch({"text": [f"{n}"], "score": [n / 4]}) for n in range(6)]
+    schema = batches[0].schema
+    contents = []
+    for threshold in (1 << 30, 0):
+        monkeypatch.setattr(writer, "_BACKGROUND_BYTES", threshold)
+        monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
+        with Assembly(tmp_path, kind, schema) as assembly:
+            for number, batch in enumerate(batches):
+                path = tmp_path / f"part-{number}"
+                with PartWriter(path, kind, schema) as part:
+                    part.write(batch)
+                assembly.add(path)
+            threads = {thread.name for thread in threading.enumerate()}
+            assert ("enginery-assemble" in threads) == (threshold == 0)
+            digest = assembly.finish()
+            assembly.deliver(tmp_path / "out")
+        assert digest == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
+        contents.append((tmp_path / "out").read_bytes())
+    assert contents[0] == contents[1]
+    assert not (tmp_path / "assembled").exists()
+
+
+def test_run_that_fails_leaves_no_thread_that_joins_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
+    (tmp_path / "part").write_bytes(b"a\n")
+    with Assembly(tmp_path, "jsonl", None) as assembly:
+        assembly.add(tmp_path / "part")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part"]
+    assert not [t for t in threading.enumerate() if t.name == "enginery-assemble"]
+
+
+def test_failure_of_the_thread_that_joins_parts_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_BACKGROUND_BYTES", 0)
+    (tmp_path / "part").write_bytes(b"a\n")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(writer, "_SYNCED_BYTES", 1)
+    with Assembly(tmp_path, "jsonl", None) as assembly:
+        assembly.add(tmp_path / "part")
+        assembly._thread.join(30)
+        with pytest.raises(OSError, match="No space left on device"):
+            assembly.add(tmp_path / "part")

@@ -68,7 +68,7 @@ def test_options_not_in_the_fingerprint_exist():
 def test_json_numbers_have_few_digits_and_no_nan():
     import numpy as np
 
-    assert _json(np.array([0.1, np.nan], np.float32)) == "[0.100000001, null]"
+    assert _json(np.array([0.1, np.nan], np.float32)) == "[0.1,null]"
     assert np.float32(float(_json(np.float32(1) / np.float32(3)))) == np.float32(1) / np.float32(3)
     assert _json({"a": [float("inf"), "é", b"\x00"]}) == '{"a": [null, "é", "00"]}'
 
@@ -125,17 +125,18 @@ def test_few_texts_are_divided_among_all_workers(tiny, monkeypatch):
     from enginery.predict.report import WindowStats
     from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.batch_runner import BatchRunner
     from enginery.runtime.tasks.embed import Embed
 
     texts = ["The pump is warm.", "The belt is loose.", "The fan is loud."] * 4
     batches = []
-    submit = InferencePool.submit
+    real = BatchRunner.feeds
 
-    def noting(pool, runner, feeds):
-        batches.append(len(feeds["input_ids"]))
-        return submit(pool, runner, feeds)
+    def noting(batch_runner, rows):
+        batches.append(len(rows))
+        return real(batch_runner, rows)
 
-    monkeypatch.setattr(InferencePool, "submit", noting)
+    monkeypatch.setattr(BatchRunner, "feeds", noting)
     found = []
     artifact = tiny("bert", "feature-extraction")
     with OrtRunner(artifact) as runner:
@@ -173,7 +174,6 @@ def test_only_batches_of_images_get_a_session_for_lone_runs(tiny, monkeypatch, k
 
 @pytest.mark.parametrize("unit", ["the pump is warm. ", "pump" * 999 + " ", "   \t", "Ünïcödé "])
 def test_shortened_text_has_the_same_first_tokens(tiny, unit):
-    from enginery.predict.report import WindowStats
     from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.runner import OrtRunner
     from enginery.runtime.tasks.embed import Embed
@@ -183,7 +183,7 @@ def test_shortened_text_has_the_same_first_tokens(tiny, unit):
     text = unit * (1_000_000 // len(unit)) + "the end"
     with OrtRunner(artifact) as runner, InferencePool(1) as pool:
         model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig())
-        tokenizer = model.with_watchdog(WindowStats()).tokenizer
+        tokenizer = model.task.tokenizer
         (found,) = tokenizer.encode([text])
         (whole,) = TextTokenizer.open(artifact.path).encode([text])
         assert found.ids == whole.ids

@@ -20,13 +20,14 @@ _NUMBERS = {"int64": np.int64, "float": np.float32, "double": np.float64}
 """Arrow type -> numpy type."""
 
 
-def to_arrow(values: Sequence[Any], kind: Any) -> Any:
+def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
     """Return a `pyarrow.Array` with the values.
 
     Args:
         values: strings, numbers, lists, or dicts with the fields of a struct; None for null.
         kind: `pyarrow.DataType`: string, bool, int64, float32, float64, or lists and structs of
-            these. For a fixed-size list the values are float32 arrays of its size.
+            these. For a fixed-size list the values are float32 arrays of its size, or one array
+            (count, size).
 
     Raises:
         TypeError: the type is not supported.
@@ -34,6 +35,9 @@ def to_arrow(values: Sequence[Any], kind: Any) -> Any:
     """
     import pyarrow as pa
 
+    if isinstance(values, np.ndarray):
+        child = _numbers(np.asarray(values, np.float32).reshape(-1), kind.value_type, None)
+        return pa.Array.from_buffers(kind, len(values), [None], children=[child])
     there = np.fromiter((value is not None for value in values), bool, len(values))
     valid = None if there.all() else _bits(there)
     if pa.types.is_string(kind):

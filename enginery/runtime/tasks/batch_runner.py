@@ -7,20 +7,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from enginery.core.shapes import canonical_dim, choose_profile
+from enginery.runtime.onnxruntime.ladder import BATCH, SEQUENCE
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.tasks.task import Arrays, Row, RowTask
+from enginery.runtime.tasks.task import Arrays, Row, RowTask, RowValues
 from enginery.runtime.text.batching import (
+    GPU_BATCH_COST,
+    GPU_MAX_ROWS,
+    GPU_MAX_TOKENS,
     MAX_ROWS,
     MAX_TOKENS,
+    Rungs,
     fill_rows,
     first_rows,
     plan_batches,
 )
 
-_LADDER_TOKENS = 8192
-"""Maximum number of padded tokens of a batch on a ladder, unless a caller sets another one. With 33
-tokens a row, batches of 128 rows computed a fifth more rows per second than those of 64 on an H200,
-and those of 256 no more."""
 _CPU_BATCH_COST = 32
 """Tokens that take as long as starting one more batch on the CPU.
 
@@ -39,7 +40,11 @@ class BatchRunner:
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
         """The graph's fixed batch size; 0 if it is dynamic."""
         dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
-        self._batch_cost = _CPU_BATCH_COST if dynamic and runner.device.kind == "cpu" else 0
+        self._batch_cost = 0
+        if runner.ladder is not None:
+            self._batch_cost = GPU_BATCH_COST
+        elif dynamic and runner.device.kind == "cpu":
+            self._batch_cost = _CPU_BATCH_COST
 
     def padded_length(self, row: Row) -> int:
         """Return the number of tokens of a row after padding, if the task can pad it.
@@ -62,7 +67,8 @@ class BatchRunner:
         """Return the maximum batch size if this row is the longest of the batch."""
         if self.fixed_rows:
             return self.fixed_rows
-        if not self.runner.pads:
+        ladder = self.runner.ladder
+        if not self.runner.pads or (ladder is not None and SEQUENCE not in ladder.sizes):
             return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
         return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
@@ -81,7 +87,7 @@ class BatchRunner:
         count = self.fixed_rows or count
         return fill_rows(feeds, count) if count > len(rows) else feeds
 
-    def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> list[Any]:
+    def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> RowValues:
         """Split the outputs of a run on `feeds` by row."""
         if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # padded batch
             outputs = first_rows(outputs, len(rows))
@@ -94,7 +100,8 @@ class BatchRunner:
             InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
-        return self.split(rows, feeds, self.runner(feeds, self.task.outputs_for(rows)))
+        outputs = self.runner(feeds, self.task.outputs_for(rows))
+        return list(self.split(rows, feeds, outputs))
 
     def run_all(self, rows: Sequence[Row]) -> list[Any]:
         """Run any number of rows, batch by batch; return outputs in the order of the rows."""
@@ -129,35 +136,40 @@ class BatchRunner:
         return outputs
 
     def plan(
-        self, rows: Sequence[Row], *, max_rows: int = MAX_ROWS, max_tokens: int = 0
+        self, rows: Sequence[Row], *, max_rows: int = 0, max_tokens: int = 0
     ) -> list[list[int]]:
         """Return the indices of the rows of each batch.
 
         Args:
             rows: rows of one or more batch keys; only rows of one key share a batch.
-            max_rows: maximum batch size, unless the graph or an engine sets another one.
+            max_rows: maximum batch size, unless the graph or an engine sets another one; 0 for 256
+                on a ladder, else 32.
             max_tokens: maximum number of padded tokens of a batch; 0 for the engine's own maximum,
-                or 4096 without engines.
+                8192 on a ladder, or 4096 without either.
         """
         groups: dict[Any, list[int]] = {}
         for place, row in enumerate(rows):
             groups.setdefault(self.task.batch_key(row), []).append(place)
-        engines, pads = bool(self.runner.profiles), self.runner.pads
-        usual_tokens = sys.maxsize if engines else _LADDER_TOKENS if pads else MAX_TOKENS
+        engines, ladder = bool(self.runner.profiles), self.runner.ladder
+        usual_tokens = sys.maxsize if engines else GPU_MAX_TOKENS if ladder else MAX_TOKENS
+        largest = max_rows or (GPU_MAX_ROWS if ladder else MAX_ROWS)
+        rungs = None
+        if ladder is not None and self.task.can_pad:
+            rungs = Rungs(ladder.sizes[BATCH], ladder.sizes.get(SEQUENCE, ()))
         batches = []
         for places in groups.values():
             first = rows[places[0]]
 
             def most(tokens: int, first: Row = first) -> int:
-                return min(self.max_rows(Row(first.content, tokens)), max_rows or MAX_ROWS)
+                return min(self.max_rows(Row(first.content, tokens)), largest)
 
             planned = plan_batches(
                 [rows[place].tokens for place in places],
-                max_rows=self.fixed_rows or (most if pads else max_rows),
+                max_rows=self.fixed_rows or (most if self.runner.pads else largest),
                 max_tokens=max_tokens or usual_tokens,
                 equal_lengths=not self.task.can_pad,
-                # Rows that fill a batch up, or pad an input to an engine's profile, cost as well.
-                batch_cost=0 if self.fixed_rows or pads else self._batch_cost,
+                batch_cost=self._batch_cost if not self.fixed_rows and not engines else 0,
+                rungs=rungs,
             )
             batches += [[places[index] for index in batch] for batch in planned]
         return batches

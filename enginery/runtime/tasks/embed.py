@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from enginery.runtime.tasks.task import (
     OutputTensor,
     ResultDescription,
     Row,
+    RowValues,
     TaskOptionError,
     TaskOptions,
 )
@@ -72,9 +72,11 @@ class VectorResults:
         """The size of a vector as the graph declares it; 0 if it does not."""
         return 0
 
-    def collect(self, results: Sequence[Any]) -> NDArray[np.float32]:
+    def collect(self, results: RowValues) -> NDArray[np.float32]:
         """Return float32 (len(results), dim)."""
-        return np.stack(results) if results else np.empty((0, self.graph_dim), np.float32)
+        if isinstance(results, np.ndarray):
+            return results
+        return np.stack(results) if len(results) else np.empty((0, self.graph_dim), np.float32)
 
     def is_finite(self, result: Any) -> bool:
         """Return True if every number of the vector is finite."""
@@ -206,13 +208,13 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return a pooled vector for each row: float32 (dim,), normalized only by the graph."""
+    ) -> Vectors:
+        """Return pooled vectors, normalized only by the graph: float32 (len(rows), dim)."""
         for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
         if self.pooling is None or (SENTENCE_OUTPUT in outputs and not rows[0].reads_raw):
-            return list(outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False))
+            return outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False)
         tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
         if tokens is None:
             raise InputError(
@@ -221,14 +223,12 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
             )
         mask = feeds.get("attention_mask", np.ones(tokens.shape[:2], np.int64))
         prompts = [row.prompt_tokens for row in rows]
-        return list(
-            self.pooling.pool(tokens, mask[: len(tokens)], prompt=prompts if any(prompts) else 0)
-        )
+        return self.pooling.pool(tokens, mask[: len(tokens)], prompt=prompts if any(prompts) else 0)
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
-    ) -> list[Vectors]:
-        """Return float32 (dim,) for each text."""
+    ) -> list[Vectors] | Vectors:
+        """Return float32 (dim,) for each text; an array if `outputs` is one."""
         own = self.pooling is not None and self.pooling.normalize and not self.final_output
         return finish_vectors(outputs, options, model_normalizes=own)
 
@@ -251,32 +251,37 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
 
 def finish_vectors(
-    vectors: Sequence[NDArray[Any]], options: VectorOptions, *, model_normalizes: bool
-) -> list[Vectors]:
+    vectors: RowValues,
+    options: VectorOptions,
+    *,
+    model_normalizes: bool,
+) -> list[Vectors] | Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
     A vector of zeros is returned unchanged.
 
     Args:
-        vectors: (dim,) each.
+        vectors: (dim,) each, or an array (n, dim).
         options: the request's options.
         model_normalizes: the model's own files specify vectors of length 1.
 
     Returns:
-        float32 (dim,) each, or (dimensions,) each.
+        float32 (dim,) each, or (dimensions,) each; an array if `vectors` is one.
 
     Raises:
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
-    found = [np.asarray(vector, np.float32) for vector in vectors]
+    if not len(vectors):
+        return []
+    finished = np.asarray(vectors, np.float32)
     if options.normalize is None and model_normalizes:
-        found = [unit_vector(vector) for vector in found]
-    size = options.dimensions or 0
-    if size:
-        for vector in found[:1]:
-            require_dimensions(options, len(vector))
-        found = [vector[:size] for vector in found]
-    return [unit_vector(vector) for vector in found] if options.normalize else found
+        finished = unit_vectors(finished)
+    if options.dimensions:
+        require_dimensions(options, finished.shape[1])
+        finished = finished[:, : options.dimensions]
+    if options.normalize:
+        finished = unit_vectors(finished)
+    return finished if isinstance(vectors, np.ndarray) else list(finished)
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:
@@ -287,19 +292,23 @@ def require_dimensions(options: VectorOptions, size: int) -> None:
         )
 
 
-def unit_vector(vector: Vectors) -> Vectors:
-    """Scale a vector to length 1; return vectors of zeros, NaN or infinity unchanged."""
+def unit_vectors(vectors: Vectors) -> Vectors:
+    """Scale vectors (n, dim) to length 1; return those of zeros, NaN or infinity unchanged."""
     with np.errstate(over="ignore", invalid="ignore"):
-        squared = float(vector @ vector)
-        if not math.isfinite(squared):  # squares of numbers above 1e19 overflow float32
-            wide = vector.astype(np.float64)
-            squared = float(wide @ wide)
-    if not math.isfinite(squared) or squared == 0.0 or abs(squared - 1.0) < _UNIT:
-        return np.ascontiguousarray(vector)
-    # torch.nn.functional.normalize has this lower bound. The float64 scalar makes numpy divide in
-    # float64, which does not overflow.
-    length = np.float64(max(math.sqrt(squared), 1e-12))
-    return np.asarray(vector / length, np.float32)
+        squared = np.vecdot(vectors, vectors).astype(np.float64)
+        overflowed = ~np.isfinite(squared)  # squares of numbers above 1e19 overflow float32
+        if overflowed.any():
+            wide = vectors[overflowed].astype(np.float64)
+            squared[overflowed] = np.vecdot(wide, wide)
+        is_scaled = np.isfinite(squared) & (squared != 0.0) & (np.abs(squared - 1.0) >= _UNIT)
+    if not is_scaled.any():
+        return vectors
+    # torch.nn.functional.normalize has this lower bound. The lengths are float64, so that numpy
+    # divides in float64, which does not overflow.
+    lengths = np.where(is_scaled, np.maximum(np.sqrt(squared), 1e-12), 1.0)
+    return np.divide(
+        vectors, lengths[:, None], out=np.empty(vectors.shape, np.float32), casting="same_kind"
+    )
 
 
 def _describe_neighbours(

@@ -25,6 +25,7 @@ from enginery.runtime.tasks.task import (
     MediaTask,
     ModelInputs,
     Row,
+    RowValues,
     require_outputs,
 )
 
@@ -157,7 +158,7 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
-    ) -> list[NDArray[np.float32]]:
+    ) -> RowValues:
         """Return float32 (dim,) for each image."""
         return finish_vectors(outputs, options, model_normalizes=False)
 

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
 
 Arrays = dict[str, NDArray[Any]]
+RowValues: TypeAlias = Any
+"""A list with a value for each row, or an array (rows, …), which type checkers take for no list."""
 ProcessingCost = Literal["light", "medium", "heavy"]
 """CPU time that a request's preprocessing or postprocessing may take: microseconds, about a
 millisecond, or more than that."""
@@ -220,7 +222,7 @@ class RowTask(ABC):
     @abstractmethod
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
+    ) -> RowValues:
         """Split the graph's outputs by row, without padding.
 
         Raises:
@@ -316,10 +318,13 @@ class Task(RowTask):
         return list(cls.graph_outputs)
 
     @abstractmethod
-    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> list[Any]:
-        """Return a result for each input, from the outputs of each row as `split` returned them."""
+    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
+        """Return a result for each input, from the outputs of each row as `split` returned them.
 
-    def collect(self, results: Sequence[Any]) -> Any:
+        If those of all batches were arrays, `outputs` is an array (rows, …).
+        """
+
+    def collect(self, results: RowValues) -> Any:
         """Return results as a call of `Model` returns them: a list, or one array for vectors."""
         return list(results)
 

@@ -13,9 +13,11 @@ the limits in the model's own files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +123,38 @@ class FastEncoder:
         """Return a `tokenizers.Encoding` for each text or pair; its offsets are meaningless."""
         if self.plain is None:
             return list(self.tokenizer.encode_batch_fast(list(texts)))
-        places = [place for place, text in enumerate(texts) if self._is_plain(text)]
-        lowercased = [str(texts[place]).lower() for place in places]
-        found: list[Any] = self.plain.encode_batch_fast(lowercased)
-        if len(places) == len(texts):
-            return found
+        lowercased = [self._lowercase(text) for text in texts]
+        if None not in lowercased:
+            return list(self.plain.encode_batch_fast(lowercased))
         encodings: list[Any] = [None] * len(texts)
-        for place, encoding in zip(places, found, strict=True):
-            encodings[place] = encoding
-        others = [place for place, encoding in enumerate(encodings) if encoding is None]
-        full = self.tokenizer.encode_batch_fast([texts[place] for place in others])
-        for place, encoding in zip(others, full, strict=True):
-            encodings[place] = encoding
+        plain = [index for index, text in enumerate(lowercased) if text is not None]
+        others = [index for index, text in enumerate(lowercased) if text is None]
+        for encoder, indices, items in (
+            (self.plain, plain, lowercased),
+            (self.tokenizer, others, texts),
+        ):
+            encoded = encoder.encode_batch_fast([items[index] for index in indices])
+            for index, encoding in zip(indices, encoded, strict=True):
+                encodings[index] = encoding
         return encodings
 
-    def _is_plain(self, text: str | tuple[str, str]) -> bool:
-        """Return True if the text is ASCII, without control characters and added tokens."""
+    def _lowercase(self, text: str | tuple[str, str]) -> str | None:
+        """Return the text in lower case; None if it needs the full tokenizer.
+
+        That is a pair, or a text that is not ASCII, or has control characters or added tokens.
+        """
         if not (isinstance(text, str) and text.isascii() and text.isprintable()):
-            return False
+            return None
         lowercased = text.lower()
-        return not any(token in lowercased for token in self.added)
+        # Most texts have no character with which an added token begins: one search is enough.
+        if self._first_characters.search(lowercased) is None:
+            return lowercased
+        return None if any(token in lowercased for token in self.added) else lowercased
+
+    @cached_property
+    def _first_characters(self) -> re.Pattern[str]:
+        """Matches the first character of any added token."""
+        return re.compile("|".join({re.escape(token[:1]) for token in self.added}) or "(?!)")
 
 
 Encode = Callable[[list[Any]], list[Any]]
@@ -532,18 +546,25 @@ class TextTokenizer:
                 f"the graph has the input {specs[unknown]}, which no tokenizer produces; "
                 f"expected only {', '.join(_TEXT_INPUTS)}."
             )
-        longest = max(map(len, encodings))
+        lengths = list(map(len, encodings))
+        longest = max(lengths)
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
             raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
-        padded = any(len(encoding) != width for encoding in encodings)
-        if padded and not self.can_pad(specs.values()):
+        is_padded = min(lengths) < width
+        if is_padded and not self.can_pad(specs.values()):
             lacking = "tokenizer has no padding token"
             if self.pad_id is not None:
                 lacking = "graph has no attention_mask"
             raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
+        if is_padded:
+            positions, counts = np.arange(width), np.array(lengths)[:, None]
+            mask = positions >= width - counts if self.pad_left else positions < counts
+        else:
+            mask = np.ones((len(lengths), width), np.bool_)
+        tokens = sum(lengths)
         return {
-            name: self._padded_input(name, encodings, width, spec.dtype)
+            name: self._padded_input(name, encodings, mask, tokens, spec.dtype)
             for name, spec in specs.items()
         }
 
@@ -570,26 +591,39 @@ class TextTokenizer:
         return clean_up_tokenization(text) if self.clean_up else text
 
     def _padded_input(
-        self, name: str, encodings: Sequence[Any], width: int, dtype: str
+        self,
+        name: str,
+        encodings: Sequence[Any],
+        mask: NDArray[np.bool_],
+        tokens: int,
+        dtype: str,
     ) -> NDArray[Any]:
-        """Return one input of the graph, padded: (len(encodings), width)."""
-        padding = 0
-        if name == "input_ids":
-            rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0
-        elif name == "token_type_ids":
+        """Return one input of the graph, padded: (len(encodings), width).
+
+        Args:
+            name: name of the input.
+            encodings: encodings of texts.
+            mask: True for tokens, False for padding: (len(encodings), width).
+            tokens: number of tokens without padding.
+            dtype: dtype of the input.
+        """
+        if name == "attention_mask":
+            return np.array(mask, dtype)
+        if name == "position_ids":
+            return np.asarray(np.maximum(np.cumsum(mask, axis=1) - 1, 0), dtype)
+        if name == "token_type_ids":
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
-            rows = [[1] * len(encoding) for encoding in encodings]
-        if all(len(row) == width for row in rows):
-            column = np.array(rows, dtype=dtype)
-        else:
-            column = np.full((len(rows), width), padding, dtype=dtype)
-            for padded, row in zip(column, rows, strict=True):
-                start = width - len(row) if self.pad_left else 0
-                padded[start : start + len(row)] = row
-        if name == "position_ids":
-            column = np.maximum(np.cumsum(column, axis=1, dtype=dtype) - 1, 0).astype(dtype)
-        return column
+            rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0
+        if len(rows) == 1 and tokens == mask.size:
+            return np.array(rows, dtype)
+        # One array of all tokens: an array for each row would take longer.
+        values = np.fromiter(chain.from_iterable(rows), dtype, tokens)
+        if tokens == mask.size:
+            return values.reshape(mask.shape)
+        padded = np.full(mask.shape, padding, dtype)
+        padded[mask] = values
+        return padded
 
 
 def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:

@@ -1,11 +1,12 @@
 """Inputs of different lengths are grouped into batches."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
 
-from enginery.runtime.text.batching import plan_batches
+from enginery.runtime.text.batching import Rungs, plan_batches
 
 
 def test_batches_hold_every_input_once_within_bounds():
@@ -68,3 +69,57 @@ def split(values, cuts):
 def test_only_equal_lengths_share_a_batch():
     batches = plan_batches([2, 3, 2, 3], equal_lengths=True)
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
+
+
+ROW_RUNGS, TOKEN_RUNGS = (1, 2, 4, 8), (16, 32, 64)
+RUNGS = Rungs(ROW_RUNGS, TOKEN_RUNGS)
+
+
+def padded(lengths, batch):
+    """Return the padded tokens of a batch on the rungs."""
+    longest = max(lengths[index] for index in batch)
+    rows = next(rows for rows in ROW_RUNGS if rows >= len(batch))
+    return rows * next((tokens for tokens in TOKEN_RUNGS if tokens >= longest), longest)
+
+
+def test_batches_are_cut_where_the_rungs_are():
+    lengths = [30] * 9
+    limits = {"max_rows": 8, "max_tokens": 1000, "rungs": RUNGS}
+    assert list(map(len, plan_batches(lengths, **limits))) == [8, 1]
+    # Three rows cost as much as four, so the fourth is a shorter one.
+    lengths = [60, 60, 60, 10, 9, 8]
+    planned = plan_batches(lengths, **limits, batch_cost=40)
+    assert planned[0] == [0, 1, 2, 3]
+    # With a high cost of a batch, one that is filled up with empty rows is cheaper than two.
+    assert list(map(len, plan_batches([30] * 5, **limits, batch_cost=1))) == [4, 1]
+    assert list(map(len, plan_batches([30] * 5, **limits, batch_cost=500))) == [5]
+    assert plan_batches([7], **limits) == [[0]]
+    assert plan_batches([], **limits) == []
+
+
+def test_the_limits_hold_on_the_rungs():
+    lengths = [60] * 3 + [20] * 7
+    planned = plan_batches(
+        lengths, max_rows=lambda tokens: 8 if tokens < 64 else 2, max_tokens=130, rungs=RUNGS
+    )
+    assert list(map(len, planned)) == [2, 1, 4, 2, 1]
+    assert all(padded(lengths, batch) <= 130 for batch in planned)
+    assert sorted(itertools.chain(*planned)) == list(range(10))
+    # An input beyond the rungs, and beyond the limit, is alone and has its own length.
+    assert plan_batches([900, 3], max_rows=8, max_tokens=256, rungs=RUNGS) == [[0], [1]]
+
+
+@pytest.mark.parametrize("batch_cost", [0, 1, 40, 1000])
+def test_batches_on_rungs_cost_the_least_of_all_that_are_possible(batch_cost):
+    generator = np.random.default_rng(1)
+    for count in (2, 3, 5, 8, 9, 9):
+        lengths = sorted(generator.integers(1, 65, count).tolist(), reverse=True)
+        costs = []
+        for cuts in itertools.product([False, True], repeat=count - 1):
+            batches = split(list(range(count)), cuts)
+            if all(len(batch) <= 8 for batch in batches):
+                costs.append(sum(padded(lengths, batch) + batch_cost for batch in batches))
+        planned = plan_batches(
+            lengths, max_rows=8, max_tokens=sys.maxsize, batch_cost=batch_cost, rungs=RUNGS
+        )
+        assert sum(padded(lengths, batch) + batch_cost for batch in planned) == min(costs)
