@@ -217,7 +217,7 @@ async def load(registry: ModelRegistry) -> None:
         gc.freeze()  # all objects so far are permanent: exclude them from garbage collections
         gc.enable()
     for model in registry:
-        first = model.backend.runner.providers[0]
+        first = model.backend.providers[0]
         why = "" if first.reason == REQUESTED else f" ({first.reason})"
         manifest = model.artifact.manifest
         _log.info(

@@ -79,6 +79,23 @@ class TokenIds:
         return [0] * len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenArray:
+    """Token ids as an array, with the attributes of `tokenizers.Encoding` that a batch needs."""
+
+    ids: NDArray[Any]
+    types: NDArray[Any] | None = None
+    """The type of each token; None if all are 0."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def type_ids(self) -> NDArray[Any]:
+        """The type of each token."""
+        return np.zeros(len(self.ids), np.uint8) if self.types is None else self.types
+
+
 @dataclass(frozen=True)
 class FastEncoder:
     """An encoder that returns the same ids as `encode_batch`, faster and without offsets.
@@ -542,6 +559,8 @@ class TextTokenizer:
             if self.pad_id is not None:
                 lacking = "graph has no attention_mask"
             raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
+        if all(type(encoding) is TokenArray for encoding in encodings):
+            return self._padded_arrays(encodings, specs, width)
         return {
             name: self._padded_input(name, encodings, width, spec.dtype)
             for name, spec in specs.items()
@@ -568,6 +587,33 @@ class TextTokenizer:
         except BaseException as error:
             raise InputError(f"token ids cannot be decoded: {failure_reason(error)}.") from error
         return clean_up_tokenization(text) if self.clean_up else text
+
+    def _padded_arrays(
+        self, encodings: Sequence[TokenArray], specs: Mapping[str, TensorSpec], width: int
+    ) -> dict[str, NDArray[Any]]:
+        """Return the inputs of the graph for arrays of ids, in a fifth of the time for lists."""
+        ids = [encoding.ids for encoding in encodings]
+        lengths = np.array([[len(row)] for row in ids])
+        places = np.arange(width)
+        is_token = places >= width - lengths if self.pad_left else places < lengths
+        feeds = {}
+        for name, spec in specs.items():
+            if name == "input_ids":
+                column = np.full(is_token.shape, self.pad_id or 0, spec.dtype)
+                column[is_token] = ids[0] if len(ids) == 1 else np.concatenate(ids)
+            elif name == "token_type_ids":
+                column = np.full(is_token.shape, self.pad_type_id, spec.dtype)
+                if any(encoding.types is not None for encoding in encodings):
+                    column[is_token] = np.concatenate([each.type_ids for each in encodings])
+                elif self.pad_type_id:
+                    column[is_token] = 0
+            elif name == "position_ids":
+                positions = np.cumsum(is_token, axis=1, dtype=spec.dtype) - 1
+                column = np.maximum(positions, 0).astype(spec.dtype)
+            else:
+                column = is_token.astype(spec.dtype)
+            feeds[name] = column
+        return feeds
 
     def _padded_input(
         self, name: str, encodings: Sequence[Any], width: int, dtype: str

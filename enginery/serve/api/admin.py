@@ -300,7 +300,7 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
 
 def _pooling(model: ServedModel) -> str:
     """Return the pooling (`cls`, `mean`, …); `model` if it is in the graph or not of texts."""
-    record = model.backend.runner.record
+    record = model.backend.record
     takes_texts = model.task is None or model.task.modality == "text"
     if not takes_texts or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
         return "model"
