@@ -134,6 +134,7 @@ def readiness_status(models: ModelRegistry) -> str:
 async def metrics(request: Request) -> Response:
     """Answer GET /metrics in Prometheus' or OpenMetrics' text format."""
     accept = request.headers.get("accept", "")
+    await registry_of(request).refresh()
     body, content_type = request.app.state.metrics.exposition(accept)
     return Response(body, headers={"content-type": content_type})
 
@@ -147,6 +148,7 @@ async def openapi(request: Request) -> Response:
 @routes.get("/info", summary="Properties of every model", response=ServerInfo)
 async def info(request: Request) -> Response:
     """Answer GET /info: all properties of every model."""
+    await registry_of(request).refresh()
     models = list(registry_of(request))
     body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
@@ -162,6 +164,7 @@ async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info: all properties of one model."""
     model = registry_of(request).get(request.path_params["model"])
     request.scope["state"]["record"].model = model.name
+    await registry_of(request).refresh()
     described = _model_description(model)
     if model.state in _NOT_LOADED:
         return json_response(described)

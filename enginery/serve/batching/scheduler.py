@@ -203,6 +203,7 @@ class BatchScheduler(RowScheduler):
         max_tokens: int,
         max_wait_seconds: float,
         on_batch: Callable[[BatchStatistics], None],
+        prepare: Callable[[], object] | None = None,
         name: str = "model",
     ) -> None:
         """Start the workers.
@@ -216,13 +217,16 @@ class BatchScheduler(RowScheduler):
             max_tokens: maximum number of waiting tokens.
             max_wait_seconds: maximum estimated wait of a request.
             on_batch: called in the event loop for each batch that ran.
+            prepare: called in every worker's thread before its first batch.
             name: name of the model, for the threads.
         """
         queue = BatchQueue(
             rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait_seconds
         )
         super().__init__(queue, loop, on_batch=on_batch)
-        self.workers = Workers(queue, run, self._finished, count=workers, name=name)
+        self.workers = Workers(
+            queue, run, self._finished, count=workers, prepare=prepare, name=name
+        )
 
     def close(self, *, drain: bool) -> None:
         """Accept no more requests; with `drain` run the waiting ones, else fail them."""

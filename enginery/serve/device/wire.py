@@ -30,7 +30,7 @@ ROWS, CANCEL, ASK, PREPARED, OUTPUTS, FAILED, ANSWER, MODELS = range(1, 9)
 """Kinds of frames.
 
     ROWS        rows of one request for a model; the first has the header's number
-    CANCEL      the header's number and those after it, as many as the payload says
+    CANCEL      the numbers of rows whose outputs nobody waits for
     ASK         JSON for the device process, which answers with the same number
     PREPARED    the front can take requests for the model of this number
     OUTPUTS     the outputs of a batch
@@ -289,9 +289,9 @@ def read_failure(received: Frame) -> tuple[list[int], Exception]:
 # -- cancelling ----------------------------------------------------------------------------------
 
 
-def cancel_frame(numbers: Sequence[int], *, model: int) -> list[Any]:
+def cancel_frame(numbers: Sequence[int]) -> list[Any]:
     """Return the frame that cancels rows."""
-    return frame(CANCEL, np.array(numbers, np.uint32).tobytes(), model=model)
+    return frame(CANCEL, np.array(numbers, np.uint32).tobytes())
 
 
 def read_cancelled(received: Frame) -> list[int]:

@@ -41,6 +41,8 @@ _MAX_MEDIA_CPU = 8
 """Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
 _MAX_AUDIO_TOKENS = 4096
 """Maximum number of tokens of a batch of audio, 20 ms each, which bounds its memory."""
+_MEASURED_TOKENS, _MEASURED_ROWS = 128, 32
+"""Tokens of a row, and rows, of the large batch that is measured on a GPU."""
 _RULES_UPDATE_BATCHES = 64
 """Number of batches after which the batch rules are updated from the cost estimate."""
 
@@ -259,6 +261,11 @@ class ModelBackend(ModelFiles):
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
+    def prepare(self) -> None:
+        """Warm up and measure in the thread that will run the batches."""
+        self.warm_up()
+        self._measure_cost()
+
     def measure(self) -> None:
         """Measure the cost of batches, update the rules, and read the placement of nodes."""
         if not self.placement:
@@ -266,17 +273,25 @@ class ModelBackend(ModelFiles):
                 self.placement = self.runner.placement().as_json()
             except EngineryError as error:
                 self.placement = {"notes": [f"it cannot be read: {error.message}"]}
+        if self.on_cpu:  # else it was measured by `prepare`
+            self._measure_cost()
+
+    def _measure_cost(self) -> None:
         if not isinstance(self.task, TextTask):
             return
+        # On a GPU a row of any length takes about as long as any other; many rows do not.
+        longest = min(_MEASURED_TOKENS, self.limit)
+        large = 0 if self.on_cpu else longest * _MEASURED_ROWS
 
         def run(tokens: int) -> float:
+            rows = -(-tokens // longest) if large else 1
             started = time.perf_counter()
-            self._run_probe(tokens)
+            self._run_probe(tokens // rows, rows)
             return time.perf_counter() - started
 
         # An engine may not accept these lengths.
         with contextlib.suppress(EngineryError), self.runner.loaded():
-            self._cost = CostEstimator(measure_cost(run, limit=self.limit))
+            self._cost = CostEstimator(measure_cost(run, limit=self.limit, large=large))
         self.rules = self._rules()
 
     def observe_batch(self, batch: BatchStatistics) -> bool:
@@ -345,11 +360,11 @@ class ModelBackend(ModelFiles):
         if job.search.error is not None:
             raise job.search.error
 
-    def _run_probe(self, tokens: int) -> list[Any]:
-        """Run one synthetic text of a number of tokens."""
+    def _run_probe(self, tokens: int, rows: int = 1) -> list[Any]:
+        """Run a batch of synthetic texts of a number of tokens each."""
         if self.task is None:
             raise AssertionError("only texts are probed")
-        return self._batches[type(self.task)].run([self.task.probe(tokens)])
+        return self._batches[type(self.task)].run([self.task.probe(tokens)] * rows)
 
     def _known_placement(self) -> dict[str, Any]:
         """Return the placement if it is known without profiling a session, else an empty dict."""

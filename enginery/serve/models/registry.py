@@ -145,6 +145,9 @@ class ModelRegistry:
                 raise failed
         self._watching = self._loop.create_task(self._watch())
 
+    async def refresh(self) -> None:
+        """Bring the figures of `ServedModel.info` up to date, if another process has them."""
+
     async def reload(self, name: str = "") -> dict[str, ReloadResult]:
         """Load artifacts again from their directories, and replace the models that load.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
@@ -340,6 +340,8 @@ class ServedModel(ABC):
 class LocalModel(ServedModel):
     """A model with its sessions, queues and workers in this process."""
 
+    scheduler_type: ClassVar[type[BatchScheduler]] = BatchScheduler
+
     def __init__(
         self,
         name: str,
@@ -434,26 +436,20 @@ class LocalModel(ServedModel):
         try:
             backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
             try:
-                backend.warm_up()
+                # A CUDA graph is replayed by the thread that has recorded it.
+                in_worker = not backend.on_cpu and backend.generator is None
+                if not in_worker:
+                    backend.warm_up()
+                scheduler = self._open_scheduler(backend, prepare=in_worker)
+                scheduler.workers.wait_prepared()
             except BaseException:
                 backend.close()
                 raise
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)
             raise
-        self._backend = backend
+        self._backend, self._scheduler = backend, scheduler
         config = self._config
-        self._scheduler = BatchScheduler(
-            self._run_batch,
-            backend.rules,
-            self._loop,
-            workers=backend.workers,
-            max_rows=config.queue_inputs,
-            max_tokens=config.queue_tokens,
-            max_wait_seconds=config.max_wait,
-            on_batch=self._observe_batch,
-            name=self.name,
-        )
         if backend.generator is not None:
             self._generation = GenerationScheduler(
                 backend.generator,
@@ -469,6 +465,22 @@ class LocalModel(ServedModel):
         self.state, self.reason = "ready", ""
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
+
+    def _open_scheduler(self, backend: ModelBackend, *, prepare: bool) -> BatchScheduler:
+        """Start the queue and the workers; with `prepare`, each worker warms the sessions up."""
+        config = self._config
+        return self.scheduler_type(
+            self._run_batch,
+            backend.rules,
+            self._loop,
+            workers=backend.workers,
+            max_rows=config.queue_inputs,
+            max_tokens=config.queue_tokens,
+            max_wait_seconds=config.max_wait,
+            on_batch=self._observe_batch,
+            prepare=backend.prepare if prepare else None,
+            name=self.name,
+        )
 
     def check_health(self) -> None:
         """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
