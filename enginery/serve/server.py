@@ -44,7 +44,7 @@ from enginery.serve.config import (
     named_paths,
     require_packages,
 )
-from enginery.serve.http_sockets import bind, urls
+from enginery.serve.http_sockets import bind, joining_protocol, urls
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
@@ -293,6 +293,7 @@ def uvicorn_config(
 
 
 def _run_worker(server: uvicorn.Server, lifecycle: ProcessLifecycle) -> NoReturn:
+    server.config.http = joining_protocol()
     make_application: Any = server.config.app
     server.config.app = functools.partial(make_application, lifecycle)
     lifecycle.run()

@@ -36,6 +36,7 @@ from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import BatchStatistics
 from enginery.serve.config import ServeConfig
 from enginery.serve.generation.jobs import GenerationJob, GenerationPlan
+from enginery.serve.models.quick_texts import quick_characters
 
 _MAX_MEDIA_CPU = 8
 """Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
@@ -94,6 +95,8 @@ class ModelFiles:
             self.task = replace(self.task, max_pixels=options.max_pixels)
         elif isinstance(self.task, AudioTask):
             self.task = replace(self.task, max_seconds=options.max_seconds)
+        self.quick_characters = quick_characters(self.task)
+        """Number of characters of the longest request whose texts need no thread; 0 for none."""
         self.plan: GenerationPlan | None = None
         """How requests for texts are prepared; None for other tasks."""
         self.dim = 0

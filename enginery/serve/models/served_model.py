@@ -61,6 +61,8 @@ _MEASURING = Lock()
 _RETIRE_SECONDS = 0.5
 """Time that a replaced model still accepts requests, for those that already refer to it."""
 _DRAIN_EVERY_SECONDS = 0.01
+_QUICK_INPUTS = 8
+"""Maximum number of texts of a request that is tokenized in the event loop's thread."""
 _PROBE_SECONDS = 1.0
 """Minimum time between two checks whether the provider still works."""
 
@@ -191,8 +193,8 @@ class ServedModel(ABC):
         try:
             started = time.perf_counter()
             cost = task.preprocess_cost(inputs)
-            if cost == "light":
-                work = task.preprocess(inputs, options)
+            if cost == "light" or (cost == "medium" and self._is_quick(task, inputs)):
+                work = _without_panic(partial(task.preprocess, inputs, options))
             else:
                 work = await self.in_thread(
                     partial(task.preprocess, inputs, options), inputs=count, cost=cost
@@ -263,14 +265,17 @@ class ServedModel(ABC):
         Raises:
             OverloadedError: too many inputs are in preprocessing or in the queue.
         """
-        try:
-            return await self._pool.run(
-                work, inputs=inputs, waiting=self.queued_rows, short=cost != "heavy"
-            )
-        except BaseException as error:
-            if is_panic(error):  # a BaseException, which would end the server
-                raise RuntimeError(f"panic: {error}") from error
-            raise
+        return await self._pool.run(
+            partial(_without_panic, work),
+            inputs=inputs,
+            waiting=self.queued_rows,
+            short=cost != "heavy",
+        )
+
+    def _is_quick(self, task: RowTask, inputs: Any) -> bool:
+        """Return True if the texts of a request can be tokenized in the event loop's thread."""
+        most = self.backend.quick_characters
+        return most > 0 and len(inputs) <= _QUICK_INPUTS and task.characters(inputs) <= most
 
     def _require_count(self, count: int, what: str) -> None:
         if count > self._config.max_inputs:
@@ -335,6 +340,16 @@ class ServedModel(ABC):
         """Close a model that was replaced, without losing a request."""
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
+
+
+def _without_panic(work: Callable[[], Result]) -> Result:
+    """Call `work`; raise RuntimeError for a panic, a BaseException that would end the server."""
+    try:
+        return work()
+    except BaseException as error:
+        if is_panic(error):
+            raise RuntimeError(f"panic: {error}") from error
+        raise
 
 
 class LocalModel(ServedModel):
