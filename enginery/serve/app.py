@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -27,17 +26,17 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError, OptionError, nearest
 from enginery.core.options import options_from
-from enginery.runtime.providers.selection import REQUESTED
 from enginery.serve.api import admin, completions, generate, oip, openai, plain, tei
 from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.errors import HTTPError, error_response, scope_protocol, to_http_error
 from enginery.serve.api.requests import quote
 from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
+from enginery.serve.device.front import FrontRegistry
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import CLOSE_SECONDS, Activity, ProcessLifecycle
 from enginery.serve.middleware import BodyBudget, BufferBody, RequireKey
+from enginery.serve.models.loading import load, reload
 from enginery.serve.models.registry import ModelRegistry
-from enginery.serve.models.served_model import ServedModel
 from enginery.serve.observability.access_log import AccessLog
 from enginery.serve.observability.metrics import Metrics
 from enginery.serve.observability.middleware import ObservabilityMiddleware
@@ -113,6 +112,7 @@ def make_app(
     lifecycle: ProcessLifecycle | None = None,
     *,
     keys: ApiKeys | None = None,
+    devices: Sequence[Path] = (),
 ) -> Starlette:
     """Build the application. Its lifespan loads the models.
 
@@ -121,6 +121,8 @@ def make_app(
         config: the options of the server.
         lifecycle: the lifecycle of a worker of `enginery serve`; None under other ASGI servers.
         keys: the API keys; None to read them from `config` and the environment.
+        devices: the Unix sockets of the device processes that run the models; empty if they run in
+            this process.
 
     Raises:
         OptionError: the keys cannot be read.
@@ -151,7 +153,9 @@ def make_app(
             EngineryError: answer_error,  # type: ignore[dict-item]
             HTTPException: answer_routing_error,  # type: ignore[dict-item]
         },
-        lifespan=partial(_lifespan, paths=paths, lifecycle=lifecycle, activity=activity),
+        lifespan=partial(
+            _lifespan, paths=paths, lifecycle=lifecycle, activity=activity, devices=devices
+        ),
     )
     app.router.redirect_slashes = False
     app.state.config, app.state.keys, app.state.lifecycle = config, keys, lifecycle
@@ -168,10 +172,13 @@ async def _lifespan(
     paths: Mapping[str, Path],
     lifecycle: ProcessLifecycle | None,
     activity: Any,
+    devices: Sequence[Path] = (),
 ) -> AsyncIterator[None]:
     """Load the models at startup, and free them at shutdown.
 
-    Under `enginery serve` they load in the background, so that health routes respond meanwhile.
+    Under `enginery serve` they load in the background, so that health routes respond meanwhile. A
+    front that replaces another one listens when it can answer, since the server is said to be
+    ready.
     """
     state = app.state
     config: ServeConfig = state.config
@@ -180,21 +187,26 @@ async def _lifespan(
         if lifecycle is not None and config.restart:
             lifecycle.replace(reason, registry.refuse_all)
 
-    registry = state.registry = ModelRegistry(
-        paths,
-        config,
-        asyncio.get_running_loop(),
-        on_batch=state.metrics.observe_batch,
-        on_broken=on_broken,
-    )
-    state.metrics.watch_models(lambda: registry)
-    if lifecycle is None:
-        await load(registry)
-        loading = None
+    registry: ModelRegistry
+    loop = asyncio.get_running_loop()
+    loads_first = lifecycle is None
+    if devices:
+        registry = fronts = FrontRegistry(paths, config, loop, sockets=devices, on_broken=on_broken)
+        loads_first = await fronts.connect()
     else:
-        lifecycle.start(
-            begin_drain=registry.begin_drain, reload=partial(_reload, registry), activity=activity
+        registry = ModelRegistry(
+            paths, config, loop, on_batch=state.metrics.observe_batch, on_broken=on_broken
         )
+    state.registry = registry
+    state.metrics.watch_models(lambda: registry)
+    if lifecycle is not None:
+        lifecycle.start(
+            begin_drain=registry.begin_drain, reload=partial(reload, registry), activity=activity
+        )
+    loading = None
+    if loads_first:
+        await load(registry)
+    elif lifecycle is not None:
         loading = asyncio.create_task(_load_or_fail(registry, lifecycle))
     try:
         yield
@@ -210,58 +222,11 @@ async def _lifespan(
             state.tracing.close()
 
 
-async def load(registry: ModelRegistry) -> None:
-    """Load the models and log what serves them; raise EngineryError if one cannot be loaded."""
-    await registry.load()
-    if not gc.isenabled():
-        gc.freeze()  # all objects so far are permanent: exclude them from garbage collections
-        gc.enable()
-    for model in registry:
-        first = model.backend.runner.providers[0]
-        why = "" if first.reason == REQUESTED else f" ({first.reason})"
-        manifest = model.artifact.manifest
-        _log.info(
-            "ready: %s, %s, %s on %s%s, %s",
-            model.name,
-            manifest.task,
-            manifest.describe_precision(),
-            first.name,
-            why,
-            _validation_words(model),
-        )
-        _warn_if_failed(model)
-
-
 async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) -> None:
     try:
         await load(registry)
     except Exception as error:
         lifecycle.fail_startup(error)
-
-
-async def _reload(registry: ModelRegistry) -> None:
-    """Load the artifacts again from their directories, and log the result for each."""
-    for name, outcome in (await registry.reload()).items():
-        if not outcome.swapped:
-            _log.error("%s: %s", name, outcome.message)
-            continue
-        model = registry.get(name)
-        _log.info("%s: %s, %s", name, outcome.message, _validation_words(model))
-        _warn_if_failed(model)
-
-
-def _validation_words(model: ServedModel) -> str:
-    status = model.artifact.validation_status()
-    return "not validated" if status == "none" else f"validation {status}"
-
-
-def _warn_if_failed(model: ServedModel) -> None:
-    if failed := model.artifact.failed_verdict():
-        _log.warning(
-            "%s failed its validation; it is served because of --allow-failed: %s",
-            model.name,
-            failed.summary,
-        )
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:

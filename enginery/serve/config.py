@@ -43,6 +43,11 @@ class ServeConfig:
     them. Empty for `ENGINERY_PROVIDERS` or, if that is not set, the CPU."""
     provider_option: tuple[str, ...] = ()
     """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
+    ladder: bool = True
+    """On CUDA, round batches and lengths up to a few sizes and record a CUDA graph for each."""
+    warm_up: bool = True
+    """Record the CUDA graphs of all these sizes before the server is ready; else the first batch of
+    each size does."""
     shrink_arena: bool = False
     """After each batch, free the memory that it took beyond the arena's initial chunk."""
     allow_fallback: bool = False
@@ -102,9 +107,15 @@ class ServeConfig:
     stuck_after: float = 60.0
     """Seconds after which a batch that still runs, or a text that is still being tokenized, counts
     as stuck."""
-    processes: int = 1
+    processes: int = 0
     """Number of worker processes, each with all models; use more than one if Python itself is the
-    bottleneck."""
+    bottleneck. 0 for one or, on NVIDIA's providers, for `fronts` and a process for each GPU."""
+    fronts: int = 0
+    """Number of processes that parse, check, tokenize and answer, while another one runs the
+    models; 0 to choose it from the cores on NVIDIA's providers, and for none on others."""
+    gpus: str = ""
+    """GPUs that run the models, each in a process of its own: CUDA's ids, such as `0,1`. Empty for
+    the one that the provider's options name, by default the first."""
     restart: bool = True
     """Replace a worker process that dies or is stuck; without it there is only one process, which
     is not replaced."""
@@ -139,7 +150,8 @@ def check_options(config: ServeConfig) -> None:
         ("drain_delay", 0),
         ("stuck_after", 0.1),
         ("idle_timeout", 0.1),
-        ("processes", 1),
+        ("processes", 0),
+        ("fronts", 0),
     )
     for name, low in least:
         if not low <= getattr(config, name) < math.inf:  # NaN is not
@@ -151,15 +163,37 @@ def check_options(config: ServeConfig) -> None:
         raise OptionError(f"option 'port' is {config.port}, expected 0 to 65535.")
     if config.max_padding >= 1:
         raise OptionError(f"option 'max_padding' is {config.max_padding:g}, expected less than 1.")
-    if config.processes > 1 and not config.restart:
+    for name in ("processes", "fronts"):
+        count = getattr(config, name)
+        if count > (name == "processes") and not config.restart:
+            raise OptionError(
+                f"option '{name}' is {count}, expected {int(name == 'processes')} without "
+                "'restart'.",
+                do=f"Remove --no-restart or --{name}.",
+            )
+    if config.processes and (config.fronts or config.gpus):
+        other = "fronts" if config.fronts else "gpus"
         raise OptionError(
-            f"option 'processes' is {config.processes}, expected 1 without 'restart'.",
-            do="Remove --no-restart or --processes.",
+            f"options 'processes' and '{other}' are both set: worker processes have sessions of "
+            "their own, and fronts do not.",
+            do="Set only one of them.",
         )
+    gpu_ids(config)
     if config.api_key and config.api_key_file:
         raise OptionError(
             "options 'api_key' and 'api_key_file' are both set.", do="Set only one of them."
         )
+
+
+def gpu_ids(config: ServeConfig) -> list[int]:
+    """Return the ids of `gpus`; raise OptionError if they are not different whole numbers."""
+    words = [word.strip() for word in config.gpus.split(",")] if config.gpus else []
+    if not all(word.isascii() and word.isdigit() for word in words) or len({*words}) < len(words):
+        raise OptionError(
+            f"option 'gpus' is {config.gpus!r}, expected ids of GPUs, such as 0 or 0,1.",
+            do="nvidia-smi lists them.",
+        )
+    return [int(word) for word in words]
 
 
 def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:

@@ -8,6 +8,7 @@ The parent process keeps them open, so that connections wait while a worker proc
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -90,6 +91,49 @@ def drop_new_connections(listening: socket.socket) -> None:
             _SO_ATTACH_FILTER,
             struct.pack("HP", len(instructions), ctypes.addressof(program)),
         )
+
+
+class JoiningTransport:
+    """A transport that sends what is written in one turn of the event loop in one piece.
+
+    uvicorn writes the head of a response and its body one after the other, each with a system call.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the transport."""
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send data before the event loop waits for events."""
+        if not self._held:
+            self._loop.call_soon(self._send)
+        self._held.append(data)
+
+    def close(self) -> None:
+        """Send what was written, and close the connection."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._transport.write(b"".join(held))
+
+
+def joining_protocol() -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with a `JoiningTransport`."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class JoiningProtocol(HttpToolsProtocol):
+        def connection_made(self, transport: Any) -> None:
+            """Wrap the transport of a new connection."""
+            super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+
+    return JoiningProtocol
 
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:

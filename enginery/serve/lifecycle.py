@@ -140,11 +140,8 @@ class ProcessLifecycle:
         If a first worker cannot start, the parent exits with status 2. A worker that replaces
         another one is started again, because the cause may be temporary.
         """
-        if isinstance(error, EngineryError):
-            _log.error("%s", error)
-        else:
-            _log.error("loading the models failed", exc_info=error)
-        _exit(self._startup_status)
+        log_failed_startup(error)
+        exit_process(self._startup_status)
 
     def replace(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
         """Exit, so that the parent starts another process. Call this from any thread.
@@ -187,12 +184,12 @@ class ProcessLifecycle:
         except BaseException:
             _log.exception("the server failed")
         finally:
-            _exit(status)
+            exit_process(status)
 
     async def _serve(self) -> None:
         await self._server.serve(list(self._sockets))
         # Exit here: asyncio.Runner would wait for the threads of its executor.
-        _exit(self._status)
+        exit_process(self._status)
 
     def _handlers(self) -> dict[int, Callable[[], None]]:
         found: dict[int, Callable[[], None]] = {
@@ -343,7 +340,7 @@ class ProcessLifecycle:
         If a provider's code holds the GIL, only the parent can end the process.
         """
         seconds += _CANCEL_SECONDS + CLOSE_SECONDS + _SPARE_SECONDS
-        timer = threading.Timer(seconds, lambda: _exit(self._status))
+        timer = threading.Timer(seconds, lambda: exit_process(self._status))
         timer.daemon = True
         timer.start()
 
@@ -353,7 +350,16 @@ class ProcessLifecycle:
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
 
-def _exit(status: int) -> NoReturn:
+def log_failed_startup(error: Exception) -> None:
+    """Log why the models cannot be served."""
+    if isinstance(error, EngineryError):
+        _log.error("%s", error)
+    else:
+        _log.error("loading the models failed", exc_info=error)
+
+
+def exit_process(status: int) -> NoReturn:
+    """Exit at once, without waiting for threads, because one may hang in a provider's code."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -23,7 +23,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from multiprocessing import connection
 from pathlib import Path
@@ -32,10 +33,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
-from enginery.core.errors import printable
+from enginery.core.artifact.staging import MANIFEST
+from enginery.core.errors import EngineryError, OptionError, printable
+from enginery.core.json_file import parse_json, read_document
 from enginery.core.temporary import temporary_directory
-from enginery.serve.config import ServeConfig, check_options, named_paths, require_packages
-from enginery.serve.http_sockets import bind, urls
+from enginery.serve.config import (
+    ServeConfig,
+    check_options,
+    gpu_ids,
+    named_paths,
+    require_packages,
+)
+from enginery.serve.http_sockets import bind, joining_protocol, urls
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
@@ -48,6 +57,8 @@ from enginery.serve.lifecycle import (
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from enginery.runtime.providers.specification import ProviderSpec
+
 CANNOT_START = 2
 """Exit status of the server if it cannot start."""
 HEALTHY_SECONDS = 60.0
@@ -58,6 +69,8 @@ HANG_SECONDS = 300.0
 hold the GIL for minutes while it builds or loads an engine."""
 _KILL_AFTER_SECONDS = CLOSE_SECONDS + 10.0
 """Time beyond `drain_delay` and `grace` after which a worker that does not exit is killed."""
+_MAX_SOCKET_PATH = 103
+"""Longest path of a Unix socket, of macOS; Linux allows 107 bytes."""
 _OPEN_FILES = 16_384
 """Target for the limit of open files, if the system allows it: each connection is an open file."""
 # On macOS system libraries are not safe to use after a fork.
@@ -98,21 +111,119 @@ def serve_models(
     # Check these before anything starts. Whether a provider is available is checked by the worker,
     # which imports onnxruntime.
     ApiKeys.from_config(config, os.environ)
-    parse_providers(config.providers, config.provider_option, default="cpu")
+    providers = parse_providers(config.providers, config.provider_option, default="cpu")
     trace_endpoint(os.environ)
+    devices = plan_devices(config, providers, paths)
+    if devices:
+        config = replace(config, fronts=config.fronts or default_fronts(), processes=0)
     sockets = bind(config.host, config.port)
-    options = uvicorn_config(
-        functools.partial(worker_application, paths, config),
-        config,
-        log_config=log_config(as_json=as_json, quiet=quiet),
-    )
-    return run(options, sockets, config)
+    with _device_sockets(len(devices)) as device_sockets:
+        options = uvicorn_config(
+            functools.partial(worker_application, paths, config, device_sockets),
+            config,
+            log_config=log_config(as_json=as_json, quiet=quiet),
+        )
+        runs = [
+            functools.partial(
+                run_device_process,
+                paths,
+                replace(config, provider_option=(*config.provider_option, *device)),
+                socket,
+            )
+            for device, socket in zip(devices, device_sockets, strict=True)
+        ]
+        return run(options, sockets, config, devices=runs)
+
+
+def plan_devices(
+    config: ServeConfig, providers: Sequence[ProviderSpec], paths: Mapping[str, Path]
+) -> list[tuple[str, ...]]:
+    """Return the provider options of each device process; an empty list for none.
+
+    Models that generate texts are run by the process that answers.
+
+    Raises:
+        OptionError: fronts or GPUs are named that cannot be used.
+    """
+    from enginery.runtime.providers.known import NVIDIA
+
+    on_nvidia = [spec.name for spec in providers if spec.full_name in NVIDIA]
+    on_gpu = providers[0].name in on_nvidia
+    if config.gpus and not on_gpu:
+        raise OptionError(
+            f"option 'gpus' is {config.gpus!r}, but the provider is {providers[0].name}.",
+            do="Remove --gpus, or set --providers cuda.",
+        )
+    generating = [name for name, path in paths.items() if _generates(path)]
+    if generating and (config.fronts or config.gpus):
+        raise OptionError(
+            f"option '{'fronts' if config.fronts else 'gpus'}' is set, but {generating[0]} "
+            "generates texts, which fronts do not serve.",
+            do="Serve it from a server of its own, without the option.",
+        )
+    if config.processes or generating or not (config.fronts or (on_gpu and config.restart)):
+        return []
+    ids = gpu_ids(config)
+    if not ids:
+        return [()]
+    return [tuple(f"{name}.device_id={number}" for name in on_nvidia) for number in ids]
+
+
+def default_fronts() -> int:
+    """Return the number of fronts for this machine: 9 of 16 cores.
+
+    The rest is for the device process and, on the same machine, for clients; more fronts answer
+    fewer requests there. Measured with MiniLM, see docs/serve.md.
+    """
+    from enginery.runtime.machine import usable_cpus
+
+    return max(1, usable_cpus() * 9 // 16)
+
+
+def _generates(path: Path) -> bool:
+    """Return True if an artifact's task is generating texts."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it is reported when it is loaded
+        task: str = parse_json(read_document(path / MANIFEST))["task"]
+        return task.endswith("-with-past")
+    return False
+
+
+@contextmanager
+def _device_sockets(count: int) -> Iterator[list[Path]]:
+    """Yield the path of a Unix socket for each device process, in a directory of this user."""
+    if not count:
+        yield []
+        return
+    with temporary_directory("serve") as directory:
+        paths = [directory / f"device-{number}" for number in range(count)]
+        if len(os.fsencode(paths[-1])) > _MAX_SOCKET_PATH:
+            raise EngineryError(
+                f"the path of a socket would be too long: {paths[-1]}, expected at most "
+                f"{_MAX_SOCKET_PATH} bytes.",
+                do="Set TMPDIR to a directory with a shorter path.",
+            )
+        yield paths
+
+
+def run_device_process(
+    paths: Mapping[str, Path], config: ServeConfig, socket_path: Path, **options: Any
+) -> NoReturn:
+    """Run the models for the fronts, in a device process, until it exits."""
+    gc.disable()
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    from enginery.serve.device.process import DeviceProcess
+
+    loop_factory = options.pop("loop_factory")
+    DeviceProcess(paths, config, socket_path, fronts=config.fronts, **options).run(loop_factory)
 
 
 def worker_application(
-    paths: Mapping[str, Path], config: ServeConfig, lifecycle: ProcessLifecycle
+    paths: Mapping[str, Path],
+    config: ServeConfig,
+    devices: Sequence[Path],
+    lifecycle: ProcessLifecycle,
 ) -> Starlette:
-    """Return the application of a worker process; its lifespan loads the models."""
+    """Return the application of a worker process or front; its lifespan loads the models."""
     # Until the models are loaded, a garbage collection would find only modules. `app.load` enables
     # it again.
     gc.disable()
@@ -120,13 +231,17 @@ def worker_application(
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from enginery.serve.app import make_app
 
-    return make_app(paths, config, lifecycle)
+    return make_app(paths, config, lifecycle, devices=devices)
 
 
 def run(
-    server_config: uvicorn.Config, sockets: Sequence[socket.socket], config: ServeConfig
+    server_config: uvicorn.Config,
+    sockets: Sequence[socket.socket],
+    config: ServeConfig,
+    *,
+    devices: Sequence[Callable[..., NoReturn]] = (),
 ) -> int:
-    """Run an application in `config.processes` worker processes.
+    """Run an application in `config.processes` worker processes, or in fronts.
 
     Without `config.restart`, run it in this process, which then exits with the server.
 
@@ -134,6 +249,7 @@ def run(
         server_config: uvicorn's options; `app` is a factory, called with the ProcessLifecycle.
         sockets: listening sockets from `http_sockets.bind`.
         config: the options of the server.
+        devices: runs a device process each; then the application runs in `config.fronts` fronts.
 
     Returns:
         0 after SIGTERM or SIGINT, 130 after a second SIGINT, 2 if the application cannot start,
@@ -148,9 +264,9 @@ def run(
         )
         _log.info("listening on %s", addresses)
         _run_worker(server, lifecycle)
-    supervisor = Supervisor(server_config, list(sockets), config)
+    supervisor = Supervisor(server_config, list(sockets), config, devices)
     _log.info("listening on %s", addresses)
-    with _shared_metrics(config.processes):
+    with _shared_metrics(server_config.workers + len(devices)):
         return supervisor.serve()
 
 
@@ -164,7 +280,7 @@ def uvicorn_config(
     return uvicorn.Config(
         application,
         factory=True,
-        workers=config.processes,
+        workers=config.fronts or config.processes or 1,
         lifespan="on",
         http="httptools",
         ws="none",
@@ -177,6 +293,7 @@ def uvicorn_config(
 
 
 def _run_worker(server: uvicorn.Server, lifecycle: ProcessLifecycle) -> NoReturn:
+    server.config.http = joining_protocol()
     make_application: Any = server.config.app
     server.config.app = functools.partial(make_application, lifecycle)
     lifecycle.run()
@@ -240,16 +357,22 @@ class Worker(Process):
         self.config.configure_logging()
         threading.Thread(target=self.always_pong, daemon=True).start()
         # If a replacement cannot start, the parent tries again.
-        status = STARTUP_FAILURE if self.failures < 0 else CANNOT_START
+        self._serve(sockets or [], STARTUP_FAILURE if self.failures < 0 else CANNOT_START)
+
+    def _serve(self, sockets: list[socket.socket], startup_status: int) -> NoReturn:
         lifecycle = ProcessLifecycle(
             self.server,
-            sockets or [],
+            sockets,
             self._config,
             supervised=True,
-            startup_status=status,
-            server_ends=lambda: self._shutdown_flag is not None and self._shutdown_flag[0] == 1,
+            startup_status=startup_status,
+            server_ends=self._server_ends,
         )
         _run_worker(self.server, lifecycle)
+
+    def _server_ends(self) -> bool:
+        """Return True if the whole server shuts down."""
+        return self._shutdown_flag is not None and self._shutdown_flag[0] == 1
 
     def is_alive(self, timeout: float = HANG_SECONDS) -> bool:
         """Return True if the process runs and answered the last ping in `timeout`; do not block."""
@@ -275,9 +398,53 @@ class Worker(Process):
         """Return a worker to replace this one, which has died."""
         lived = time.monotonic() - self._started_at
         again = self.failures >= 0 and lived < HEALTHY_SECONDS
-        failures = self.failures + 1 if again else 0
+        return self._again(failures=self.failures + 1 if again else 0)
+
+    def _again(self, *, failures: int) -> Worker:
+        """Return another process of this kind."""
         return Worker(
             self.config, self._sockets, self._config, self._shutdown_flag, failures=failures
+        )
+
+
+class DeviceWorker(Worker):
+    """A device process, seen from its parent; only `_serve` runs in the process itself."""
+
+    def __init__(
+        self,
+        run_process: Callable[..., NoReturn],
+        server_config: uvicorn.Config,
+        config: ServeConfig,
+        ending: mmap.mmap | None,
+        *,
+        failures: int = -1,
+    ) -> None:
+        """Create the process without starting it; see `Worker`.
+
+        Args:
+            run_process: runs the device process.
+            server_config: uvicorn's options, of which logging and the kind of event loop are used.
+            config: the options of the server.
+            ending: see `Worker`.
+            failures: see `Worker`.
+        """
+        super().__init__(server_config, [], config, ending, failures=failures)
+        self._run_process = run_process
+
+    def _serve(self, sockets: list[socket.socket], startup_status: int) -> NoReturn:  # noqa: ARG002
+        self._run_process(
+            loop_factory=self.config.get_loop_factory(),
+            startup_status=startup_status,
+            server_ends=self._server_ends,
+        )
+
+    def _again(self, *, failures: int) -> Worker:
+        return DeviceWorker(
+            self._run_process,
+            self.config,
+            self._config,
+            self._shutdown_flag,
+            failures=failures,
         )
 
 
@@ -285,10 +452,14 @@ class Supervisor(Multiprocess):
     """The parent process: starts workers, replaces those that die, and forwards signals."""
 
     def __init__(
-        self, server_config: uvicorn.Config, sockets: list[socket.socket], config: ServeConfig
+        self,
+        server_config: uvicorn.Config,
+        sockets: list[socket.socket],
+        config: ServeConfig,
+        devices: Sequence[Callable[..., NoReturn]] = (),
     ) -> None:
         super().__init__(server_config, sockets)
-        self._config = config
+        self._config, self._devices = config, devices
         self._interrupted = False
         self._shutdown_flag = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
         self._restarts: dict[int, tuple[float, Worker]] = {}
@@ -313,12 +484,18 @@ class Supervisor(Multiprocess):
         return status if status >= 0 else 128 - status
 
     def init_processes(self) -> None:
-        """Start the workers."""
-        for _ in range(self.processes_num):
-            self.processes.append(
-                Worker(self.config, self.sockets, self._config, self._shutdown_flag)
-            )
-            self.processes[-1].start()
+        """Start the device processes and the workers."""
+        ending = self._shutdown_flag
+        self.processes += [
+            DeviceWorker(run_process, self.config, self._config, ending)
+            for run_process in self._devices
+        ]
+        self.processes += [
+            Worker(self.config, self.sockets, self._config, ending)
+            for _ in range(self.processes_num)
+        ]
+        for process in self.processes:
+            process.start()
 
     def keep_subprocess_alive(self) -> None:
         """Replace workers that have died or hang; stop if a first worker cannot start."""
@@ -382,8 +559,9 @@ class Supervisor(Multiprocess):
         self.should_exit.set()
 
     def handle_hup(self) -> None:
-        """Forward SIGHUP, so that each worker reloads its models."""
-        self._forward(signal.SIGHUP)
+        """Forward SIGHUP, so that the processes that run models reload them."""
+        for process in self.processes[: len(self._devices) or None]:
+            process.send(signal.SIGHUP)
 
     def _forward(self, number: int) -> None:
         for process in self.processes:

@@ -73,9 +73,13 @@ class StandInModel:
             dim=dim,
             limit=128,
             on_cpu=False,
-            runner=SimpleNamespace(record=record),
+            record=record,
             tensors=object.__new__(Tensors),
         )
+
+    @property
+    def is_serving(self):
+        return self.state == "ready"
 
     def info(self):
         return {
@@ -127,6 +131,9 @@ class StandInModels:
         return self._models[name]
 
     select = ModelRegistry.select
+
+    async def refresh(self):
+        pass
 
     async def reload(self, name=""):
         names = (self.get(name).name,) if name else self.names

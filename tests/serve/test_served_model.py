@@ -15,9 +15,9 @@ from enginery.runtime.tasks.task import TaskOptions
 from enginery.runtime.tasks.text import TooLongError
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
+from enginery.serve.models.backend import ModelBackend
 from enginery.serve.models.served_model import (
-    ModelBackend,
-    ServedModel,
+    LocalModel,
     TooManyInputsError,
     UnavailableError,
 )
@@ -29,7 +29,7 @@ PAIR = ("what runs?", "the pump runs and the valve is open. " * 12)
 
 @asynccontextmanager
 async def serving(artifact, **options):
-    model = ServedModel("tiny", artifact.path, ServeConfig(**options), asyncio.get_running_loop())
+    model = LocalModel("tiny", artifact.path, ServeConfig(**options), asyncio.get_running_loop())
     await asyncio.to_thread(model.load)
     try:
         yield model
@@ -405,7 +405,7 @@ def test_threads_spin_only_if_they_have_the_cores_alone(
             opened.append((given["threads"], given["spinning"]))
             super().__init__(artifact, **given)
 
-    monkeypatch.setattr("enginery.serve.models.served_model.OrtRunner", Seen)
+    monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Seen)
     path = exported("bert", "feature-extraction").path
     ModelBackend.open(path, ServeConfig(**options)).close()
     assert opened == [(threads, spinning)]
@@ -420,7 +420,7 @@ def test_arena_shrinks_after_each_batch_if_the_option_is_set(exported, monkeypat
             opened.append(given["shrink_arena"])
             super().__init__(artifact, **given)
 
-    monkeypatch.setattr("enginery.serve.models.served_model.OrtRunner", Recorded)
+    monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Recorded)
     path = exported("bert", "feature-extraction").path
     ModelBackend.open(path, ServeConfig(shrink_arena=shrink, workers=1)).close()
     assert opened == [shrink]
@@ -630,7 +630,7 @@ def test_closing_answers_waiting_requests(exported):
 
 def test_load_failure_has_a_reason(exported, tmp_path):
     async def scenario():
-        model = ServedModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
+        model = LocalModel("tiny", tmp_path, ServeConfig(), asyncio.get_running_loop())
         with pytest.raises(UnavailableError, match="is being loaded"):
             await ask(model, ["a"])
         with pytest.raises(Exception, match="manifest") as failed:

@@ -25,8 +25,8 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.publish.config import PublishConfig
-from enginery.serve.app import load
 from enginery.serve.config import ServeConfig, named_paths
+from enginery.serve.models.loading import load
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.server import serve_models
 

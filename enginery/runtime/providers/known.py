@@ -19,6 +19,7 @@ CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 TENSORRT_RTX = "NvTensorRTRTXExecutionProvider"
+NVIDIA = frozenset({CUDA, TENSORRT, TENSORRT_RTX})
 OPENVINO = "OpenVINOExecutionProvider"
 AZURE = "AzureExecutionProvider"
 

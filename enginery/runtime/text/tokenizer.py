@@ -81,6 +81,23 @@ class TokenIds:
         return [0] * len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenArray:
+    """Token ids as an array, with the attributes of `tokenizers.Encoding` that a batch needs."""
+
+    ids: NDArray[Any]
+    types: NDArray[Any] | None = None
+    """The type of each token; None if all are 0."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def type_ids(self) -> NDArray[Any]:
+        """The type of each token."""
+        return np.zeros(len(self.ids), np.uint8) if self.types is None else self.types
+
+
 @dataclass(frozen=True)
 class FastEncoder:
     """An encoder that returns the same ids as `encode_batch`, faster and without offsets.
@@ -618,7 +635,10 @@ class TextTokenizer:
         if len(rows) == 1 and tokens == mask.size:
             return np.array(rows, dtype)
         # One array of all tokens: an array for each row would take longer.
-        values = np.fromiter(chain.from_iterable(rows), dtype, tokens)
+        if all(isinstance(row, np.ndarray) for row in rows):
+            values = np.concatenate(rows).astype(dtype, copy=False)
+        else:
+            values = np.fromiter(chain.from_iterable(rows), dtype, tokens)
         if tokens == mask.size:
             return values.reshape(mask.shape)
         padded = np.full(mask.shape, padding, dtype)

@@ -134,6 +134,7 @@ def readiness_status(models: ModelRegistry) -> str:
 async def metrics(request: Request) -> Response:
     """Answer GET /metrics in Prometheus' or OpenMetrics' text format."""
     accept = request.headers.get("accept", "")
+    await registry_of(request).refresh()
     body, content_type = request.app.state.metrics.exposition(accept)
     return Response(body, headers={"content-type": content_type})
 
@@ -147,6 +148,7 @@ async def openapi(request: Request) -> Response:
 @routes.get("/info", summary="Properties of every model", response=ServerInfo)
 async def info(request: Request) -> Response:
     """Answer GET /info: all properties of every model."""
+    await registry_of(request).refresh()
     models = list(registry_of(request))
     body: dict[str, Any] = {"version": __version__, "draining": registry_of(request).draining}
     if len(models) == 1 and models[0].state not in _NOT_LOADED:
@@ -162,6 +164,7 @@ async def model_info(request: Request) -> Response:
     """Answer GET /models/{model}/info: all properties of one model."""
     model = registry_of(request).get(request.path_params["model"])
     request.scope["state"]["record"].model = model.name
+    await registry_of(request).refresh()
     described = _model_description(model)
     if model.state in _NOT_LOADED:
         return json_response(described)
@@ -300,7 +303,7 @@ def _tei_info(request: Request, model: ServedModel) -> dict[str, Any]:
 
 def _pooling(model: ServedModel) -> str:
     """Return the pooling (`cls`, `mean`, …); `model` if it is in the graph or not of texts."""
-    record = model.backend.runner.record
+    record = model.backend.record
     takes_texts = model.task is None or model.task.modality == "text"
     if not takes_texts or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
         return "model"

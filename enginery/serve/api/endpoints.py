@@ -158,7 +158,7 @@ def has_task(model: ServedModel, verbs: Sequence[str]) -> bool:
 def require_ready(request: Request, model: ServedModel) -> ServedModel:
     """Add the model to the request's record; raise UnavailableError if it is not ready."""
     request.scope["state"]["record"].model = model.name
-    if model.state != "ready":
+    if not model.is_serving:
         reason = f": {model.reason.rstrip('.')}" if model.reason else ""
         raise UnavailableError(f"model '{model.name}' is {model.state}{reason}.")
     return model

@@ -289,7 +289,7 @@ async def infer(request: Request) -> Response:
         raise invalid_value("parameters.binary_data_output", "true or false", binary)
     selections = _selected_outputs(body, binary=bool(binary))
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
-    graph_inputs = {spec.name for spec in model.backend.runner.record.inputs}
+    graph_inputs = {spec.name for spec in model.backend.record.inputs}
     if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
         outputs = await _infer_task(request, model, tensors, options, selections)
     else:
@@ -435,7 +435,7 @@ async def model_metadata(request: Request) -> Response:
 def _tensors_of(model: ServedModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the metadata of inputs and outputs: of the task, then of the graph."""
     inputs, outputs = task_metadata(model.task, model.backend.dim)
-    record = model.backend.runner.record
+    record = model.backend.record
     return (
         [*inputs, *map(tensor_metadata, record.inputs)],
         [*outputs, *map(tensor_metadata, record.outputs)],
@@ -492,7 +492,7 @@ async def _infer_task(
     classes = max((selection.classes for selection in selections), default=0)
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
-    inputs = inputs_from_tensors(tensors, task, model.backend.runner.record.inputs)
+    inputs = inputs_from_tensors(tensors, task, model.backend.record.inputs)
     _check_outputs(selections, [output.name for output in task.outputs])
     results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
@@ -501,7 +501,7 @@ async def _infer_task(
 async def _infer_graph(
     request: Request, model: ServedModel, tensors: list[InferTensor]
 ) -> list[InferTensor]:
-    record = model.backend.runner.record
+    record = model.backend.record
     feeds = feeds_from_tensors(tensors, record.inputs)
     outputs = await run_inference(request, model, model.backend.tensors, feeds, {})
     return tensors_from_outputs(outputs, record.outputs)
@@ -579,7 +579,7 @@ def _respond(
     by_name = {tensor.name: tensor for tensor in outputs}
     _check_outputs(selections, list(by_name))
     selections = selections or [OutputSelection(name, binary, 0) for name in by_name]
-    graph_outputs = {spec.name for spec in model.backend.runner.record.outputs}
+    graph_outputs = {spec.name for spec in model.backend.record.outputs}
     described: list[dict[str, Any]] = []
     pieces: list[bytes] = []
     for selection in selections:

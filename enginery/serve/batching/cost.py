@@ -60,14 +60,15 @@ def fit_cost(samples: Sequence[tuple[int, float]]) -> BatchCost:
     return BatchCost(max(quickest[small] - slope * small, 0.0), slope)
 
 
-def measure_cost(run: Callable[[int], float], *, limit: int) -> BatchCost:
-    """Measure the cost of a batch from a short row and a longer one.
+def measure_cost(run: Callable[[int], float], *, limit: int, large: int = 0) -> BatchCost:
+    """Measure the cost of a batch from a short row and a longer one, or a batch.
 
     Args:
-        run: runs one row of a number of tokens; returns the seconds that it took.
-        limit: maximum number of tokens that the model takes.
+        run: runs a batch of a number of tokens; returns the seconds that it took.
+        limit: maximum number of tokens of a row.
+        large: number of tokens of a large batch; 0 for one row of 96 tokens.
     """
-    small, large = min(8, limit), min(96, limit)
+    small, large = min(8, limit), large or min(96, limit)
     run(large)  # warm-up: allocates memory
     return fit_cost([(tokens, run(tokens)) for _ in range(RUNS) for tokens in {small, large}])
 

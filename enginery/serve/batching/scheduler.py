@@ -68,50 +68,26 @@ class _PendingRequest:
     """Set whenever a row has run."""
 
 
-class BatchScheduler:
-    """The scheduler of one model, with its queue and workers."""
+class RowScheduler:
+    """Passes the rows of requests to a queue, and collects the outputs that are delivered."""
 
     def __init__(
         self,
-        run: Callable[[Sequence[QueueEntry]], list[Any]],
-        rules: BatchRules,
+        queue: Any,
         loop: asyncio.AbstractEventLoop,
         *,
-        workers: int,
-        max_rows: int,
-        max_tokens: int,
-        max_wait_seconds: float,
-        on_batch: Callable[[BatchStatistics], None],
-        name: str = "model",
+        on_batch: Callable[[BatchStatistics], None] | None = None,
     ) -> None:
-        """Start the workers.
+        """Create a scheduler without requests.
 
         Args:
-            run: runs a batch in a worker's thread; returns an output for each row.
-            rules: the limits of a batch.
+            queue: a `BatchQueue`, or what stands for the queue of another process.
             loop: the event loop of the requests.
-            workers: number of worker threads.
-            max_rows: maximum number of waiting rows.
-            max_tokens: maximum number of waiting tokens.
-            max_wait_seconds: maximum estimated wait of a request.
-            on_batch: called in the event loop for each batch that ran.
-            name: name of the model, for the threads.
+            on_batch: called in the event loop for each batch that ran; None for nothing.
         """
+        self.queue = queue
         self._loop, self._on_batch = loop, on_batch
         self._pending: set[_PendingRequest] = set()
-        self.queue = BatchQueue(
-            rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait_seconds
-        )
-        self.workers = Workers(self.queue, run, self._finished, count=workers, name=name)
-
-    def close(self, *, drain: bool) -> None:
-        """Accept no more requests; with `drain` run the waiting ones, else fail them."""
-        for entry in self.queue.close(drain=drain):
-            self._fail(entry.request, ClosedError("the model is shutting down."))
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Wait for the workers after `close`; return True if all have ended."""
-        return self.workers.join(timeout_seconds)
 
     def fail_all(self, error: Exception) -> None:
         """Raise an error in every request that waits or runs."""
@@ -174,14 +150,8 @@ class BatchScheduler:
         if not pending.future.done():
             self.queue.put(part, now=time.perf_counter(), admitted=True)
 
-    def _finished(self, result: BatchResult) -> None:
-        """Pass a batch's result to the event loop; called in a worker's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, result)
-        except RuntimeError:  # the loop is closed, so no request waits any more
-            return
-
-    def _deliver(self, result: BatchResult) -> None:
+    def deliver(self, result: BatchResult) -> None:
+        """Pass the outputs of a batch to its requests; call this in the event loop."""
         try:
             for entry, output in zip(result.batch, result.outputs, strict=True):
                 pending: _PendingRequest = entry.request
@@ -198,19 +168,81 @@ class BatchScheduler:
                 if pending.done == len(pending.outputs):
                     pending.future.set_result(None)
         finally:  # scheduled after the requests that waited for this batch
-            self._loop.call_soon(self._report_batch, result)
+            if self._on_batch is not None:
+                self._loop.call_soon(self._report_batch, result)
+
+    def fail_entry(self, entry: QueueEntry, error: BaseException) -> None:
+        """Raise an error in the request of a row."""
+        self._fail(entry.request, error)
 
     def _report_batch(self, result: BatchResult) -> None:
         lengths = [entry.length for entry in result.batch]
         tokens = sum(entry.tokens for entry in result.batch)
-        self._on_batch(
-            BatchStatistics(len(lengths), tokens, max(lengths) * len(lengths), result.seconds)
-        )
+        if self._on_batch is not None:
+            self._on_batch(
+                BatchStatistics(len(lengths), tokens, max(lengths) * len(lengths), result.seconds)
+            )
 
     def _fail(self, pending: _PendingRequest, error: BaseException) -> None:
         if not pending.future.done():
             pending.future.set_exception(error)
             pending.progress.set()
+
+
+class BatchScheduler(RowScheduler):
+    """The scheduler of one model in this process, with its queue and workers."""
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[QueueEntry]], list[Any]],
+        rules: BatchRules,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        workers: int,
+        max_rows: int,
+        max_tokens: int,
+        max_wait_seconds: float,
+        on_batch: Callable[[BatchStatistics], None],
+        prepare: Callable[[], object] | None = None,
+        name: str = "model",
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            run: runs a batch in a worker's thread; returns an output for each row.
+            rules: the limits of a batch.
+            loop: the event loop of the requests.
+            workers: number of worker threads.
+            max_rows: maximum number of waiting rows.
+            max_tokens: maximum number of waiting tokens.
+            max_wait_seconds: maximum estimated wait of a request.
+            on_batch: called in the event loop for each batch that ran.
+            prepare: called in every worker's thread before its first batch.
+            name: name of the model, for the threads.
+        """
+        queue = BatchQueue(
+            rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait_seconds
+        )
+        super().__init__(queue, loop, on_batch=on_batch)
+        self.workers = Workers(
+            queue, run, self._finished, count=workers, prepare=prepare, name=name
+        )
+
+    def close(self, *, drain: bool) -> None:
+        """Accept no more requests; with `drain` run the waiting ones, else fail them."""
+        for entry in self.queue.close(drain=drain):
+            self.fail_entry(entry, ClosedError("the model is shutting down."))
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the workers after `close`; return True if all have ended."""
+        return self.workers.join(timeout_seconds)
+
+    def _finished(self, result: BatchResult) -> None:
+        """Pass a batch's result to the event loop; called in a worker's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.deliver, result)
+        except RuntimeError:  # the loop is closed, so no request waits any more
+            return
 
 
 def _split_request(

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class Workers:
         deliver: Callable[[BatchResult], None],
         *,
         count: int,
+        prepare: Callable[[], object] | None = None,
         name: str = "model",
     ) -> None:
         """Start the threads.
@@ -50,9 +52,13 @@ class Workers:
             run: returns an output for each row of a batch; raises EngineryError if it fails.
             deliver: called with every result, in the worker's thread.
             count: number of threads.
+            prepare: called in every thread, one after another, before it takes a batch; a CUDA
+                graph has to be recorded in the thread that replays it.
             name: name of the model, for the threads.
         """
         self._queue, self._run, self._deliver = queue, run, deliver
+        self._prepare, self._preparing = prepare, threading.Lock()
+        self._prepared: list[Future[None]] = [Future() for _ in range(count)]
         self._since: list[float] = [0.0] * count
         self._threads = [
             threading.Thread(
@@ -62,6 +68,11 @@ class Workers:
         ]
         for thread in self._threads:
             thread.start()
+
+    def wait_prepared(self) -> None:
+        """Wait until every thread is prepared; raise the error of one that could not be."""
+        for prepared in self._prepared:
+            prepared.result()
 
     def busy_seconds(self) -> float:
         """Return how long the longest-running batch has been running, in seconds."""
@@ -81,6 +92,14 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, index: int) -> None:
+        if self._prepare is not None:
+            try:
+                with self._preparing:
+                    self._prepare()
+            except BaseException as error:
+                self._prepared[index].set_exception(error)
+                return
+        self._prepared[index].set_result(None)
         while batch := self._queue.take():
             started = self._since[index] = time.perf_counter()
             outputs = self._outputs(batch)

@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 
 from enginery.core.errors import EngineryError, InputError, nearest
 from enginery.serve.config import ServeConfig
-from enginery.serve.models.served_model import OnBatch, ServedModel, UnavailableError
+from enginery.serve.models.served_model import (
+    LocalModel,
+    OnBatch,
+    ServedModel,
+    UnavailableError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +145,9 @@ class ModelRegistry:
                 raise failed
         self._watching = self._loop.create_task(self._watch())
 
+    async def refresh(self) -> None:
+        """Bring the figures of `ServedModel.info` up to date, if another process has them."""
+
     async def reload(self, name: str = "") -> dict[str, ReloadResult]:
         """Load artifacts again from their directories, and replace the models that load.
 
@@ -234,7 +242,7 @@ class ModelRegistry:
                         self._on_broken(f"{model.name}: {model.reason}")
 
     def _new(self, name: str, path: Path) -> ServedModel:
-        return ServedModel(name, path, self._config, self._loop, on_batch=self._on_batch)
+        return LocalModel(name, path, self._config, self._loop, on_batch=self._on_batch)
 
 
 def _content_prefix(model: ServedModel) -> str:

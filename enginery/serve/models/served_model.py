@@ -11,48 +11,36 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.errors import EngineryError, InputError, ProviderError
-from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import ModelConfig
-from enginery.core.shapes import canonical_dim, dynamic_dims
-from enginery.runtime.generation.batch import RunningBatch
-from enginery.runtime.generation.generator import TextGenerator
-from enginery.runtime.machine import usable_cores
-from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.providers.known import CPU, CUDA
-from enginery.runtime.providers.specification import parse_providers
-from enginery.runtime.tasks import manifest_task
-from enginery.runtime.tasks.audio import AudioTask
-from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.images import ImageTask
+from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.tasks.task import (
-    MediaTask,
     ProcessingCost,
     Row,
     RowTask,
     Task,
     TaskOptions,
 )
-from enginery.runtime.tasks.tensors import Tensors
-from enginery.runtime.tasks.text import TextTask
-from enginery.runtime.text.tokenizer import Encode
 from enginery.runtime.text.tokenizer_files import is_panic
-from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
-from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
-from enginery.serve.batching.scheduler import BatchScheduler, BatchStatistics, Timings
+from enginery.serve.batching.scheduler import (
+    BatchScheduler,
+    BatchStatistics,
+    RowScheduler,
+    Timings,
+)
 from enginery.serve.config import ServeConfig
 from enginery.serve.generation.jobs import GenerationJob, GenerationPlan, Progress
 from enginery.serve.generation.scheduler import GenerationScheduler
+from enginery.serve.models.backend import ModelBackend, ModelFiles
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +48,6 @@ State = Literal["loading", "ready", "stuck", "failed", "closed"]
 Result = TypeVar("Result")
 OnBatch = Callable[[str, BatchStatistics], None]
 
-_MAX_MEDIA_CPU = 8
-"""Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
-_MAX_AUDIO_TOKENS = 4096
-"""Maximum number of tokens of a batch of audio, 20 ms each, which bounds its memory."""
 _MAX_DECODED = 20_000
 """Maximum number of texts that a request may have decoded. Each takes up to a millisecond, and
 decoding cannot be cancelled."""
@@ -72,13 +56,13 @@ _PREPROCESSING = {
     "image": "decoding an image",
     "audio": "decoding audio",
 }
-_RULES_UPDATE_BATCHES = 64
-"""Number of batches after which the batch rules are updated from the cost estimate."""
 _MEASURING = Lock()
 """Held while a model is measured: models measured at the same time would slow each other down."""
 _RETIRE_SECONDS = 0.5
 """Time that a replaced model still accepts requests, for those that already refer to it."""
 _DRAIN_EVERY_SECONDS = 0.01
+_QUICK_INPUTS = 8
+"""Maximum number of texts of a request that is tokenized in the event loop's thread."""
 _PROBE_SECONDS = 1.0
 """Minimum time between two checks whether the provider still works."""
 
@@ -103,314 +87,8 @@ class InferenceResult:
     timings: Timings
 
 
-class ModelBackend:
-    """A loaded artifact: session, task, cost estimate and batch rules. Closing frees it."""
-
-    def __init__(
-        self,
-        artifact: Artifact,
-        runner: OrtRunner,
-        options: ServeConfig,
-        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
-        generator: TextGenerator | None = None,
-    ) -> None:
-        self.artifact, self.runner, self.options = artifact, runner, options
-        self.generator = generator
-        """What generates texts; None for other tasks."""
-        self.plan = GenerationPlan(generator, options) if generator is not None else None
-        """How requests for texts are prepared; None for other tasks."""
-        self.config = ModelConfig.read(artifact.path)
-        self.tensors = replace(Tensors.open(artifact, runner.record), profiles=runner.profiles)
-        self.task: Task | None = None
-        """The artifact's task; None if it is not supported, so that only raw tensors are."""
-        definition = manifest_task(artifact.manifest, runner.record)
-        if definition is not None:
-            self.task = definition.open(artifact, runner.record)
-        if isinstance(self.task, TextTask):
-            self.task = replace(
-                self.task, tokenizer=replace(self.task.tokenizer, parallel_encode=parallel_encode)
-            )
-        elif isinstance(self.task, ImageTask):
-            self.task = replace(self.task, max_pixels=options.max_pixels)
-        elif isinstance(self.task, AudioTask):
-            self.task = replace(self.task, max_seconds=options.max_seconds)
-        tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
-        self._batches = {type(task): BatchRunner(task, runner) for task in tasks}
-        self.on_cpu = runner.providers[0].name == CPU
-        several = self.on_cpu and generator is None
-        self.workers = options.workers or (usable_cores() if several else 1)
-        self.dim = 0
-        """The size of vectors, known after the warm-up; 0 for other tasks."""
-        self._cost = CostEstimator(BatchCost(0.0, 0.0))
-        self._explanation = ""
-        self.placement: dict[str, Any] = self._known_placement()
-        """Which provider runs which share of the nodes, as `Placement.as_json`."""
-        self.rules = self._rules()
-
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        options: ServeConfig,
-        parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None,
-    ) -> ModelBackend:
-        """Open an artifact and its session.
-
-        Args:
-            path: the artifact's directory.
-            options: the options of the server.
-            parallel_encode: runs the encoding of a list of texts, see `TextTokenizer`.
-
-        Raises:
-            ArtifactError: the directory is not an artifact, or a file is missing or malformed.
-            RejectedArtifactError: the artifact's validation failed.
-            ProviderError: the provider is unavailable.
-            OptionError: an option of a provider is invalid.
-        """
-        artifact = Artifact.open(path)
-        artifact.require_passed(allow_failed=options.allow_failed)
-        providers = parse_providers(options.providers, options.provider_option, default="cpu")
-        threads, on_cpu = options.threads, providers[0].full_name == CPU
-        generates = artifact.manifest.task in TextGenerator.tasks
-        workers = options.workers or usable_cores()
-        adapts = not threads and on_cpu and workers > 1 and not generates
-        if adapts:
-            threads = 1
-
-        def open_graph(file: str = "") -> OrtRunner:
-            return OrtRunner(
-                artifact,
-                graph=file,
-                providers=providers,
-                allow_fallback=options.allow_fallback,
-                threads=threads,
-                lone_threads=workers if adapts else 0,
-                shrink_arena=options.shrink_arena,
-                keep_optimized=options.optimized_graph,
-                # Spinning threads of several workers would take the cores from each other.
-                spinning=threads == 1 or (on_cpu and workers == 1),
-            )
-
-        generator = None
-        if generates:
-            on_cuda = providers[0].full_name == CUDA
-            generator = TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
-        runner = generator.runner if generator is not None else open_graph()
-        try:
-            return cls(artifact, runner, options, parallel_encode, generator)
-        except BaseException:
-            (generator or runner).close()
-            raise
-
-    @property
-    def limit(self) -> int:
-        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
-        if self.generator is not None:
-            return self.generator.positions or 0
-        return self.task.tokenizer.limit if isinstance(self.task, TextTask) else 0
-
-    @property
-    def cost(self) -> BatchCost:
-        """The current estimate of the cost of a batch."""
-        return self._cost.cost()
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Recent time per token of all workers together."""
-        return self._cost.mean_seconds_per_token() / self.workers
-
-    def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
-        """Convert rows of a task to entries of the queue.
-
-        Raises:
-            ShapeError: no engine accepts a row.
-        """
-        batches = self._batches[type(task)]
-        pads = bool(self.runner.profiles)
-        return [
-            QueueEntry(
-                None,
-                place,
-                (type(task), task.batch_key(row)),
-                batches.padded_length(row) if pads else row.tokens,
-                row,
-                batches,
-                tokens=row.tokens,
-            )
-            for place, row in enumerate(rows)
-        ]
-
-    def warm_up(self) -> None:
-        """Run one inference, so that a model that reports "ready" is known to work.
-
-        Raises:
-            ProviderError: the inference fails.
-        """
-        self.runner.warm_up()
-        try:
-            if isinstance(self.task, TextTask):
-                (output,) = self._run_probe(8)
-                if self.task.verb == "embed":
-                    self.dim = int(output.shape[0])
-            elif self.generator is not None and self.plan is not None:
-                self._generate_probe(self.generator, self.plan.probe())
-            else:
-                self.runner(self.synthetic_feeds())
-        except InputError as error:
-            raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
-
-    def measure(self) -> None:
-        """Measure the cost of batches, update the rules, and read the placement of nodes."""
-        if not self.placement:
-            try:
-                self.placement = self.runner.placement().as_json()
-            except EngineryError as error:
-                self.placement = {"notes": [f"it cannot be read: {error.message}"]}
-        if not isinstance(self.task, TextTask):
-            return
-
-        def run(tokens: int) -> float:
-            started = time.perf_counter()
-            self._run_probe(tokens)
-            return time.perf_counter() - started
-
-        # An engine may not accept these lengths.
-        with contextlib.suppress(EngineryError), self.runner.loaded():
-            self._cost = CostEstimator(measure_cost(run, limit=self.limit))
-        self.rules = self._rules()
-
-    def observe_batch(self, batch: BatchStatistics) -> bool:
-        """Update the cost estimate with a batch that ran; return True if the rules changed."""
-        cost = self._cost
-        cost.add(batch.padded_tokens, batch.seconds)
-        if cost.batches % _RULES_UPDATE_BATCHES:
-            return False
-        self.rules = self._rules()
-        return True
-
-    def info(self) -> dict[str, Any]:
-        """Return the artifact's properties, its providers and its batch rules, as JSON."""
-        manifest, cost = self.artifact.manifest, self.cost
-        found: dict[str, Any] = {
-            "task": manifest.task,
-            "method": self.task.verb if self.task else "generate" if self.plan else "",
-            "source": manifest.source.id,
-            "revision": manifest.source.revision,
-            "content_sha256": self.artifact.content_sha256(),
-            "precision": manifest.precision,
-            "target": manifest.target,
-            "provider": self.runner.providers[0].name,
-            "providers": [asdict(provider) for provider in self.runner.providers],
-            "engines": [
-                {"name": engine.name, "key": engine.record.key, "profile": str(profile)}
-                for engine, profile in zip(self.runner.engines, self.runner.profiles, strict=True)
-            ],
-            "placement": self.placement,
-            "inputs": [str(spec) for spec in self.runner.record.inputs],
-            "outputs": [str(spec) for spec in self.runner.record.outputs],
-            "max_inputs": self.options.max_inputs,
-            "workers": self.workers,
-            "batching": {
-                "max_tokens": self.rules.max_tokens,
-                "max_rows": self.rules.max_rows,
-                "max_padding": self.rules.max_padding,
-                "explanation": self._explanation,
-                "fixed_seconds": cost.fixed_seconds,
-                "seconds_per_token": cost.seconds_per_token,
-            },
-        }
-        if self.limit:
-            found["max_tokens"] = self.limit
-        if self.task:
-            found["notes"] = list(self.task.notes)
-        if self.dim:
-            found["dim"] = self.dim
-        if self.plan is not None:
-            found["generation"] = {
-                "max_rows": self.options.generation_rows,
-                "max_new_tokens": self.options.max_new_tokens,
-            }
-        return found
-
-    def close(self) -> None:
-        """Free the sessions."""
-        (self.generator or self.runner).close()
-
-    def _generate_probe(self, generator: TextGenerator, job: GenerationJob) -> None:
-        """Generate two tokens for a made-up input."""
-        batch = RunningBatch(generator.decoder)
-        batch.add([job.search], generator.inputs.join([job.row]))
-        while batch.searches:
-            batch.step()
-        if job.search.error is not None:
-            raise job.search.error
-
-    def _run_probe(self, tokens: int) -> list[Any]:
-        """Run one synthetic text of a number of tokens."""
-        if self.task is None:
-            raise AssertionError("only texts are probed")
-        return self._batches[type(self.task)].run([self.task.probe(tokens)])
-
-    def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
-        """Return made-up inputs of the graph: one row, of a number of tokens."""
-        limits = FeedLimits.from_config(self.config, self.runner.record.sample_sizes)
-        sizes = {
-            name: limits.sizes.get(name, max(limits.min_sequence, tokens))
-            for name in dynamic_dims(self.runner.record.inputs)
-        }
-        sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
-        if self.runner.profiles:
-            sizes |= {name: dim.opt for name, dim in self.runner.profiles[0].dims.items()}
-        return make_feeds(self.runner.record.inputs, sizes, limits, seed=0)
-
-    def _known_placement(self) -> dict[str, Any]:
-        """Return the placement if it is known without profiling a session, else an empty dict."""
-        if self.on_cpu:
-            return {"providers": [{"name": CPU}], "notes": ["every node is on the CPU"]}
-        if self.runner.engines:
-            names = [{"name": provider.name} for provider in self.runner.providers[:1]]
-            return {"providers": names, "notes": ["every node is in the engine"]}
-        return {}
-
-    def _rules(self) -> BatchRules:
-        options, spec = self.options, self.runner.record.inputs[0]
-        batches = self._batches[type(self.task or self.tensors)]
-        fixed = batches.fixed_rows
-        if isinstance(self.task, MediaTask):
-            rows = min(options.batch_rows, _MAX_MEDIA_CPU if self.on_cpu else options.batch_rows)
-            rows = min(rows, fixed or rows)
-            tokens, what = rows, "images of one size"  # an image counts as one token
-            if self.task.modality == "audio":
-                tokens, what = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
-            self._explanation = f"{rows} {what}"
-            return BatchRules(max_tokens=tokens, max_rows=rows, max_padding=0.0)
-        tokens, why = options.batch_tokens, "set by --batch-tokens"
-        if not tokens:
-            tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
-        self._explanation = why
-        rules = BatchRules(
-            max_tokens=tokens,
-            max_rows=options.batch_rows,
-            max_padding=options.max_padding,
-            fixed_cost_tokens=self._cost.fixed_cost_tokens(),
-        )
-        if self.task is not None:
-            rules = replace(
-                rules,
-                equal_lengths=not self.task.can_pad,
-                max_rows=min(rules.max_rows, fixed) if fixed else rules.max_rows,
-            )
-        if self.runner.profiles:
-            # An engine accepts at most the batch size that its profile allows.
-            rules = replace(
-                rules,
-                max_rows_for_length=lambda length: self.runner.max_rows(spec, (length,)) or 1,
-            )
-        return rules
-
-
-class ServedModel:
-    """One served artifact, from loading to closing."""
+class ServedModel(ABC):
+    """One served artifact as the routes see it, from loading to closing."""
 
     def __init__(
         self,
@@ -435,12 +113,263 @@ class ServedModel:
         self.reason = "the model is being loaded"
         """Why the model is not ready; empty if it is."""
         self._config, self._loop, self._on_batch = config, loop, on_batch
-        self._backend: ModelBackend | None = None
-        self._scheduler: BatchScheduler | None = None
-        self._generation: GenerationScheduler | None = None
         self._requests = 0
         """Number of requests in progress."""
         self._pool = PreprocessPool(loop, max_inputs=config.queue_inputs, name=name)
+
+    @property
+    @abstractmethod
+    def is_loaded(self) -> bool:
+        """True once the artifact is loaded."""
+
+    @property
+    @abstractmethod
+    def backend(self) -> ModelFiles:
+        """The loaded artifact; UnavailableError before it is loaded."""
+
+    @property
+    @abstractmethod
+    def scheduler(self) -> RowScheduler:
+        """What runs rows; UnavailableError before the artifact is loaded."""
+
+    @property
+    def is_serving(self) -> bool:
+        """True if requests are accepted."""
+        return self.state == "ready"
+
+    @property
+    @abstractmethod
+    def queued_rows(self) -> int:
+        """Number of inputs in the queues."""
+
+    @abstractmethod
+    def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
+        """Convert rows of a task to entries of the queue.
+
+        Raises:
+            ShapeError: no engine accepts a row.
+        """
+
+    @property
+    def artifact(self) -> Artifact:
+        return self.backend.artifact
+
+    @property
+    def task(self) -> Task | None:
+        """The artifact's task; None if it is not supported, so that only raw tensors are."""
+        return self.backend.task
+
+    @property
+    def plan(self) -> GenerationPlan | None:
+        """How requests for texts are prepared; None for tasks other than generating text."""
+        return self.backend.plan
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """Return the model's state, queue and, once loaded, properties, as JSON."""
+
+    # -- inference ----------------------------------------------------------------------------
+
+    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+        """Run inference on the inputs of a request.
+
+        Args:
+            task: the model's own task, or `backend.tensors`.
+            inputs: inputs of the task.
+            options: options of the task.
+
+        Raises:
+            InputError, ShapeError: an input or an option is invalid.
+            OverloadedError: too many requests are waiting.
+            UnavailableError: the model is not ready, or its results are NaN or infinite.
+        """
+        if not self.is_serving:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        count = task.count(inputs)
+        self._require_count(count, "inputs")
+        if not self._config.truncate and getattr(options, "truncate", True) is None:
+            options = options.model_copy(update={"truncate": False})
+        self._requests += 1
+        try:
+            started = time.perf_counter()
+            cost = task.preprocess_cost(inputs)
+            if cost == "light" or (cost == "medium" and self._is_quick(task, inputs)):
+                work = _without_panic(partial(task.preprocess, inputs, options))
+            else:
+                work = await self.in_thread(
+                    partial(task.preprocess, inputs, options), inputs=count, cost=cost
+                )
+            timings = Timings(tokenize_seconds=time.perf_counter() - started)
+            if len(work.rows) > count:
+                self._require_count(len(work.rows), "windows of contexts")
+            if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
+                raise TooManyInputsError(
+                    f"the request asks for {decoded} fillings, expected at most {_MAX_DECODED}.",
+                    do="Use a smaller top_k, or send the inputs in several requests.",
+                )
+            entries = self.entries(task, work.rows)
+            for row in work.rows:
+                timings.tokens += row.tokens
+                timings.truncated += row.truncated
+            outputs = await self.scheduler.run(entries, timings) if entries else []
+            cost = task.postprocess_cost(work, options)
+            if cost == "light":
+                results = task.postprocess(work, outputs, options)
+            else:
+                results = await self.in_thread(
+                    partial(task.postprocess, work, outputs, options), cost=cost
+                )
+        finally:
+            self._requests -= 1
+        if isinstance(task, Task) and not all(map(task.is_finite, results)):
+            raise UnavailableError(
+                "the model's outputs are NaN or infinite.",
+                do="They may overflow the model's precision; run `enginery validate` to check it.",
+                retry_after_seconds=0.0,  # the same input would give the same outputs
+            )
+        return InferenceResult(results, timings)
+
+    @abstractmethod
+    def generate(
+        self,
+        prepare: Callable[[], list[GenerationJob]],
+        timings: Timings,
+        *,
+        inputs: int,
+        cost: ProcessingCost,
+    ) -> AsyncGenerator[Progress]:
+        """Generate the texts of a request; yield what each step gives. Close it, to end early.
+
+        Args:
+            prepare: prepares the inputs; called in a thread.
+            timings: timings of the request, which are set here.
+            inputs: number of inputs.
+            cost: the cost class of preparing them.
+
+        Raises:
+            InputError: an input or an option is invalid.
+            OverloadedError: too many requests are waiting.
+            UnavailableError: the model is not ready, or a step has failed.
+        """
+
+    async def in_thread(
+        self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
+    ) -> Result:
+        """Run work in a thread of the model's pool.
+
+        Args:
+            work: called in the thread.
+            inputs: number of inputs that the work is for, which count towards the queue's limit.
+            cost: the cost class of the work.
+
+        Raises:
+            OverloadedError: too many inputs are in preprocessing or in the queue.
+        """
+        return await self._pool.run(
+            partial(_without_panic, work),
+            inputs=inputs,
+            waiting=self.queued_rows,
+            short=cost != "heavy",
+        )
+
+    def _is_quick(self, task: RowTask, inputs: Any) -> bool:
+        """Return True if the texts of a request can be tokenized in the event loop's thread."""
+        most = self.backend.quick_characters
+        return most > 0 and len(inputs) <= _QUICK_INPUTS and task.characters(inputs) <= most
+
+    def _require_count(self, count: int, what: str) -> None:
+        if count > self._config.max_inputs:
+            raise TooManyInputsError(
+                f"found {count} {what}, expected at most {self._config.max_inputs}.",
+                do="Send them in several requests.",
+            )
+
+    # -- lifecycle ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(self) -> None:
+        """Open the artifact and make the model ready. Blocks: call it in a thread.
+
+        Raises:
+            EngineryError: the artifact cannot be loaded; `state` is `failed` and `reason` is set.
+        """
+
+    def check_health(self) -> None:
+        """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
+        if self.state not in ("ready", "stuck"):
+            return
+        running, preprocessing = self.running_seconds(), self._pool.busy_seconds()
+        if max(running, preprocessing) > self._config.stuck_after:
+            self.state = "stuck"
+            self.reason = f"a batch has been running for {running:.0f} s"
+            if preprocessing > running:
+                what = _PREPROCESSING[self.task.modality if self.task else "text"]
+                self.reason = f"{what} has been running for {preprocessing:.0f} s"
+        elif self.state == "stuck":
+            self.state, self.reason = "ready", ""
+
+    @abstractmethod
+    def running_seconds(self) -> float:
+        """Return how long the longest-running batch has been running, in seconds."""
+
+    def refuse_all(self, error: EngineryError) -> None:
+        """Raise an error in all waiting and running requests."""
+        if self.is_loaded:
+            self.scheduler.fail_all(error)
+        self._pool.close()
+
+    async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
+        """Close the model; with `drain`, answer the requests in progress first."""
+        if self.state == "stuck":
+            timeout_seconds = 0.0  # do not wait for a batch that hangs
+        ends = time.perf_counter() + timeout_seconds
+        while drain and self.is_serving and (self._requests or self._pool.is_busy):
+            if time.perf_counter() > ends:
+                break
+            await asyncio.sleep(_DRAIN_EVERY_SECONDS)
+        if self.state != "failed":
+            self.state, self.reason = "closed", "the model was closed"
+        await self._close_sessions(drain=drain, timeout_seconds=timeout_seconds)
+        self._pool.close()
+
+    @abstractmethod
+    async def _close_sessions(self, *, drain: bool, timeout_seconds: float) -> None:
+        """Free what runs the model."""
+
+    async def retire(self, *, timeout_seconds: float) -> None:
+        """Close a model that was replaced, without losing a request."""
+        await asyncio.sleep(_RETIRE_SECONDS)
+        await self.close(timeout_seconds=timeout_seconds)
+
+
+def _without_panic(work: Callable[[], Result]) -> Result:
+    """Call `work`; raise RuntimeError for a panic, a BaseException that would end the server."""
+    try:
+        return work()
+    except BaseException as error:
+        if is_panic(error):
+            raise RuntimeError(f"panic: {error}") from error
+        raise
+
+
+class LocalModel(ServedModel):
+    """A model with its sessions, queues and workers in this process."""
+
+    scheduler_type: ClassVar[type[BatchScheduler]] = BatchScheduler
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        config: ServeConfig,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_batch: OnBatch | None = None,
+    ) -> None:
+        super().__init__(name, path, config, loop, on_batch=on_batch)
+        self._backend: ModelBackend | None = None
+        self._scheduler: BatchScheduler | None = None
+        self._generation: GenerationScheduler | None = None
         self._probed_at = 0.0
 
     @property
@@ -463,24 +392,14 @@ class ServedModel:
         return self._scheduler
 
     @property
-    def artifact(self) -> Artifact:
-        return self.backend.artifact
-
-    @property
-    def task(self) -> Task | None:
-        """The artifact's task; None if it is not supported, so that only raw tensors are."""
-        return self.backend.task
-
-    @property
-    def plan(self) -> GenerationPlan | None:
-        """How requests for texts are prepared; None for tasks other than generating text."""
-        return self.backend.plan
-
-    @property
-    def _waiting(self) -> int:
+    def queued_rows(self) -> int:
         """Number of inputs in the queues."""
         texts = self._generation.queue.rows if self._generation else 0
         return texts + (self._scheduler.queue.rows if self._scheduler else 0)
+
+    def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
+        """Convert rows of a task to entries of the queue; see `ServedModel.entries`."""
+        return self.backend.entries(task, rows)
 
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
@@ -491,7 +410,7 @@ class ServedModel:
             "state": self.state,
             "reason": self.reason,
             "queue": {
-                "inputs": self._waiting + self._pool.inputs,
+                "inputs": self.queued_rows + self._pool.inputs,
                 "tokens": queue.tokens if queue else 0,
                 "wait_seconds": round(queue.estimated_wait_seconds, 3) if queue else 0.0,
                 "max_inputs": self._config.queue_inputs,
@@ -503,67 +422,6 @@ class ServedModel:
             found["running"] = {"rows": self._generation.rows, "waiting": self._generation.waiting}
         return {**found, **self._backend.info()} if self._backend else found
 
-    # -- inference ----------------------------------------------------------------------------
-
-    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
-        """Run inference on the inputs of a request.
-
-        Args:
-            task: the model's own task, or `backend.tensors`.
-            inputs: inputs of the task.
-            options: options of the task.
-
-        Raises:
-            InputError, ShapeError: an input or an option is invalid.
-            OverloadedError: too many requests are waiting.
-            UnavailableError: the model is not ready, or its results are NaN or infinite.
-        """
-        if self.state != "ready":
-            raise UnavailableError(f"{self.name}: {self.reason}.")
-        count = task.count(inputs)
-        self._require_count(count, "inputs")
-        if not self._config.truncate and getattr(options, "truncate", True) is None:
-            options = options.model_copy(update={"truncate": False})
-        self._requests += 1
-        try:
-            started = time.perf_counter()
-            cost = task.preprocess_cost(inputs)
-            if cost == "light":
-                work = task.preprocess(inputs, options)
-            else:
-                work = await self.in_thread(
-                    partial(task.preprocess, inputs, options), inputs=count, cost=cost
-                )
-            timings = Timings(tokenize_seconds=time.perf_counter() - started)
-            if len(work.rows) > count:
-                self._require_count(len(work.rows), "windows of contexts")
-            if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
-                raise TooManyInputsError(
-                    f"the request asks for {decoded} fillings, expected at most {_MAX_DECODED}.",
-                    do="Use a smaller top_k, or send the inputs in several requests.",
-                )
-            entries = self.backend.entries(task, work.rows)
-            for row in work.rows:
-                timings.tokens += row.tokens
-                timings.truncated += row.truncated
-            outputs = await self.scheduler.run(entries, timings) if entries else []
-            cost = task.postprocess_cost(work, options)
-            if cost == "light":
-                results = task.postprocess(work, outputs, options)
-            else:
-                results = await self.in_thread(
-                    partial(task.postprocess, work, outputs, options), cost=cost
-                )
-        finally:
-            self._requests -= 1
-        if isinstance(task, Task) and not all(map(task.is_finite, results)):
-            raise UnavailableError(
-                "the model's outputs are NaN or infinite.",
-                do="They may overflow the model's precision; run `enginery validate` to check it.",
-                retry_after_seconds=0.0,  # the same input would give the same outputs
-            )
-        return InferenceResult(results, timings)
-
     async def generate(
         self,
         prepare: Callable[[], list[GenerationJob]],
@@ -572,19 +430,7 @@ class ServedModel:
         inputs: int,
         cost: ProcessingCost,
     ) -> AsyncGenerator[Progress]:
-        """Generate the texts of a request; yield what each step gives. Close it, to end early.
-
-        Args:
-            prepare: prepares the inputs; called in a thread.
-            timings: timings of the request, which are set here.
-            inputs: number of inputs.
-            cost: the cost class of preparing them.
-
-        Raises:
-            InputError: an input or an option is invalid.
-            OverloadedError: too many requests are waiting.
-            UnavailableError: the model is not ready, or a step has failed.
-        """
+        """Generate the texts of a request; see `ServedModel.generate`."""
         if self.state != "ready" or self._generation is None:
             raise UnavailableError(f"{self.name}: {self.reason}.")
         self._require_count(inputs, "inputs")
@@ -600,66 +446,25 @@ class ServedModel:
         finally:
             self._requests -= 1
 
-    async def in_thread(
-        self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
-    ) -> Result:
-        """Run work in a thread of the model's pool.
-
-        Args:
-            work: called in the thread.
-            inputs: number of inputs that the work is for, which count towards the queue's limit.
-            cost: the cost class of the work.
-
-        Raises:
-            OverloadedError: too many inputs are in preprocessing or in the queue.
-        """
-        try:
-            return await self._pool.run(
-                work, inputs=inputs, waiting=self._waiting, short=cost != "heavy"
-            )
-        except BaseException as error:
-            if is_panic(error):  # a BaseException, which would end the server
-                raise RuntimeError(f"panic: {error}") from error
-            raise
-
-    def _require_count(self, count: int, what: str) -> None:
-        if count > self._config.max_inputs:
-            raise TooManyInputsError(
-                f"found {count} {what}, expected at most {self._config.max_inputs}.",
-                do="Send them in several requests.",
-            )
-
-    # -- lifecycle ----------------------------------------------------------------------------
-
     def load(self) -> None:
-        """Open the artifact, run it once, and start its workers. Blocks: call it in a thread.
-
-        Raises:
-            EngineryError: the artifact cannot be loaded; `state` is `failed` and `reason` is set.
-        """
+        """Open the artifact, run it once, and start its workers; see `ServedModel.load`."""
         try:
             backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
             try:
-                backend.warm_up()
+                # A CUDA graph is replayed by the thread that has recorded it.
+                in_worker = not backend.on_cpu and backend.generator is None
+                if not in_worker:
+                    backend.warm_up()
+                scheduler = self._open_scheduler(backend, prepare=in_worker)
+                scheduler.workers.wait_prepared()
             except BaseException:
                 backend.close()
                 raise
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)
             raise
-        self._backend = backend
+        self._backend, self._scheduler = backend, scheduler
         config = self._config
-        self._scheduler = BatchScheduler(
-            self._run_batch,
-            backend.rules,
-            self._loop,
-            workers=backend.workers,
-            max_rows=config.queue_inputs,
-            max_tokens=config.queue_tokens,
-            max_wait_seconds=config.max_wait,
-            on_batch=self._observe_batch,
-            name=self.name,
-        )
         if backend.generator is not None:
             self._generation = GenerationScheduler(
                 backend.generator,
@@ -676,43 +481,44 @@ class ServedModel:
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
 
+    def _open_scheduler(self, backend: ModelBackend, *, prepare: bool) -> BatchScheduler:
+        """Start the queue and the workers; with `prepare`, each worker warms the sessions up."""
+        config = self._config
+        return self.scheduler_type(
+            self._run_batch,
+            backend.rules,
+            self._loop,
+            workers=backend.workers,
+            max_rows=config.queue_inputs,
+            max_tokens=config.queue_tokens,
+            max_wait_seconds=config.max_wait,
+            on_batch=self._observe_batch,
+            prepare=backend.prepare if prepare else None,
+            name=self.name,
+        )
+
     def check_health(self) -> None:
         """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
-        if self.state not in ("ready", "stuck") or self._scheduler is None:
-            return
         generation = self._generation
-        if not self._scheduler.workers.alive or (generation and not generation.alive):
-            self.state, self.reason = "failed", "a worker thread has ended"
-            return
-        running, preprocessing = self._scheduler.workers.busy_seconds(), self._pool.busy_seconds()
-        running = max(running, generation.busy_seconds() if generation else 0.0)
-        if max(running, preprocessing) > self._config.stuck_after:
-            self.state = "stuck"
-            self.reason = f"a batch has been running for {running:.0f} s"
-            if preprocessing > running:
-                what = _PREPROCESSING[self.task.modality if self.task else "text"]
-                self.reason = f"{what} has been running for {preprocessing:.0f} s"
-        elif self.state == "stuck":
-            self.state, self.reason = "ready", ""
+        if self.state in ("ready", "stuck") and self._scheduler is not None:
+            if self._scheduler.workers.alive and (generation is None or generation.alive):
+                super().check_health()
+            else:
+                self.state, self.reason = "failed", "a worker thread has ended"
+
+    def running_seconds(self) -> float:
+        """Return how long the longest-running batch or step has been running, in seconds."""
+        generation = self._generation
+        steps = generation.busy_seconds() if generation else 0.0
+        return max(self.scheduler.workers.busy_seconds(), steps)
 
     def refuse_all(self, error: EngineryError) -> None:
         """Raise an error in all waiting and running requests."""
-        for each in (self._scheduler, self._generation):
-            if each is not None:
-                each.fail_all(error)
-        self._pool.close()
+        if self._generation is not None:
+            self._generation.fail_all(error)
+        super().refuse_all(error)
 
-    async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
-        """Free the session; with `drain`, answer the requests in progress first."""
-        if self.state == "stuck":
-            timeout_seconds = 0.0  # do not wait for a batch that hangs
-        ends = time.perf_counter() + timeout_seconds
-        while drain and self.state == "ready" and (self._requests or self._pool.is_busy):
-            if time.perf_counter() > ends:
-                break
-            await asyncio.sleep(_DRAIN_EVERY_SECONDS)
-        if self.state != "failed":
-            self.state, self.reason = "closed", "the model was closed"
+    async def _close_sessions(self, *, drain: bool, timeout_seconds: float) -> None:
         running = [each for each in (self._scheduler, self._generation) if each is not None]
         for each in running:
             each.close(drain=drain)
@@ -725,12 +531,6 @@ class ServedModel:
             self.refuse_all(UnavailableError(f"{self.name}: {self.reason}."))
         elif running:
             self.backend.close()
-        self._pool.close()
-
-    async def retire(self, *, timeout_seconds: float) -> None:
-        """Close a model that was replaced, without losing a request."""
-        await asyncio.sleep(_RETIRE_SECONDS)
-        await self.close(timeout_seconds=timeout_seconds)
 
     def _run_batch(self, batch: Sequence[QueueEntry]) -> list[Any]:
         """Run a batch in a worker's thread; if it fails, check whether the provider still works."""

@@ -1,0 +1,586 @@
+"""A front's side: its connections to the device processes, and the models that run there.
+
+A front has no sessions. It opens the artifacts' files (tokenizer, processor, labels), prepares
+requests, sends their rows to the device process with the fewest rows of this front in progress, and
+makes responses from the outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.errors import EngineryError
+from enginery.core.shapes import Profile
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.tasks.task import Row, RowTask
+from enginery.serve.batching.queue import ClosedError, OverloadedError, QueueEntry
+from enginery.serve.batching.scheduler import RowScheduler
+from enginery.serve.batching.workers import BatchResult
+from enginery.serve.config import ServeConfig
+from enginery.serve.device import wire
+from enginery.serve.generation.jobs import Progress
+from enginery.serve.models.backend import ModelFiles
+from enginery.serve.models.registry import ModelRegistry, ReloadResult
+from enginery.serve.models.served_model import ServedModel, UnavailableError
+
+_log = logging.getLogger("enginery.serve")
+
+_CONNECT_SECONDS = 0.05
+"""Time between two attempts to connect to a device process."""
+_ANSWER_SECONDS = 1.0
+"""Time to wait for a device process to say what it is doing."""
+_FOLLOW_SECONDS = 30.0
+"""Maximum time for this front to open models that were reloaded."""
+_RETRY_SECONDS = 1.0
+"""Time until the files of a model that could not be opened are opened again."""
+_MAX_UNSENT_BYTES = 64 * 1024**2
+"""Bytes of rows that may wait for a device process to read them; further requests are rejected."""
+
+
+@dataclass(slots=True, eq=False)
+class SentRow(QueueEntry):
+    """A row that is sent to a device process."""
+
+    link: DeviceLink | None = None
+    """The connection that it was sent over; None before that."""
+    number: int = 0
+    """Its number on that connection."""
+
+
+class DeviceQueue:
+    """What stands in a front for a model's queue, which is in the device processes."""
+
+    def __init__(self, model: FrontModel, config: ServeConfig) -> None:
+        self._model = model
+        self.max_rows, self.max_tokens = config.queue_inputs, config.queue_tokens
+        self.backlog_seconds = 0.0
+        """0: the device process observes how long requests wait."""
+        self.rows = 0
+        """Number of rows that were sent and have no output yet."""
+
+    def observe_wait(self, backlog_seconds: float, waited: float) -> None:
+        """Do nothing, because the device process observes how long requests wait."""
+
+    def put(self, entries: Sequence[SentRow], *, now: float, admitted: bool = False) -> None:  # noqa: ARG002  as `BatchQueue`
+        """Send rows of a request; the device process may still reject them.
+
+        Raises:
+            OverloadedError: this front already has too many rows in progress.
+            UnavailableError: no device process is connected.
+        """
+        if self.rows and not admitted and self.rows + len(entries) > self.max_rows:
+            raise OverloadedError(
+                f"the queue is full: {self.rows} inputs wait, expected at most {self.max_rows}.",
+                retry_after_seconds=1.0,
+            )
+        link, number = self._model.choose_link()
+        link.send_rows(entries, model=number, admitted=admitted)
+        self.rows += len(entries)
+
+    def cancel(self, entries: Sequence[SentRow]) -> int:
+        """Cancel the rows that have no output yet; return their number."""
+        by_link: dict[DeviceLink, list[int]] = {}
+        for entry in entries:
+            if entry.link is not None and entry.link.sent.pop(entry.number, None) is not None:
+                by_link.setdefault(entry.link, []).append(entry.number)
+        for link, numbers in by_link.items():
+            link.send(wire.cancel_frame(numbers))
+        cancelled = sum(map(len, by_link.values()))
+        self.rows -= cancelled
+        return cancelled
+
+
+class FrontModel(ServedModel):
+    """A model that device processes run."""
+
+    def __init__(
+        self, name: str, path: Path, config: ServeConfig, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Create the model without opening it; see `ServedModel`."""
+        super().__init__(name, path, config, loop)
+        self._files: ModelFiles | None = None
+        self._scheduler = RowScheduler(DeviceQueue(self, config), loop)
+        self.content = ""
+        """Content hash of the artifact that was opened."""
+        self.numbers: dict[DeviceLink, int] = {}
+        """The model's number in each device process that runs this content."""
+        self._info: dict[DeviceLink, dict[str, Any]] = {}
+        """What each device process last said about the model."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """True once the files are open."""
+        return self._files is not None
+
+    @property
+    def backend(self) -> ModelFiles:
+        """The opened files; UnavailableError before that."""
+        if self._files is None:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        return self._files
+
+    @property
+    def scheduler(self) -> RowScheduler:
+        """What sends rows and collects their outputs."""
+        return self._scheduler
+
+    @property
+    def is_serving(self) -> bool:
+        """True if requests are accepted, which is shortly before `state` is ready."""
+        return bool(self.numbers) and self.state in ("ready", "loading")
+
+    @property
+    def queued_rows(self) -> int:
+        """Number of inputs of this front that wait or run."""
+        rows: int = self._scheduler.queue.rows
+        return rows
+
+    def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
+        """Convert rows of a task to entries; the device process chooses their batches."""
+        raw = task is self.backend.tensors
+        return [
+            SentRow(None, index, raw, row.tokens, row, self, row.tokens)
+            for index, row in enumerate(rows)
+        ]
+
+    def choose_link(self) -> tuple[DeviceLink, int]:
+        """Return the connection with the fewest rows in progress, and the model's number there.
+
+        Raises:
+            UnavailableError: no device process runs the model, or they do not read what is sent.
+        """
+        if len(self.numbers) == 1:
+            ((link, number),) = self.numbers.items()
+        elif self.numbers:
+            link, number = min(self.numbers.items(), key=lambda item: len(item[0].sent))
+        else:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        if link.unsent_bytes > _MAX_UNSENT_BYTES:
+            raise OverloadedError(
+                f"{link.unsent_bytes} bytes of other requests wait to be sent to the device.",
+                retry_after_seconds=1.0,
+            )
+        return link, number
+
+    def info(self) -> dict[str, Any]:
+        """Return what the device processes said, with the queues of all of them together."""
+        described = [*self._info.values()]
+        config = self._config
+        queue = {
+            "inputs": self._pool.inputs + sum(each["queue"]["inputs"] for each in described),
+            "tokens": sum(each["queue"]["tokens"] for each in described),
+            "wait_seconds": max((each["queue"]["wait_seconds"] for each in described), default=0.0),
+            "max_inputs": config.queue_inputs,
+            "max_tokens": config.queue_tokens,
+            "max_wait": config.max_wait,
+        }
+        own = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
+        return {**described[0], **own} if described else own
+
+    def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Progress]:
+        """Raise AssertionError: models that generate texts are not served by fronts."""
+        raise AssertionError("models that generate texts have their sessions in the same process")
+
+    def load(self) -> None:
+        """Raise AssertionError: the files are opened when a device process says which."""
+        raise AssertionError("a front opens a model when a device process has loaded it")
+
+    def open_files(self, described: Mapping[str, Any]) -> None:
+        """Open the artifact's files for a model that a device process runs.
+
+        Args:
+            described: see `DeviceModel.describe`.
+
+        Raises:
+            EngineryError: a file cannot be read, or the directory now has another content.
+        """
+        artifact = Artifact.open(self.path)
+        content = artifact.content_sha256()
+        if content != described["content"]:
+            raise UnavailableError(f"{self.path} has been replaced since it was loaded.")
+        info = described["info"]
+        self._files = ModelFiles(
+            artifact,
+            artifact.graph(described["graph"]),
+            self._config,
+            providers=[Provider(**provider) for provider in info["providers"]],
+            profiles=[Profile.parse(engine["profile"]) for engine in info["engines"]],
+            parallel_encode=self._pool.encode_in_parallel,
+        )
+        self._files.dim = info.get("dim", 0)
+        self.content = content
+
+    def follow(self, link: DeviceLink, described: Mapping[str, Any]) -> None:
+        """Take over what a device process says about the model."""
+        self.observe(link, described["info"])
+        if described["state"] == "ready":
+            self.numbers[link] = described["number"]
+        else:
+            self.numbers.pop(link, None)
+
+    def observe(self, link: DeviceLink, info: dict[str, Any]) -> None:
+        """Take over a device process' figures."""
+        self._info[link] = info
+
+    def lose(self, link: DeviceLink) -> None:
+        """Forget a device process that has ended."""
+        self.numbers.pop(link, None)
+        self._info.pop(link, None) if len(self._info) > 1 else None
+
+    def update_state(self, *, is_open: bool) -> None:
+        """Set `state` to `ready` if the model can be asked in every front, else to `loading`."""
+        if self.state not in ("loading", "ready"):
+            return
+        if self.numbers and is_open:
+            self.state, self.reason = "ready", ""
+        elif self.numbers:
+            self.state, self.reason = "loading", "other processes of the server are starting"
+        else:
+            self.state, self.reason = "loading", "its device process is starting"
+
+    def running_seconds(self) -> float:
+        """Return 0: the device process observes its batches."""
+        return 0.0
+
+    async def _close_sessions(self, *, drain: bool, timeout_seconds: float) -> None:  # noqa: ARG002
+        self._scheduler.fail_all(ClosedError("the model is shutting down."))
+
+
+class DeviceLink(asyncio.Protocol):
+    """The connection of a front to one device process, made again whenever it is lost."""
+
+    def __init__(
+        self, path: Path, registry: FrontRegistry, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Create the link without connecting.
+
+        Args:
+            path: the device process' Unix socket.
+            registry: the models, which are told what the device process says.
+            loop: the event loop of the requests.
+        """
+        self._path, self._registry, self._loop = path, registry, loop
+        self._reader = wire.FrameReader(self._handle)
+        self._transport: asyncio.Transport | None = None
+        self._lost = asyncio.Event()
+        self._unsent: list[Any] = []
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.sent: dict[int, SentRow] = {}
+        """The rows without output, by their number."""
+        self.is_open = False
+        """True if the device process says that all fronts are ready."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the device process can be reached."""
+        return self._transport is not None
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Number of bytes that the device process has not read yet."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    async def stay_connected(self) -> None:
+        """Connect, and connect again whenever the device process was replaced."""
+        while True:
+            while not await self.connect():
+                await asyncio.sleep(_CONNECT_SECONDS)
+            await self._lost.wait()
+
+    async def connect(self) -> bool:
+        """Return True if the device process has accepted a connection, or did so before."""
+        if self._transport is not None:
+            return True
+        self._lost.clear()
+        try:
+            await self._loop.create_unix_connection(lambda: self, str(self._path))
+        except OSError:  # it is starting
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def send_rows(self, entries: Sequence[SentRow], *, model: int, admitted: bool) -> None:
+        """Send rows of one request to a model of the device process."""
+        first = 0
+        for entry in entries:
+            number = next(self._numbers) & 0xFFFFFFFF
+            if first and number != first + len(entries):  # the numbers start again
+                first = 0
+            entry.link, entry.number = self, number
+            first = first or number
+            self.sent[number] = entry
+        self.send(
+            wire.rows_frame(
+                [entry.row for entry in entries],
+                first=entries[0].number,
+                model=model,
+                admitted=admitted,
+                raw=bool(entries[0].key),
+            )
+        )
+
+    def send(self, parts: list[Any]) -> None:
+        """Send a frame, together with those of the same turn of the event loop."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent += parts
+
+    async def ask(self, question: Mapping[str, Any], *, seconds: float = 0.0) -> dict[str, Any]:
+        """Return the device process' answer to a question.
+
+        Args:
+            question: see `FrontConnection`.
+            seconds: maximum time to wait; 0 for any time.
+
+        Raises:
+            UnavailableError: the device process has ended or does not answer.
+        """
+        number = next(self._numbers) & 0xFFFFFFFF
+        answer = self._questions[number] = self._loop.create_future()
+        try:
+            if self._transport is None:
+                raise UnavailableError("the device process is starting.")
+            self.send([wire.json_frame(wire.ASK, question, number=number)])
+            return await asyncio.wait_for(answer, seconds or None)
+        except TimeoutError:
+            raise UnavailableError("the device process does not answer.") from None
+        finally:
+            del self._questions[number]
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._transport is not None:
+            self._transport.write(b"".join(unsent))
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note that rows can be sent."""
+        self._reader = wire.FrameReader(self._handle)
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Answer the requests whose rows were sent with 503, since the device process has ended."""
+        self._transport, self.is_open = None, False
+        self._unsent = []
+        self._lost.set()
+        self._registry.on_lost(self)
+        lost, self.sent = self.sent, {}
+        for entry in lost.values():
+            model = cast("FrontModel", entry.runner)
+            model.scheduler.queue.rows -= 1
+            model.scheduler.fail_entry(
+                entry, UnavailableError(f"model '{model.name}' is being restarted.")
+            )
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError("the device process has ended."))
+
+    def data_received(self, data: bytes) -> None:
+        """Handle the frames that have arrived."""
+        self._reader.feed(data)
+
+    def _handle(self, frame: wire.Frame) -> None:
+        if frame.kind == wire.OUTPUTS:
+            self._deliver(wire.read_outputs(frame))
+        elif frame.kind == wire.FAILED:
+            numbers, error = wire.read_failure(frame)
+            for number in numbers:
+                entry = self.sent.pop(number, None)
+                if entry is not None:
+                    model = cast("FrontModel", entry.runner)
+                    model.scheduler.queue.rows -= 1
+                    model.scheduler.fail_entry(entry, error)
+        elif frame.kind == wire.ANSWER:
+            question = self._questions.get(frame.number)
+            if question is not None and not question.done():
+                question.set_result(frame.json())
+        elif frame.kind == wire.MODELS:
+            self._registry.on_models(self, frame.json())
+
+    def _deliver(self, found: wire.BatchOutputs) -> None:
+        """Pass outputs to their requests, unless these were cancelled."""
+        batch: list[SentRow] = []
+        outputs: list[Any] = []
+        for number, output in zip(found.numbers, found.outputs, strict=True):
+            entry = self.sent.pop(number, None)
+            if entry is not None:
+                batch.append(entry)
+                outputs.append(output)
+        if batch:
+            model = cast("FrontModel", batch[0].runner)
+            model.scheduler.queue.rows -= len(batch)
+            model.scheduler.deliver(BatchResult(batch, outputs, found.started, found.seconds))
+
+
+class FrontRegistry(ModelRegistry):
+    """The models of a front, which follow those of the device processes."""
+
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        config: ServeConfig,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        sockets: Sequence[Path],
+        on_broken: Callable[[str], None] | None = None,
+    ) -> None:
+        """Create the registry without connecting.
+
+        Args:
+            paths: directories of artifacts, by model name.
+            config: the options of the server.
+            loop: the event loop of the requests.
+            sockets: the Unix sockets of the device processes.
+            on_broken: called with the reason if a text is tokenized for too long.
+        """
+        super().__init__(paths, config, loop, on_broken=on_broken)
+        self._links = [DeviceLink(socket, self, loop) for socket in sockets]
+        self._told: dict[DeviceLink, dict[str, Any]] = {}
+        """What each device process said last and has not been followed yet."""
+        self._was_open: set[DeviceLink] = set()
+        self._news = asyncio.Event()
+        """Set if there is something to follow."""
+        self._progress = asyncio.Event()
+        """Set whenever something was followed."""
+        self._following: asyncio.Task[None] | None = None
+        self._connecting: list[asyncio.Task[None]] = []
+
+    async def connect(self) -> bool:
+        """Try to connect to the device processes; return True if all accept connections."""
+        return all([await link.connect() for link in self._links])
+
+    async def load(self) -> None:
+        """Wait until the device processes have loaded all models, and open their files."""
+        self._connecting = [self._loop.create_task(link.stay_connected()) for link in self._links]
+        self._following = self._loop.create_task(self._follow_all())
+        self._watching = self._loop.create_task(self._watch())
+        await self._wait_until(lambda: all(self._is_prepared(link) for link in self._links))
+
+    async def refresh(self) -> None:
+        """Ask the device processes for their present figures."""
+        await asyncio.gather(*(self._refresh(link) for link in self._links if link.is_connected))
+
+    async def close(self) -> None:
+        """Answer the requests in progress, then end the connections."""
+        await super().close()
+        for task in (*self._connecting, self._following):
+            if task is not None:
+                task.cancel()
+        for link in self._links:
+            link.close()
+
+    async def _reload_all(self, names: Sequence[str]) -> dict[str, ReloadResult]:
+        """Have every device process reload, and follow them; return the first failure of each."""
+        results: dict[str, ReloadResult] = {}
+        async with self._reloading:
+            for link in self._links:
+                name = names[0] if len(names) == 1 else ""
+                answer = await link.ask({"ask": "reload", "name": name})
+                if "error" in answer:
+                    raise UnavailableError(answer["error"], do=answer["do"])
+                for model, outcome in answer["outcomes"].items():
+                    if model not in results or results[model].swapped:
+                        results[model] = ReloadResult(**outcome)
+            # They told which models they have before they answered.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_until(lambda: not self._told), _FOLLOW_SECONDS)
+        return results
+
+    async def _wait_until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            self._progress.clear()
+            await self._progress.wait()
+
+    def on_models(self, link: DeviceLink, told: dict[str, Any]) -> None:
+        """Note what a device process says about its models."""
+        self._told[link] = told
+        if told["open"]:
+            self._was_open.add(link)
+        link.is_open = told["open"]
+        self._news.set()
+
+    def on_lost(self, link: DeviceLink) -> None:
+        """Note that a device process has ended."""
+        self._told.pop(link, None)
+        for model in self._models.values():
+            cast("FrontModel", model).lose(link)
+        self._update_states()
+
+    async def _follow_all(self) -> None:
+        """Follow what the device processes say, one message at a time."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for link in list(self._told):
+                told = self._told.get(link)
+                prepared = await self._follow(link, told) if told else None
+                if self._told.get(link) is not told:
+                    continue  # it has said something else meanwhile, or has ended
+                if prepared is None:
+                    self._loop.call_later(_RETRY_SECONDS, self._news.set)
+                    continue
+                del self._told[link]
+                link.send([wire.json_frame(wire.PREPARED, prepared)])
+                self._update_states()
+
+    async def _follow(self, link: DeviceLink, told: dict[str, Any]) -> list[int] | None:
+        """Open what has changed; return the models' numbers, or None to try again later."""
+        numbers = []
+        for described in told["models"]:
+            name = described["name"]
+            model = cast("FrontModel", self._models[name])
+            if "content" in described and described["content"] != model.content:
+                successor = model if not model.is_loaded else self._new(name, model.path)
+                try:
+                    await self._loop.run_in_executor(None, successor.open_files, described)
+                except EngineryError as error:
+                    _log.error("%s: not opened: %s", name, error)
+                    return None
+                if not link.is_connected:
+                    return None
+                if successor is not model:
+                    self._models[name] = successor
+                    self._spawn(model.retire(timeout_seconds=max(self._config.grace, 30.0)))
+                    model = successor
+            if model.is_loaded:
+                model.follow(link, described)
+                numbers.append(described["number"])
+        return numbers
+
+    async def _refresh(self, link: DeviceLink) -> None:
+        with suppress(UnavailableError):
+            answer = await link.ask({"ask": "info"}, seconds=_ANSWER_SECONDS)
+            for name, info in answer.get("models", {}).items():
+                model = cast("FrontModel", self._models[name])
+                if link in model.numbers:
+                    model.observe(link, info)
+
+    def _is_prepared(self, link: DeviceLink) -> bool:
+        return all(link in cast("FrontModel", model).numbers for model in self)
+
+    def _update_states(self) -> None:
+        """Set the state of each model: ready once all device processes have been open."""
+        was_open = len(self._was_open) == len(self._links)
+        is_open = was_open and any(link.is_open for link in self._links)
+        for model in self._models.values():
+            cast("FrontModel", model).update_state(is_open=is_open)
+        self._progress.set()
+
+    def _new(self, name: str, path: Path) -> FrontModel:
+        return FrontModel(name, path, self._config, self._loop)

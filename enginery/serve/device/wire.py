@@ -1,0 +1,402 @@
+"""The frames between fronts and device processes: a header of 12 bytes, then arrays as they are.
+
+A front sends rows (token ids, pixels or tensors), each with a number of its own. The device process
+sends the outputs of a whole batch in one frame: numbers first, then one array for all rows if their
+outputs have the same shape. Rare messages are JSON. Both ends are processes of one server, forked
+from the same parent, so there is no version, no check of types, and no pickle.
+
+    front   → device    ROWS, CANCEL, ASK, PREPARED
+    device  → front     OUTPUTS, FAILED, ANSWER, MODELS
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from enginery.core.errors import EngineryError, InputError, ProviderError, ShapeError
+from enginery.runtime.tasks.task import Row
+from enginery.runtime.text.tokenizer import TokenArray
+from enginery.serve.batching.queue import ClosedError, OverloadedError
+from enginery.serve.models.served_model import UnavailableError
+
+ROWS, CANCEL, ASK, PREPARED, OUTPUTS, FAILED, ANSWER, MODELS = range(1, 9)
+"""Kinds of frames.
+
+    ROWS        rows of one request for a model; the first has the header's number
+    CANCEL      the numbers of rows whose outputs nobody waits for
+    ASK         JSON for the device process, which answers with the same number
+    PREPARED    the front can take requests for the model of this number
+    OUTPUTS     the outputs of a batch
+    FAILED      JSON: why rows have no output
+    ANSWER      JSON: the answer to ASK
+    MODELS      JSON: the state of all models, whenever it changes
+"""
+
+ADMITTED = 1
+"""Flag of ROWS: earlier rows of the request were accepted, so these are not rejected."""
+RAW = 2
+"""Flag of ROWS: tensors for the graph itself instead of rows of the model's task."""
+
+_HEADER = struct.Struct("<IBBHI")
+"""Size of the payload in bytes, kind, flags, number of the model, number."""
+_ROW = struct.Struct("<BBIIIII")
+"""Kind of the content, flags, tokens of the prompt, tokens, and the sizes in bytes of the ids, the
+type ids and further fields."""
+_BATCH = struct.Struct("<dfIB")
+"""When the batch started, by `time.perf_counter`; its seconds; rows; 1 if one array follows."""
+_COUNT = struct.Struct("<I")
+_IDS16, _IDS32, _VALUE = range(3)
+_TRUNCATED = 1
+_ROW_FIELDS = frozenset({"content", "tokens", "prompt_tokens", "truncated"})
+_FURTHER = tuple(name for name in Row.__dataclass_fields__ if name not in _ROW_FIELDS)
+"""Fields of a row that are sent only if they are not at their default."""
+_FURTHER_DEFAULTS = {name: Row.__dataclass_fields__[name].default for name in _FURTHER}
+
+_ARRAY, _LIST, _TUPLE, _DICT, _JSON, _STRINGS, _BYTES = range(7)
+
+_ERRORS: Mapping[str, Callable[..., EngineryError]] = {
+    kind.__name__: kind
+    for kind in (InputError, ShapeError, ProviderError, ClosedError, OverloadedError)
+} | {"UnavailableError": UnavailableError}
+
+
+class Frame(NamedTuple):
+    """A frame that was received; its payload is `data[start:end]`."""
+
+    kind: int
+    flags: int
+    model: int
+    number: int
+    data: bytes
+    start: int
+    end: int
+
+    def json(self) -> Any:
+        """Return the payload of a frame with JSON."""
+        return orjson.loads(memoryview(self.data)[self.start : self.end])
+
+
+class FrameReader:
+    """Splits what a socket receives into frames."""
+
+    def __init__(self, handle: Callable[[Frame], object]) -> None:
+        """Create a reader that passes every complete frame to `handle`."""
+        self._handle = handle
+        self._rest = bytearray()
+        self._needed = 0
+
+    def feed(self, data: bytes) -> None:
+        """Handle the frames that `data` completes."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return
+            data, self._rest = bytes(self._rest), bytearray()
+        at, size = 0, len(data)
+        header = _HEADER.size
+        while size - at >= header:
+            length, kind, flags, model, number = _HEADER.unpack_from(data, at)
+            start = at + header
+            end = start + length
+            if end > size:
+                self._needed = end - at
+                break
+            self._handle(Frame(kind, flags, model, number, data, start, end))
+            at = end
+        else:
+            self._needed = header
+        if at < size:
+            self._rest += memoryview(data)[at:]
+
+
+def frame(kind: int, *parts: Any, flags: int = 0, model: int = 0, number: int = 0) -> list[Any]:
+    """Return a frame as a list of bytes-like parts, for one `b"".join` of many frames."""
+    size = sum(len(part) if isinstance(part, bytes) else part.nbytes for part in parts)
+    return [_HEADER.pack(size, kind, flags, model, number), *parts]
+
+
+def json_frame(kind: int, value: Any, *, model: int = 0, number: int = 0) -> bytes:
+    """Return a frame whose payload is JSON."""
+    body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return b"".join(frame(kind, body, model=model, number=number))
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def rows_frame(
+    rows: Sequence[Row], *, first: int, model: int, admitted: bool, raw: bool
+) -> list[Any]:
+    """Return the frame of rows that are numbered from `first` on."""
+    parts: list[Any] = []
+    for row in rows:
+        _add_row(parts, row)
+    flags = (ADMITTED if admitted else 0) | (RAW if raw else 0)
+    return frame(ROWS, *parts, flags=flags, model=model, number=first)
+
+
+def read_rows(received: Frame) -> list[Row]:
+    """Return the rows of a frame."""
+    data, at, end = received.data, received.start, received.end
+    rows = []
+    while at < end:
+        kind, flags, prompt, tokens, size, type_size, further = _ROW.unpack_from(data, at)
+        at += _ROW.size
+        if kind == _VALUE:
+            content = _read_value(data, at)[0]
+        else:
+            dtype: Any = np.uint16 if kind == _IDS16 else np.int32
+            ids = np.frombuffer(data, dtype, size // dtype().itemsize, at)
+            types = np.frombuffer(data, np.uint8, type_size, at + size) if type_size else None
+            content = TokenArray(ids, types)
+        at += size + type_size
+        row = Row(content, tokens, prompt, bool(flags & _TRUNCATED))
+        if further:
+            for name, value in orjson.loads(memoryview(data)[at : at + further]).items():
+                setattr(row, name, value)
+            at += further
+        rows.append(row)
+    return rows
+
+
+def _add_row(parts: list[Any], row: Row) -> None:
+    content, types = row.content, b""
+    ids = getattr(content, "ids", None)
+    if ids is None:
+        kind = _VALUE
+        body = b"".join(_value_parts(content))
+    else:
+        try:
+            kind, body = _IDS16, array("H", ids).tobytes()
+        except OverflowError:
+            kind, body = _IDS32, array("i", ids).tobytes()
+        type_ids = content.type_ids
+        if any(type_ids):
+            types = bytes(type_ids)
+    further = b""
+    if _FURTHER:
+        changed = {
+            name: value
+            for name in _FURTHER
+            if (value := getattr(row, name)) != _FURTHER_DEFAULTS[name]
+        }
+        further = orjson.dumps(changed) if changed else b""
+    flags = _TRUNCATED if row.truncated else 0
+    sizes = (len(body), len(types), len(further))
+    parts.append(_ROW.pack(kind, flags, row.prompt_tokens, row.tokens, *sizes))
+    parts.append(body)
+    if types:
+        parts.append(types)
+    if further:
+        parts.append(further)
+
+
+# -- outputs -------------------------------------------------------------------------------------
+
+
+def outputs_frame(
+    numbers: Sequence[int], outputs: Sequence[Any], *, model: int, started: float, seconds: float
+) -> list[Any]:
+    """Return the frame of the outputs of a batch's rows, as `RowTask.split` returned them."""
+    first = outputs[0]
+    as_one = isinstance(first, np.ndarray) and first.dtype.kind in "fiub"
+    as_one = as_one and all(
+        isinstance(output, np.ndarray)
+        and output.shape == first.shape
+        and output.dtype is first.dtype
+        for output in outputs
+    )
+    parts = [
+        _BATCH.pack(started, seconds, len(outputs), as_one),
+        np.array(numbers, np.uint32).tobytes(),
+    ]
+    if as_one:
+        parts += _value_parts(np.stack(outputs) if len(outputs) > 1 else first[None])
+    else:
+        for output in outputs:
+            parts += _value_parts(output)
+    return frame(OUTPUTS, *parts, model=model)
+
+
+class BatchOutputs(NamedTuple):
+    """The outputs of the rows of a batch that one front sent."""
+
+    numbers: list[int]
+    outputs: Sequence[Any]
+    started: float
+    """When the batch started, by `time.perf_counter`, which all processes of a machine share."""
+    seconds: float
+
+
+def read_outputs(received: Frame) -> BatchOutputs:
+    """Return the outputs of a frame."""
+    data, at = received.data, received.start
+    started, seconds, count, as_one = _BATCH.unpack_from(data, at)
+    at += _BATCH.size
+    numbers = np.frombuffer(data, np.uint32, count, at).tolist()
+    at += 4 * count
+    outputs: Sequence[Any]
+    if as_one:
+        outputs, _ = _read_value(data, at)
+    else:
+        outputs = []
+        for _ in range(count):
+            value, at = _read_value(data, at)
+            outputs.append(value)
+    return BatchOutputs(numbers, outputs, started, seconds)
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def failed_frame(numbers: Iterable[int], error: BaseException, *, model: int) -> bytes:
+    """Return the frame that says why rows have no output."""
+    described: dict[str, Any] = {"numbers": list(numbers)}
+    if isinstance(error, EngineryError):
+        kind = next(
+            (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS),
+            "UnavailableError",
+        )
+        described |= {"kind": kind, "message": error.message, "do": error.do}
+        described["retry_after_seconds"] = getattr(error, "retry_after_seconds", 1.0)
+    else:
+        described |= {"kind": "", "message": f"{type(error).__name__}: {error}"}
+    return json_frame(FAILED, described, model=model)
+
+
+def read_failure(received: Frame) -> tuple[list[int], Exception]:
+    """Return the numbers of the rows and the error of a frame."""
+    described = received.json()
+    message, name = described["message"], described["kind"]
+    error: EngineryError
+    if not name:
+        return described["numbers"], RuntimeError(f"the device process: {message}")
+    if name in ("OverloadedError", "UnavailableError"):
+        error = _ERRORS[name](message, retry_after_seconds=described["retry_after_seconds"])
+        error.do = described["do"]
+    else:
+        error = _ERRORS[name](message, do=described["do"])
+    return described["numbers"], error
+
+
+# -- cancelling ----------------------------------------------------------------------------------
+
+
+def cancel_frame(numbers: Sequence[int]) -> list[Any]:
+    """Return the frame that cancels rows."""
+    return frame(CANCEL, np.array(numbers, np.uint32).tobytes())
+
+
+def read_cancelled(received: Frame) -> list[int]:
+    """Return the numbers of the cancelled rows."""
+    found: list[int] = np.frombuffer(
+        received.data, np.uint32, (received.end - received.start) // 4, received.start
+    ).tolist()
+    return found
+
+
+# -- values: arrays, and lists, tuples and dicts of them ------------------------------------------
+
+
+def _value_parts(value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray | np.generic):
+        values = np.asarray(value)
+        if values.dtype.kind in "OSU":
+            return _string_parts(values)
+        name, ndim = values.dtype.name.encode(), values.ndim
+        head = struct.pack(f"<BBB{len(name)}s{ndim}Q", _ARRAY, len(name), ndim, name, *values.shape)
+        return [head, values.tobytes()]
+    if isinstance(value, list | tuple):
+        parts = [struct.pack("<BI", _LIST if isinstance(value, list) else _TUPLE, len(value))]
+        for item in value:
+            parts += _value_parts(item)
+        return parts
+    if isinstance(value, dict):
+        names = orjson.dumps(list(value))
+        parts = [struct.pack("<BI", _DICT, len(names)), names]
+        for item in value.values():
+            parts += _value_parts(item)
+        return parts
+    text = orjson.dumps(value)
+    return [struct.pack("<BI", _JSON, len(text)), text]
+
+
+def _string_parts(texts: NDArray[Any]) -> list[Any]:
+    """Return an array of strings, or of bytes, with its shape."""
+    items = [item if isinstance(item, bytes) else str(item) for item in texts.ravel().tolist()]
+    kind = _BYTES if any(isinstance(item, bytes) for item in items) else _STRINGS
+    encoded = [item if isinstance(item, bytes) else item.encode() for item in items]
+    sizes = np.array([len(item) for item in encoded], np.uint32).tobytes()
+    head = struct.pack(f"<BB{texts.ndim}Q", kind, texts.ndim, *texts.shape)
+    return [head, sizes, b"".join(encoded)]
+
+
+def _read_value(data: bytes, at: int) -> tuple[Any, int]:
+    """Return a value and the position after it."""
+    kind = data[at]
+    if kind == _ARRAY:
+        size, ndim = data[at + 1], data[at + 2]
+        at += 3
+        dtype = _dtype(data[at : at + size])
+        at += size
+        shape = struct.unpack_from(f"<{ndim}Q", data, at)
+        at += 8 * ndim
+        count = 1
+        for dim in shape:
+            count *= dim
+        values = np.frombuffer(data, dtype, count, at)
+        if not values.flags.aligned:
+            values = values.copy()  # ONNX Runtime requires aligned memory
+        return values.reshape(shape), at + count * dtype.itemsize
+    if kind in (_STRINGS, _BYTES):
+        return _read_strings(data, at)
+    (size,) = _COUNT.unpack_from(data, at + 1)
+    at += 5
+    if kind == _JSON:
+        return orjson.loads(memoryview(data)[at : at + size]), at + size
+    if kind == _DICT:
+        names = orjson.loads(memoryview(data)[at : at + size])
+        at += size
+        named = {}
+        for name in names:
+            named[name], at = _read_value(data, at)
+        return named, at
+    items = []
+    for _ in range(size):
+        item, at = _read_value(data, at)
+        items.append(item)
+    return (items if kind == _LIST else tuple(items)), at
+
+
+def _read_strings(data: bytes, at: int) -> tuple[NDArray[Any], int]:
+    is_bytes, ndim = data[at] == _BYTES, data[at + 1]
+    shape = struct.unpack_from(f"<{ndim}Q", data, at + 2)
+    at += 2 + 8 * ndim
+    count = 1
+    for dim in shape:
+        count *= dim
+    sizes = np.frombuffer(data, np.uint32, count, at).tolist()
+    at += 4 * count
+    texts = np.empty(count, object)
+    for index, size in enumerate(sizes):
+        item = data[at : at + size]
+        texts[index] = item if is_bytes else item.decode()
+        at += size
+    return texts.reshape(shape), at
+
+
+_DTYPES: dict[bytes, np.dtype[Any]] = {}
+
+
+def _dtype(name: bytes) -> np.dtype[Any]:
+    dtype = _DTYPES.get(name)
+    if dtype is None:
+        dtype = _DTYPES[name] = np.dtype(name.decode())
+    return dtype

@@ -1,0 +1,430 @@
+"""A model's artifact as the server opens it: its files, and the sessions that run its graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import EngineryError, InputError, ProviderError
+from enginery.core.model.feeds import FeedLimits, make_feeds
+from enginery.core.model.files import ModelConfig
+from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
+from enginery.runtime.generation.batch import RunningBatch
+from enginery.runtime.generation.generator import TextGenerator
+from enginery.runtime.machine import usable_cores
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.known import CPU, CUDA
+from enginery.runtime.providers.selection import Provider
+from enginery.runtime.providers.specification import parse_providers
+from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.audio import AudioTask
+from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.images import ImageTask
+from enginery.runtime.tasks.task import MediaTask, Row, RowTask, Task
+from enginery.runtime.tasks.tensors import Tensors
+from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.text.tokenizer import Encode
+from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
+from enginery.serve.batching.planner import BatchRules
+from enginery.serve.batching.queue import QueueEntry
+from enginery.serve.batching.scheduler import BatchStatistics
+from enginery.serve.config import ServeConfig
+from enginery.serve.generation.jobs import GenerationJob, GenerationPlan
+from enginery.serve.models.quick_texts import quick_characters
+
+_MAX_MEDIA_CPU = 8
+"""Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
+_MAX_AUDIO_TOKENS = 4096
+"""Maximum number of tokens of a batch of audio, 20 ms each, which bounds its memory."""
+_MEASURED_TOKENS, _MEASURED_ROWS = 128, 32
+"""Tokens of a row, and rows, of the large batch that is measured on a GPU."""
+_RULES_UPDATE_BATCHES = 64
+"""Number of batches after which the batch rules are updated from the cost estimate."""
+
+ParallelEncode = Callable[[Encode, list[Any]], list[Any]]
+"""Runs the encoding of a list of texts, see `TextTokenizer`."""
+
+
+class ModelFiles:
+    """An opened artifact without its sessions: all that preparing and answering requests takes."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        record: GraphRecord,
+        options: ServeConfig,
+        *,
+        providers: Sequence[Provider],
+        profiles: Sequence[Profile] = (),
+        parallel_encode: ParallelEncode | None = None,
+    ) -> None:
+        """Open the model's tokenizer or processor.
+
+        Args:
+            artifact: the artifact.
+            record: the graph that runs.
+            options: the options of the server.
+            providers: what runs the graph, the first provider first.
+            profiles: the profiles of the engines; empty without engines.
+            parallel_encode: runs the encoding of a list of texts.
+
+        Raises:
+            ArtifactError: a file is missing or malformed.
+        """
+        self.artifact, self.record, self.options = artifact, record, options
+        self.providers, self.profiles = providers, profiles
+        self.on_cpu = providers[0].name == CPU
+        self.config = ModelConfig.read(artifact.path)
+        self.tensors = replace(Tensors.open(artifact, record), profiles=profiles)
+        self.task: Task | None = None
+        """The artifact's task; None if it is not supported, so that only raw tensors are."""
+        definition = manifest_task(artifact.manifest, record)
+        if definition is not None:
+            self.task = definition.open(artifact, record)
+        if isinstance(self.task, TextTask):
+            self.task = replace(
+                self.task, tokenizer=replace(self.task.tokenizer, parallel_encode=parallel_encode)
+            )
+        elif isinstance(self.task, ImageTask):
+            self.task = replace(self.task, max_pixels=options.max_pixels)
+        elif isinstance(self.task, AudioTask):
+            self.task = replace(self.task, max_seconds=options.max_seconds)
+        self.quick_characters = quick_characters(self.task)
+        """Number of characters of the longest request whose texts need no thread; 0 for none."""
+        self.plan: GenerationPlan | None = None
+        """How requests for texts are prepared; None for other tasks."""
+        self.dim = 0
+        """The size of vectors, known after the warm-up; 0 for other tasks."""
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
+        return self.task.tokenizer.limit if isinstance(self.task, TextTask) else 0
+
+    def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
+        """Return made-up inputs of the graph: one row, of a number of tokens."""
+        limits = FeedLimits.from_config(self.config, self.record.sample_sizes)
+        sizes = {
+            name: limits.sizes.get(name, max(limits.min_sequence, tokens))
+            for name in dynamic_dims(self.record.inputs)
+        }
+        sizes |= {name: 1 for name in sizes if canonical_dim(name) == "batch"}
+        if self.profiles:
+            sizes |= {name: dim.opt for name, dim in self.profiles[0].dims.items()}
+        return make_feeds(self.record.inputs, sizes, limits, seed=0)
+
+
+class ModelBackend(ModelFiles):
+    """A loaded artifact: session, task, cost estimate and batch rules. Closing frees it."""
+
+    generator: TextGenerator | None
+    """What generates texts; None for other tasks."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        runner: OrtRunner,
+        options: ServeConfig,
+        parallel_encode: ParallelEncode | None = None,
+        generator: TextGenerator | None = None,
+    ) -> None:
+        super().__init__(
+            artifact,
+            runner.record,
+            options,
+            providers=runner.providers,
+            profiles=runner.profiles,
+            parallel_encode=parallel_encode,
+        )
+        self.runner, self.generator = runner, generator
+        if generator is not None:
+            self.plan = GenerationPlan(generator, options)
+        tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
+        self._batches = {type(task): BatchRunner(task, runner) for task in tasks}
+        several = self.on_cpu and generator is None
+        self.workers = options.workers or (usable_cores() if several else 1)
+        self._cost = CostEstimator(BatchCost(0.0, 0.0))
+        self._explanation = ""
+        self.placement: dict[str, Any] = self._known_placement()
+        """Which provider runs which share of the nodes, as `Placement.as_json`."""
+        self.rules = self._rules()
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        options: ServeConfig,
+        parallel_encode: ParallelEncode | None = None,
+    ) -> ModelBackend:
+        """Open an artifact and its session.
+
+        Args:
+            path: the artifact's directory.
+            options: the options of the server.
+            parallel_encode: runs the encoding of a list of texts.
+
+        Raises:
+            ArtifactError: the directory is not an artifact, or a file is missing or malformed.
+            RejectedArtifactError: the artifact's validation failed.
+            ProviderError: the provider is unavailable.
+            OptionError: an option of a provider is invalid.
+        """
+        artifact = Artifact.open(path)
+        artifact.require_passed(allow_failed=options.allow_failed)
+        providers = parse_providers(options.providers, options.provider_option, default="cpu")
+        threads, on_cpu = options.threads, providers[0].full_name == CPU
+        generates = artifact.manifest.task in TextGenerator.tasks
+        workers = options.workers or usable_cores()
+        adapts = not threads and on_cpu and workers > 1 and not generates
+        if adapts:
+            threads = 1
+
+        def open_graph(file: str = "") -> OrtRunner:
+            return OrtRunner(
+                artifact,
+                graph=file,
+                providers=providers,
+                allow_fallback=options.allow_fallback,
+                threads=threads,
+                lone_threads=workers if adapts else 0,
+                ladder=options.ladder and not generates,
+                shrink_arena=options.shrink_arena,
+                keep_optimized=options.optimized_graph,
+                # Spinning threads of several workers would take the cores from each other.
+                spinning=threads == 1 or (on_cpu and workers == 1),
+            )
+
+        generator = None
+        if generates:
+            on_cuda = providers[0].full_name == CUDA
+            generator = TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
+        runner = generator.runner if generator is not None else open_graph()
+        try:
+            return cls(artifact, runner, options, parallel_encode, generator)
+        except BaseException:
+            (generator or runner).close()
+            raise
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
+        if self.generator is not None:
+            return self.generator.positions or 0
+        return super().limit
+
+    @property
+    def cost(self) -> BatchCost:
+        """The current estimate of the cost of a batch."""
+        return self._cost.cost()
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Recent time per token of all workers together."""
+        return self._cost.mean_seconds_per_token() / self.workers
+
+    def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
+        """Convert rows of a task to entries of the queue.
+
+        Raises:
+            ShapeError: no engine accepts a row.
+        """
+        batches = self._batches[type(task)]
+        pads = self.runner.pads
+        return [
+            QueueEntry(
+                None,
+                place,
+                (type(task), task.batch_key(row)),
+                batches.padded_length(row) if pads else row.tokens,
+                row,
+                batches,
+                tokens=row.tokens,
+            )
+            for place, row in enumerate(rows)
+        ]
+
+    def warm_up(self) -> None:
+        """Run one inference, so that a model that reports "ready" is known to work.
+
+        Raises:
+            ProviderError: the inference fails.
+        """
+        self.runner.warm_up()
+        try:
+            if isinstance(self.task, TextTask):
+                (output,) = self._run_probe(8)
+                if self.task.verb == "embed":
+                    self.dim = int(output.shape[0])
+            elif self.generator is not None and self.plan is not None:
+                self._generate_probe(self.generator, self.plan.probe())
+            else:
+                self.runner(self.synthetic_feeds())
+        except InputError as error:
+            raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
+
+    def prepare(self) -> None:
+        """Warm up and measure in the thread that will run the batches.
+
+        On CUDA every rung of the ladder is recorded here, because a thread replays only its own
+        CUDA graphs, and no request then waits for it.
+        """
+        self.warm_up()
+        if self.options.warm_up and self.runner.ladder is not None:
+            outputs: tuple[str, ...] = ()
+            if isinstance(self.task, TextTask):
+                outputs = self.task.outputs_for([self.task.probe(1)])
+            self.runner.record_rungs(
+                max_rows=self.options.batch_rows, longest=self.limit, outputs=outputs
+            )
+        self._measure_cost()
+
+    def measure(self) -> None:
+        """Measure the cost of batches, update the rules, and read the placement of nodes."""
+        if not self.placement:
+            try:
+                self.placement = self.runner.placement().as_json()
+            except EngineryError as error:
+                self.placement = {"notes": [f"it cannot be read: {error.message}"]}
+        if self.on_cpu:  # else it was measured by `prepare`
+            self._measure_cost()
+
+    def _measure_cost(self) -> None:
+        if not isinstance(self.task, TextTask):
+            return
+        # On a GPU a row of any length takes about as long as any other; many rows do not.
+        longest = min(_MEASURED_TOKENS, self.limit)
+        large = 0 if self.on_cpu else longest * _MEASURED_ROWS
+
+        def run(tokens: int) -> float:
+            rows = -(-tokens // longest) if large else 1
+            started = time.perf_counter()
+            self._run_probe(tokens // rows, rows)
+            return time.perf_counter() - started
+
+        # An engine may not accept these lengths.
+        with contextlib.suppress(EngineryError), self.runner.loaded():
+            self._cost = CostEstimator(measure_cost(run, limit=self.limit, large=large))
+        self.rules = self._rules()
+
+    def observe_batch(self, batch: BatchStatistics) -> bool:
+        """Update the cost estimate with a batch that ran; return True if the rules changed."""
+        cost = self._cost
+        cost.add(batch.padded_tokens, batch.seconds)
+        if cost.batches % _RULES_UPDATE_BATCHES:
+            return False
+        self.rules = self._rules()
+        return True
+
+    def info(self) -> dict[str, Any]:
+        """Return the artifact's properties, its providers and its batch rules, as JSON."""
+        manifest, cost = self.artifact.manifest, self.cost
+        found: dict[str, Any] = {
+            "task": manifest.task,
+            "method": self.task.verb if self.task else "generate" if self.plan else "",
+            "source": manifest.source.id,
+            "revision": manifest.source.revision,
+            "content_sha256": self.artifact.content_sha256(),
+            "precision": manifest.precision,
+            "target": manifest.target,
+            "provider": self.providers[0].name,
+            "providers": [asdict(provider) for provider in self.providers],
+            "engines": [
+                {"name": engine.name, "key": engine.record.key, "profile": str(profile)}
+                for engine, profile in zip(self.runner.engines, self.runner.profiles, strict=True)
+            ],
+            "placement": self.placement,
+            "inputs": [str(spec) for spec in self.runner.record.inputs],
+            "outputs": [str(spec) for spec in self.runner.record.outputs],
+            "max_inputs": self.options.max_inputs,
+            "workers": self.workers,
+            "batching": {
+                "max_tokens": self.rules.max_tokens,
+                "max_rows": self.rules.max_rows,
+                "max_padding": self.rules.max_padding,
+                "explanation": self._explanation,
+                "fixed_seconds": cost.fixed_seconds,
+                "seconds_per_token": cost.seconds_per_token,
+            },
+        }
+        if self.limit:
+            found["max_tokens"] = self.limit
+        if self.task:
+            found["notes"] = list(self.task.notes)
+        if self.dim:
+            found["dim"] = self.dim
+        if self.plan is not None:
+            found["generation"] = {
+                "max_rows": self.options.generation_rows,
+                "max_new_tokens": self.options.max_new_tokens,
+            }
+        return found
+
+    def close(self) -> None:
+        """Free the sessions."""
+        (self.generator or self.runner).close()
+
+    def _generate_probe(self, generator: TextGenerator, job: GenerationJob) -> None:
+        """Generate two tokens for a made-up input."""
+        batch = RunningBatch(generator.decoder)
+        batch.add([job.search], generator.inputs.join([job.row]))
+        while batch.searches:
+            batch.step()
+        if job.search.error is not None:
+            raise job.search.error
+
+    def _run_probe(self, tokens: int, rows: int = 1) -> list[Any]:
+        """Run a batch of synthetic texts of a number of tokens each."""
+        if self.task is None:
+            raise AssertionError("only texts are probed")
+        return self._batches[type(self.task)].run([self.task.probe(tokens)] * rows)
+
+    def _known_placement(self) -> dict[str, Any]:
+        """Return the placement if it is known without profiling a session, else an empty dict."""
+        if self.on_cpu:
+            return {"providers": [{"name": CPU}], "notes": ["every node is on the CPU"]}
+        if self.runner.engines:
+            names = [{"name": provider.name} for provider in self.providers[:1]]
+            return {"providers": names, "notes": ["every node is in the engine"]}
+        return {}
+
+    def _rules(self) -> BatchRules:
+        options, spec = self.options, self.runner.record.inputs[0]
+        batches = self._batches[type(self.task or self.tensors)]
+        fixed = batches.fixed_rows
+        if isinstance(self.task, MediaTask):
+            rows = min(options.batch_rows, _MAX_MEDIA_CPU if self.on_cpu else options.batch_rows)
+            rows = min(rows, fixed or rows)
+            tokens, what = rows, "images of one size"  # an image counts as one token
+            if self.task.modality == "audio":
+                tokens, what = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
+            self._explanation = f"{rows} {what}"
+            return BatchRules(max_tokens=tokens, max_rows=rows, max_padding=0.0)
+        tokens, why = options.batch_tokens, "set by --batch-tokens"
+        if not tokens:
+            tokens, why = choose_max_tokens(self.cost, on_cpu=self.on_cpu)
+        self._explanation = why
+        rules = BatchRules(
+            max_tokens=tokens,
+            max_rows=options.batch_rows,
+            max_padding=options.max_padding,
+            fixed_cost_tokens=self._cost.fixed_cost_tokens(),
+        )
+        if self.task is not None:
+            rules = replace(
+                rules,
+                equal_lengths=not self.task.can_pad,
+                max_rows=min(rules.max_rows, fixed) if fixed else rules.max_rows,
+            )
+        if self.runner.profiles:
+            # An engine accepts at most the batch size that its profile allows.
+            rules = replace(
+                rules,
+                max_rows_for_length=lambda length: self.runner.max_rows(spec, (length,)) or 1,
+            )
+        return rules
