@@ -1,11 +1,12 @@
 """Send requests to a server from one process, as many at a time as there are connections.
 
     $ python -m benchmarks.gpu_check.load JOB.json        # writes JOB.npy: latencies in ms
-    {"statuses": {"200": 41210}, "lost": [], "checked": 640, "wrong": 0, "least_cosine": 0.99999}
+    {"statuses": {"200": 41210}, "lost": [], "checked": 640, "wrong": 0, …}
 
-Each connection sends its next request after a response (a closed loop). One process costs 10 to 20 µs
-of a core for a response, since it uses sockets and epoll directly; a job has several processes. It
-prints `ready`, begins when it gets a line, and ends after the job's seconds.
+Each connection sends its next request after a response (a closed loop). The process uses sockets
+and epoll directly, so that the load costs little of the cores that it shares with the server; a
+load has several processes. It prints `ready`, begins when it gets a line, and ends after the job's
+seconds.
 
 Every response's status is read. Of each `check_every`-th, the vectors are compared with those
 expected after the load.

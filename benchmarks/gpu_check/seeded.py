@@ -3,11 +3,11 @@
     $ python -m benchmarks.gpu_check.seeded pack build/gpu-models build/carried gpt2 llama
     $ python -m benchmarks.gpu_check.seeded unpack build/carried build/gpu-models
 
-Random weights do not compress, and a model of half a billion parameters has a gigabyte of them. The
-weights made here come from a seed (`fill_weights`), so `pack` keeps a file of weights as the names of
-the parameters in it and the few bytes between them, and `unpack` computes them again. A graph has
-its parameters transposed, joined and cast: `pack` finds out how. All bytes are the same afterwards,
-which `unpack` checks by their hash.
+Random weights do not compress, and a model of half a billion parameters has a gigabyte of them.
+The weights made here come from a seed (`fill_weights`), so `pack` keeps a file of weights as the
+names of the parameters in it and the few bytes between them, and `unpack` computes them again. A
+graph has its parameters transposed, joined and cast: `pack` finds out how. All bytes are the same
+afterwards, which `unpack` checks by their hash.
 
 A weight is `mean + std * √3 * u`, with u uniform in (-1, 1), in 16 bits of PCG64's output, and is
 rounded to FP16. This arithmetic is exact in IEEE 754, so every machine gets the same bytes.
@@ -66,21 +66,27 @@ class Parameter:
 def fill_weights(model: Any, directory: Path, *, seed: int, gain: float) -> None:
     """Replace a PyTorch model's weights by seeded ones, and save it in FP16.
 
-    Matrices get the deviation of the model's own initialization, times `gain`: with a gain of 1 a
-    random decoder repeats one token. Vectors, which are biases and scales, keep their mean.
+    Matrices get the deviation of the model's own initialization, those of the layers times `gain`:
+    with a gain of 1 a random decoder repeats one token. Vectors, which are biases and scales, keep
+    their mean.
 
     Args:
         model: a transformers model, freshly initialized.
         directory: directory for the model; it also gets `parameters.json`.
         seed: seed of all parameters.
-        gain: factor of the matrices' deviation.
+        gain: factor of the deviation of the layers' matrices.
     """
     import torch
 
     parameters: dict[str, Parameter] = {}
+    ends = [
+        layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer
+    ]
+    embeddings = {id(layer.weight) for layer in ends}
     with torch.no_grad():
         for index, (name, tensor) in enumerate(model.named_parameters()):
-            deviation = float(tensor.std()) * gain if tensor.dim() > 1 else 0.0
+            factor = 1.0 if id(tensor) in embeddings else gain
+            deviation = float(tensor.std()) * factor if tensor.dim() > 1 else 0.0
             spec = Parameter(
                 index,
                 tuple(tensor.shape),

@@ -58,7 +58,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def artifact_of(work: Work) -> Artifact:
-    """Return the artifact for CUDA; in a dry run that of FP32, since the CPU has few FP16 kernels."""
+    """Return the artifact for CUDA, or in a dry run that in FP32."""
     return work.artifact("fp16" if work.on_gpu else "onnx")
 
 

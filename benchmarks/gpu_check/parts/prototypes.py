@@ -1,8 +1,8 @@
 """Run prototype scripts in the same run, and keep the lines of JSON that they print.
 
-The directory of `--prototypes` has them: `bucket.py`, `server.py`, `gpt2_step.py` and `t5_step.py`, on
-plain ONNX Runtime. They show what a mechanism reaches on this machine. Those that are missing, and
-all without the option, are left out.
+The directory of `--prototypes` has `bucket.py`, `server.py`, `gpt2_step.py` and `t5_step.py`, on
+plain ONNX Runtime. They show what a mechanism reaches on this machine. Without the option they are
+left out.
 """
 
 from __future__ import annotations

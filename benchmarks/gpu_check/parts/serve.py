@@ -146,12 +146,14 @@ def _kill(work: Work, shared: SharedServer) -> None:
     server = shared.get()
     connections = 4 if work.quick else _KILL_CONNECTIONS
     killed: dict[str, int] = {}
+    spared: list[str] = []
 
     def kill() -> None:
         time.sleep(work.settings.load_seconds / 2)
         accepted = server.connections()
         fronts = [n for n in accepted if n != server.processes()[0]]
         if len(fronts) < 2:
+            spared.append(f"{len(accepted)} processes have connections")
             return
         killed["process"], killed["connections"] = fronts[0], accepted[fronts[0]]
         os.kill(fronts[0], signal.SIGKILL)
@@ -164,7 +166,7 @@ def _kill(work: Work, shared: SharedServer) -> None:
         during=kill,
     )
     if not killed:
-        work.note(f"no process was killed: {describe_processes(server)}")
+        work.note(f"no process was killed: {', '.join(spared)}")
         return
     until = time.monotonic() + _AGAIN_SECONDS
     while not (again := server.is_ready()) and time.monotonic() < until:
@@ -179,9 +181,3 @@ def _kill(work: Work, shared: SharedServer) -> None:
         found=f"it had {killed['connections']} of {connections} connections; "
         f"{describe_load(result)}; {'ready again' if again else 'not ready again'}",
     )
-
-
-def describe_processes(server: Server) -> str:
-    """Return how many processes the server has, and how many of them accept connections."""
-    accepted = server.connections()
-    return f"{len(server.processes())} processes, {len(accepted)} with connections"

@@ -1,8 +1,8 @@
 """Measure FP16 from token ids to a sentence's vector, at one shape at a time.
 
 enginery runs as `load_model` does: pad, run, split. PyTorch's SDPA has the mean and the
-normalization on the device, so both copy a vector for each row and nothing else. On the device, both
-leave their outputs there.
+normalization on the device, so both copy a vector for each row and nothing else. On the device,
+both leave their outputs there.
 """
 
 from __future__ import annotations
