@@ -269,8 +269,8 @@ def pack(models: Path, out: Path, names: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         directories = sorted(p for p in models.glob(f"{name}-*") if p.is_dir())
-        sources = [p for p in directories if (p / PARAMETERS).is_file()]
-        if len(sources) != 1:
+        sources = [p for p in directories if p.name.endswith("-source")]
+        if len(sources) != 1 or not (sources[0] / PARAMETERS).is_file():
             raise ValueError(
                 f"{models} has {len(sources)} sources of {name} with {PARAMETERS}, expected one."
             )
