@@ -50,6 +50,7 @@ def main(words: list[str] | None = None) -> int:
         "quick": given.quick,
         "models": str(models.resolve()),
         "reuse": bool(given.models),
+        "prototypes": str(Path(given.prototypes).resolve()) if given.prototypes else "",
     }
     results, said = Results.begin(out, request, gpu=gpu, fresh=given.fresh)
     print(said, flush=True)
@@ -117,6 +118,12 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         default="",
         metavar="DIR",
         help="keep the artifacts in this directory, and use those that are already there",
+    )
+    parser.add_argument(
+        "--prototypes",
+        default="",
+        metavar="DIR",
+        help="run the prototype scripts of this directory in the same run",
     )
     parser.add_argument(
         "--out", default="", metavar="DIR", help=f"directory for the two files; with a GPU {_DOCS}"

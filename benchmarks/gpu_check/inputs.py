@@ -8,6 +8,7 @@ The sentences are those of docstrings of Python's standard library, which every 
 from __future__ import annotations
 
 import ast
+import random
 import re
 import sysconfig
 from functools import cache
@@ -36,6 +37,27 @@ def sentences() -> tuple[str, ...]:
                 pieces = re.split(r"(?<=[.!?])\s+", text)
                 found |= dict.fromkeys(piece for piece in pieces if 12 < len(piece) < 150)
     return tuple(found)
+
+
+def joined_sentences(count: int, *, words: int, spread: float = 0.75, seed: int = 0) -> list[str]:
+    """Return texts of one or more sentences, the same with the same version of Python.
+
+    Args:
+        count: number of texts.
+        words: number of words on average; BERT's tokenizer makes 1.65 tokens of one.
+        spread: the number of words differs by up to this share of the average.
+        seed: seed of the choice.
+    """
+    chosen = random.Random(seed)
+    known = sentences()
+    texts = []
+    for _ in range(count):
+        wanted = chosen.uniform(1 - spread, 1 + spread) * words
+        text: list[str] = []
+        while len(text) < wanted:
+            text += known[chosen.randrange(len(known))].split()
+        texts.append(" ".join(text[: max(int(wanted), 3)]))
+    return texts
 
 
 def text_feeds(artifact: Artifact, point: tuple[int, int], *, first: int = 0) -> Feeds:

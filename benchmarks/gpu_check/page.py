@@ -51,27 +51,57 @@ def page(document: Document) -> str:
     lines += _agreement(rows(parts, "agreements"))
     lines += _placement(rows(parts, "placed"))
     lines += _images(rows(parts, "searches"))
+    lines += _pooled(rows(parts, "pooled"))
     lines += _section(
-        "Server",
-        ("model", "connections", "requests/s", "p50 ms", "p99 ms", "refused"),
+        "New shapes, ms",
+        ("model", "shapes", "new: median, p99, most", "seen: median, p99, most", "ready after s"),
         (
             (
                 r["model"],
-                str(r["connections"]),
-                f"{r['per_second']:.0f}",
-                _figure(r["latency_ms"]["p50"]),
-                _figure(r["latency_ms"]["p99"]),
-                str(r["refused"]),
+                str(r["shapes"]),
+                ", ".join(_figure(value) for value in r["new_ms"].values()),
+                ", ".join(_figure(value) for value in r["seen_ms"].values()),
+                _figure(r["ready_seconds"]),
             )
-            for r in rows(parts, "served")
+            for r in rows(parts, "shapes")
+        ),
+    )
+    lines += _server(parts)
+    lines += _section(
+        "Embed from Python",
+        ("model", "by", "sentences", "rows/s, by turn"),
+        (
+            (
+                r["model"],
+                r["side"],
+                str(r["rows"]),
+                ", ".join(f"{rate:.0f}" for rate in r["per_second"]),
+            )
+            for r in rows(parts, "embedded")
+        ),
+    )
+    lines += _generation(parts)
+    lines += _section(
+        "Predict",
+        ("model", "output", "rows", "rows/s", "seconds in all", "workers"),
+        (
+            (
+                r["model"],
+                r["way"],
+                str(r["rows"]),
+                f"{r['per_second']:.0f}",
+                _figure(r.get("seconds")),
+                str(r["workers"]),
+            )
+            for r in rows(parts, "predicted")
         ),
     )
     lines += _section(
-        "Predict",
-        ("model", "way", "rows", "rows/s", "workers"),
+        "Prototypes",
+        ("script", "result"),
         (
-            (r["model"], r["way"], str(r["rows"]), f"{r['per_second']:.0f}", str(r["workers"]))
-            for r in rows(parts, "predicted")
+            (r["script"], ", ".join(f"{name}: {value}" for name, value in r["line"].items()))
+            for r in rows(parts, "prototyped")
         ),
     )
     lines += _section("TensorRT", ("flavor", "outcome"), rows(parts, "flavors"))
@@ -86,6 +116,116 @@ def page(document: Document) -> str:
         ),
     )
     return "\n".join(lines) + "\n"
+
+
+def _pooled(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a row for each shape: token ids to vectors, by every way."""
+    names = list(dict.fromkeys(name for point in points for name in point["latency"]))
+    return _section(
+        "FP16, token ids to vectors, median in ms",
+        ("model", "batch×sequence", *names, "on the host", "on the device"),
+        (
+            (
+                p["model"],
+                f"{p['batch']}×{p['sequence']}",
+                *(_ms(p["latency"].get(name)) for name in names),
+                _beside(p, "host"),
+                _beside(p, "device"),
+            )
+            for p in points
+        ),
+    )
+
+
+def _server(parts: Mapping[str, Any]) -> list[str]:
+    """Return the tables of the server's loads."""
+    lines = _section(
+        "Server",
+        (
+            "model",
+            "connections",
+            "requests/s",
+            "p50 ms",
+            "p99 ms",
+            "refused",
+            "5xx",
+            "connections lost",
+            "wrong of checked",
+        ),
+        (
+            (
+                r["model"],
+                str(r["connections"]),
+                f"{r['per_second']:.0f}",
+                _figure(r["latency_ms"]["p50"]),
+                _figure(r["latency_ms"]["p99"]),
+                str(r["refused"]),
+                str(r.get("server_errors", _NOTHING)),
+                str(r.get("lost", _NOTHING)),
+                f"{r['wrong']} of {r['checked']}" if "wrong" in r else _NOTHING,
+            )
+            for r in rows(parts, "served")
+        ),
+    )
+    return lines + _section(
+        "Server, large requests",
+        ("model", "texts a request", "connections", "rows/s", "load_model, rows/s", "p99 ms"),
+        (
+            (
+                r["model"],
+                str(r["texts"]),
+                str(r["connections"]),
+                f"{r['served_per_second']:.0f}",
+                f"{r['load_model_per_second']:.0f}",
+                _figure(r["latency_ms"]["p99"]),
+            )
+            for r in rows(parts, "large")
+        ),
+    )
+
+
+def _generation(parts: Mapping[str, Any]) -> list[str]:
+    """Return the tables of generated tokens, by call and by stream."""
+    lines = _section(
+        "Generation, tokens/s",
+        (
+            "model",
+            "rows × beams",
+            "enginery",
+            "PyTorch FP16",
+            "speedup",
+            "first call, ms",
+            "rows equal to PyTorch FP32",
+            "distinct tokens",
+        ),
+        (
+            (
+                r["model"],
+                f"{r['rows']} × {r['beams']}",
+                f"{r['per_second']:.0f}",
+                f"{r['pytorch_per_second']:.0f}",
+                f"{r['speedup']:.2f} ×",
+                f"{r['first_ms']:.0f}",
+                f"{r['equal_rows']} of {r['rows']}",
+                str(r["distinct_tokens"]),
+            )
+            for r in rows(parts, "generated")
+        ),
+    )
+    return lines + _section(
+        "Generation by the server",
+        ("model", "streams", "tokens/s", "p50 of a text, ms", "p99"),
+        (
+            (
+                r["model"],
+                str(r["streams"]),
+                f"{r['per_second']:.0f}",
+                f"{r['latency_ms']['p50']:.0f}",
+                f"{r['latency_ms']['p99']:.0f}",
+            )
+            for r in rows(parts, "streamed")
+        ),
+    )
 
 
 def _agreement(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,11 @@ from typing import Any
 
 TEXT_MODELS = ("minilm", "bert-base")
 CONVOLUTIONS = "resnet"
-MODELS = (*TEXT_MODELS, CONVOLUTIONS)
+LARGE = "bert-large"
+"""An embedder for which a request of many texts takes the GPU a while."""
+GENERATORS = ("gpt2", "t5-small", "m2m100", "llama", "qwen3")
+ENCODER_DECODERS = ("t5-small", "m2m100")
+MODELS = (*TEXT_MODELS, CONVOLUTIONS, LARGE, *GENERATORS)
 PRECISIONS = ("fp16", "fp32", "bf16")
 PACKED = "fp16-packed"
 """FP16 that computes no padding, which runs on CUDA only."""
@@ -43,14 +47,21 @@ class Unit:
 
 PARTS = (
     Part("doctor"),
-    Part("models", MODELS, case_seconds=240),
+    Part("models", MODELS, case_seconds=900),
     Part("smoke", ("minilm",)),
     Part("agreement", TEXT_MODELS),
     Part("placement", TEXT_MODELS),
     Part("speed", TEXT_MODELS),
     Part("convolutions", (CONVOLUTIONS,), case_seconds=180),
+    Part("vectors", ("minilm",)),
+    Part("shapes", ("minilm",)),
     Part("serve", ("minilm",)),
-    Part("predict", ("minilm",)),
+    Part("embed", ("minilm",), case_seconds=120),
+    Part("generate", GENERATORS),
+    Part("streams", ("gpt2",)),
+    Part("large", (LARGE,)),
+    Part("predict", ("minilm",), case_seconds=240),
+    Part("prototypes", ("minilm",), case_seconds=180),
     Part("speedup", TEXT_MODELS),
     Part("compiled", TEXT_MODELS, case_seconds=300),
     Part("tensorrt", ("minilm",), case_seconds=240),
@@ -113,6 +124,96 @@ _TINY = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
+_BERT_LARGE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}
+# Words of the tokenizer are its vocabulary, so that every token is a word. No token ends a text:
+# all generate the same number.
+_NO_END = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+_BART_SIZES = {
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 2048,
+    "decoder_ffn_dim": 2048,
+}
+_GENERATORS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 50_257, **_NO_END},
+    "t5-small": {
+        "vocab_size": 32_128,
+        "d_model": 512,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_heads": 8,
+        "decoder_start_token_id": 0,
+        **_NO_END,
+    },
+    "m2m100": {
+        "vocab_size": 32_000,
+        "d_model": 512,
+        "max_position_embeddings": 512,
+        "decoder_start_token_id": 2,
+        **_BART_SIZES,
+        **_NO_END,
+        "eos_token_id": 2,  # the exporter needs one; generation_config.json has none
+    },
+    # About half a billion parameters each.
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        **_NO_END,
+    },
+    "qwen3": {
+        "vocab_size": 64_000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        **_NO_END,
+    },
+}
+_TINY_LLAMA = {
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+_TINY_GENERATORS: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 200, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "t5-small": {
+        "vocab_size": 200,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
+    "m2m100": {
+        **{name: 2 if "layers" in name or "heads" in name else 64 for name in _BART_SIZES},
+        "vocab_size": 200,
+        "d_model": 32,
+        "max_position_embeddings": 64,
+    },
+    "llama": _TINY_LLAMA,
+    "qwen3": _TINY_LLAMA,
+}
 _TINY_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 
 
@@ -127,11 +228,25 @@ class Settings:
     """Shapes at which the GPU is compared with the CPU."""
     images: tuple[tuple[int, int], ...]
     """Height and width."""
+    pooled: tuple[Point, ...]
+    """Shapes at which vectors are made, without new ones in between."""
+    shapes: int
+    """Number of random shapes, each new."""
     clients: tuple[int, ...]
     """Numbers of connections to the server."""
     load_seconds: float
-    rows: int
-    """Rows of the file that `predict` reads."""
+    sentences: int
+    """Sentences that `embed` gets in one call."""
+    rows: tuple[int, ...]
+    """Rows of the files that `predict` reads."""
+    large_texts: int
+    """Texts in a request to the large model."""
+    large_clients: int
+    generated: tuple[tuple[int, int], ...]
+    """Rows and beams of a generation, those with goals first."""
+    new_tokens: int
+    streams: int
+    """Texts that a server generates at the same time."""
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arguments of the models' configurations; empty for transformers' defaults."""
     min_rounds: int = 6
@@ -153,13 +268,25 @@ def settings_for(*, quick: bool) -> Settings:
             agreement=((1, 8), (2, 16)),
             speedup=((1, 16),),
             images=((64, 64), (96, 64)),
+            pooled=((1, 8), (2, 16)),
+            shapes=6,
             clients=(1, 4),
             load_seconds=0.5,
-            rows=200,
+            sentences=100,
+            rows=(200,),
+            large_texts=8,
+            large_clients=2,
+            generated=((1, 1), (3, 1), (1, 4)),
+            new_tokens=6,
+            streams=3,
             configs={
                 "minilm": _TINY,
                 "bert-base": {**_TINY, "num_hidden_layers": 3},
                 CONVOLUTIONS: _TINY_RESNET,
+                LARGE: {**_TINY, "num_hidden_layers": 3},
+                **{
+                    name: {**sizes, **_TINY_GENERATORS[name]} for name, sizes in _GENERATORS.items()
+                },
             },
             max_rounds=6,
             most_runs=3,
@@ -172,9 +299,23 @@ def settings_for(*, quick: bool) -> Settings:
         agreement=((1, 16), (8, 128), (32, 512)),
         speedup=((1, 16), (32, 128)),
         images=_SIZES,
-        clients=(1, 16, 64, 256),
-        load_seconds=5.0,
-        rows=50_000,
+        pooled=((1, 16), (1, 128), (32, 512), (32, 128)),
+        shapes=300,
+        clients=(64, 256, 1, 16),
+        load_seconds=4.0,
+        sentences=20_000,
+        rows=(50_000, 500_000),
+        large_texts=256,
+        large_clients=16,
+        generated=((1, 1), (8, 1), (32, 1), (1, 4), (8, 4)),
+        new_tokens=64,
+        streams=32,
         # bert-base is transformers' own default, and so is ResNet-50.
-        configs={"minilm": _MINILM, "bert-base": {}, CONVOLUTIONS: {}},
+        configs={
+            "minilm": _MINILM,
+            "bert-base": {},
+            CONVOLUTIONS: {},
+            LARGE: _BERT_LARGE,
+            **_GENERATORS,
+        },
     )

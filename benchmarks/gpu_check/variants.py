@@ -25,6 +25,7 @@ from enginery.core.model.feeds import Feeds
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
 PLAIN, BOUND, GRAPH = "enginery, no IOBinding", "enginery, IOBinding", "enginery, CUDA graph"
+LOADED = "enginery, as load_model runs"
 EAGER, SDPA, COMPILED = "PyTorch eager", "PyTorch SDPA", "torch.compile"
 EAGER_FP32 = "PyTorch eager FP32"
 BARE_FP16, BARE_FP32 = "ONNX Runtime", "ONNX Runtime, exported FP32"
@@ -49,7 +50,7 @@ class Variant:
 
     @property
     def is_enginery(self) -> bool:
-        return self.side in WAYS
+        return self.side in (*WAYS, LOADED)
 
     @property
     def name(self) -> str:

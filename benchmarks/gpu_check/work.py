@@ -79,6 +79,11 @@ class Work:
         return bool(self.results.document["reuse"])
 
     @property
+    def prototypes(self) -> str:
+        """Directory of the prototype scripts; empty for none."""
+        return str(self.results.document.get("prototypes", ""))
+
+    @property
     def record(self) -> Record:
         """The results of this unit."""
         return self.results.unit(self.name)

