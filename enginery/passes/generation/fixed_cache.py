@@ -42,7 +42,7 @@ from enginery.passes.generation.sizes import (
 )
 from enginery.passes.generation.visibility import Visibility, measure_visibility
 from enginery.passes.ir.graph_file import read_graph
-from enginery.passes.ir.nodes import infer_types
+from enginery.passes.ir.nodes import clear_shapes, infer_types
 from enginery.passes.ir.op_types import MICROSOFT
 from enginery.runtime.decoder_graphs import (
     LOGITS,
@@ -174,7 +174,8 @@ def _appended(present: ir.Value, past: ir.Value) -> ir.Value:
         raise UnsuitableGraphError(f"{present.name}, which does not append to {past.name}")
     if len(node.inputs) != 2 or node.attributes.get_int("axis", 0) not in (2, -2):
         raise UnsuitableGraphError(f"{node.name}, which does not append positions")
-    assert node.inputs[1] is not None
+    if node.inputs[1] is None:
+        raise UnsuitableGraphError(f"{node.name}, which appends nothing")
     return node.inputs[1]
 
 
@@ -205,8 +206,9 @@ class _Rewriter:
         SizeFolder(self.model, self.facts.sizes, self.position, self.positions).run()
         self._clean()
         cancel_views(self.model)
+        self._pack_queries()
         self._drop_inputs()
-        self._rename_dims()
+        self._name_dims()
         return self.model, self.counts
 
     def _clean(self) -> None:
@@ -306,12 +308,13 @@ class _Rewriter:
         build = self.build
         indices = self._once(("indices", heads), lambda: self._indices(heads))
         buffers = []
-        for value, rows in zip(past, new, strict=True):
+        for buffer, appended in zip(past, new, strict=True):
+            rows = appended
             if kv_heads != heads:
-                apart = build("Unsqueeze", rows, build.ints(2))
+                apart = build("Unsqueeze", appended, build.ints(2))
                 spread = build("Expand", apart, build.ints(1, 1, heads // kv_heads, 1, 1))
                 rows = build("Reshape", spread, build.ints(0, heads, -1, width))
-            buffers.append(build("ScatterND", value, indices, rows))
+            buffers.append(build("ScatterND", buffer, indices, rows))
         query = build.merge_heads(attention.query, heads * width)
         (context,) = build.node(
             SCATTERED,
@@ -333,7 +336,7 @@ class _Rewriter:
         return build("Concat", *parts, axis=-1)
 
     def _distance(self) -> ir.Value:
-        """Return the number of positions from a key to a query: int64 (batch, 1, sequence, buffer)."""
+        """Return the positions from a key to a query: int64 (batch, 1, sequence, buffer)."""
         build = self.build
         keys = self._input(BUFFER, _INT64, ["buffer"])
         queries = build("Unsqueeze", self.positions, build.ints(1, 3))
@@ -401,6 +404,7 @@ class _Rewriter:
     ) -> None:
         """Let the rest of the graph read an attention's result, (batch, sequence, hidden)."""
         context.type = ir.TensorType(_FLOAT)
+        context.shape = ir.Shape(["batch", "sequence", heads * width])
         apart = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
         by_head = self.build("Transpose", apart, perm=_HEADS_BEFORE_POSITIONS)
         attention.context.outputs[0].replace_all_uses_with(by_head)
@@ -455,13 +459,13 @@ class _Rewriter:
         traces = [self.facts.sizes.evaluate(names, sizes) for sizes in runs]
         for node in lookups:
             name = node.inputs[1].name or ""
-            value = self._position_or_ids(name, [trace[name] for trace in traces], runs)
+            value = self._position_or_ids([trace[name] for trace in traces], runs)
             if value is None:
                 raise UnsuitableGraphError(f"{node.name}, which looks up neither ids nor positions")
             node.replace_input_with(1, value)
 
     def _position_or_ids(
-        self, name: str, arrays: Sequence[NDArray[Any]], runs: Sequence[Sizes]
+        self, arrays: Sequence[NDArray[Any]], runs: Sequence[Sizes]
     ) -> ir.Value | None:
         ids = [self.facts.sizes.feeds(sizes, names=[IDS])[IDS] for sizes in runs]
         if all(
@@ -492,19 +496,34 @@ class _Rewriter:
         shift = build.constant(np.array(offset, np.int64))
         return self._once(("position", offset), lambda: build("Add", self.positions, shift))
 
+    def _pack_queries(self) -> None:
+        """Let GroupQueryAttention read queries, keys and values that a Split takes apart whole."""
+        for node in self.graph:
+            if node.op_type != GROUPED:
+                continue
+            parts = list(node.inputs[:3])
+            split = None if parts[0] is None else parts[0].producer()
+            if split is None or split.op_type != "Split" or list(split.outputs) != parts:
+                continue
+            if split.attributes.get_int("axis", 0) in (2, -1) and all(
+                len(part.uses()) == 1 for part in split.outputs
+            ):
+                for index, value in enumerate((split.inputs[0], None, None)):
+                    node.replace_input_with(index, value)
+        RemoveUnusedNodesPass()(self.model)
+
     def _drop_inputs(self) -> None:
         for value in list(self.graph.inputs):
             if not value.uses():
                 self.graph.inputs.remove(value)
 
-    def _rename_dims(self) -> None:
-        for value in self.graph.inputs:
-            name = value.name or ""
-            if name == IDS or name == POSITIONS:
-                value.shape = ir.Shape(["batch", "sequence"])
-        for value in self.graph.outputs:
-            if value.name == LOGITS and value.shape is not None:
-                value.shape = ir.Shape(["batch", 1, value.shape[-1]])
+    def _name_dims(self) -> None:
+        for name in (IDS, POSITIONS):
+            self.inputs[name].shape = ir.Shape(["batch", "sequence"])
+        logits = self._output(LOGITS)
+        logits.shape = ir.Shape(["batch", 1, logits.shape[-1] if logits.shape else "vocabulary"])
+        # They are those of the graph before. ONNX Runtime infers them anew.
+        clear_shapes(self.model)
 
 
 def add_choice(model: ir.Model) -> None:

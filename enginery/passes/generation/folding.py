@@ -207,7 +207,8 @@ def _leading(dims: Sequence[Size | None]) -> list[str]:
 
 def _input(node: ir.Node) -> ir.Value:
     value = node.inputs[0]
-    assert value is not None
+    if value is None:
+        raise UnsuitableGraphError(f"{node.name}, which has no first input")
     return value
 
 
@@ -247,7 +248,7 @@ def cancel_views(model: ir.Model) -> None:
             source = _before_views(node)
             if source is not None and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(source)
-                changed = bool(changed or True)
+                changed = True
                 model.graph.remove(node, safe=True)
         RemoveUnusedNodesPass()(model)
 

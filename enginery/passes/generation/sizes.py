@@ -131,10 +131,8 @@ class DecoderSizes:
         ]
         reshaped += tensors
         names = list(dict.fromkeys((*shapes, *reshaped)))
-        traces = []
         with GraphTracer(path, names) as trace:
-            for sizes in RUNS:
-                traces.append(trace(self.feeds(sizes)))
+            traces = [trace(self.feeds(sizes)) for sizes in RUNS]
         self._shapes = {name: solve_sizes([t[name].tolist() for t in traces]) for name in shapes}
         self.dims = {
             name: solve_sizes([list(traced[name].shape) for traced in traces]) for name in reshaped

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.passes.generation.attention import Attention, ScoreStep
+from enginery.passes.generation.attention import Attention
 from enginery.passes.generation.sizes import (
     RUNS,
     Arrays,
@@ -133,9 +133,10 @@ def _scores(
         elif step.kind == "bias" and step.operand is not None:
             has_bias = True
             added = added + _array(step.operand, arrays)
-        elif step.kind == "mask":
+        elif step.kind == "mask" and step.operand is not None:
             has_bias = True
-            added = np.where(_condition(step, arrays), added, -np.inf)
+            condition = _array(step.operand, arrays).astype(bool)
+            added = np.where(condition != step.inverted, added, -np.inf)
     if cap:
         cap = scale
         scale = before * cap
@@ -163,12 +164,6 @@ def _number(value: ir.Value, arrays: Arrays) -> float:
     if array.size != 1:
         raise UnsuitableGraphError(f"{value.name}, {array.shape} where a number was expected")
     return float(array.reshape(-1)[0])
-
-
-def _condition(step: ScoreStep, arrays: Arrays) -> NDArray[Any]:
-    assert step.operand is not None
-    condition = _array(step.operand, arrays).astype(bool)
-    return ~condition if step.inverted else condition
 
 
 def _own_visibility(
