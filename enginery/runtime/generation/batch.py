@@ -20,8 +20,6 @@ from enginery.runtime.generation.decoder import Decoder
 from enginery.runtime.generation.inputs import Feeds
 from enginery.runtime.generation.search import Candidates, Need, Search, SequentialSearch
 
-_BEST = Need()
-
 
 @dataclass(frozen=True)
 class _Running:
@@ -166,7 +164,7 @@ class RunningBatch:
         """Run one token of each row."""
         try:
             self._state, found = self._decoder.step(
-                self._state, greedy.tokens, greedy.parents, _BEST
+                self._state, greedy.tokens, greedy.parents, Need()
             )
         except BaseException:
             self._running, self._state, self._greedy = [], None, None

@@ -67,6 +67,9 @@ class Decoder(Protocol[State]):
     def keep(self, state: State, rows: list[int]) -> State:
         """Return a state with some of its rows, in ascending order."""
 
+    def warm_up(self, rows: int) -> None:
+        """Prepare the present thread for batches of up to this many rows."""
+
 
 @dataclass(frozen=True)
 class DecoderState:
@@ -196,6 +199,9 @@ class CachedDecoder:
         first = max(above.sources) + 1
         sources = (*above.sources, *(first + source for source in below.sources))
         return DecoderState(np.concatenate(masks), cache, {}, sources)
+
+    def warm_up(self, rows: int) -> None:
+        """Do nothing: a cache that grows has no buffers to prepare."""
 
     def keep(self, state: DecoderState, rows: list[int]) -> DecoderState:
         """Return a state with some of its rows, in ascending order."""

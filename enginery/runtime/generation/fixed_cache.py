@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,10 @@ _ROOM = 64
 """Positions behind a prompt that its buffers have at first."""
 _FEWER = 4
 """Factor by which the buffers must have too many rows before rows move to smaller ones."""
+_SHORTEST_ENCODER = 64
+"""Smallest number of an encoder's positions in the buffers, where a mask leaves some out."""
+_USUAL_LENGTHS = (128, 256)
+"""Lengths whose steps are recorded before the first request."""
 _IDLE_BYTES = 2 << 30
 """Memory of buffers that are kept although no batch uses them, with their CUDA graphs."""
 
@@ -188,7 +193,7 @@ class FixedCacheDecoder:
         encoded = self._encode(self._encoder, inputs or {}) if self._encoder else {}
         encoder_length = self._encoder_length(encoded)
         if self._masks_encoder:
-            encoder_length = width_rung(encoder_length, None)
+            encoder_length = max(row_rung(encoder_length), _SHORTEST_ENCODER)
         sizes = BufferSizes(rows, length_rung(longest + _ROOM, self._limit), encoder_length)
         buffers = self._take(sizes)
         positions = np.ones(rows, np.int64)
@@ -280,10 +285,58 @@ class FixedCacheDecoder:
         self._select(state, rows)
         return state
 
+    def warm_up(self, rows: int) -> None:
+        """Record the steps of the usual buffers, for up to this many rows, in the present thread.
+
+        Those that do not fit into the memory that is kept are left out.
+
+        Raises:
+            InputError: the graph fails.
+        """
+        if not self._captures:
+            return
+        encoder = _SHORTEST_ENCODER if self._masks_encoder else 0
+        if self._encoder is not None and not encoder:
+            return  # the size of its outputs is known after a run
+        left = _IDLE_BYTES
+        for length in sorted({length_rung(length, self._limit) for length in _USUAL_LENGTHS}):
+            count = 1
+            while count < 2 * rows:
+                sizes = BufferSizes(count, length, encoder)
+                left -= count * bytes_per_row(self._record, sizes)
+                if left < 0:
+                    return
+                self._record_steps(sizes)
+                count *= 2
+
+    def _record_steps(self, sizes: BufferSizes) -> None:
+        buffers = self._take(sizes)
+        try:
+            with _copy_errors():
+                self._operators.clear({**buffers.cache, **buffers.encoded})
+            zeros = np.zeros(sizes.rows, np.int64)
+            for turn, step in enumerate(buffers.steps):
+                with self._device_work():
+                    buffers.write_turn(turn, zeros, zeros)
+                self._launch(step)
+        finally:
+            self._give_back(buffers)
+
     def _run(self, run: BoundRun, state: FixedCacheState, need: Need) -> Candidates:
         """Run the graph, and return what a search needs of it.
 
-        The first run of a step in a thread is recorded.
+        Raises:
+            InputError: the graph fails.
+        """
+        # Choosing the best tokens is a run of its own, which waits for captures itself.
+        if need.logits or need.best == 1:
+            candidates: Candidates = self._launch(run, lambda: self._read(state, need))
+            return candidates
+        self._launch(run)
+        return self._read(state, need)
+
+    def _launch(self, run: BoundRun, read: Callable[[], Any] | None = None) -> Any:
+        """Run the graph, and read what it wrote; the first run of a step in a thread is recorded.
 
         Raises:
             InputError: the graph fails.
@@ -291,17 +344,14 @@ class FixedCacheDecoder:
         try:
             if not self._on_gpu:
                 self._runner.session.run_with_iobinding(run.bound)
-                return self._read(state, need)
+                return None if read is None else read()
             with self._running:
                 is_recorded = run.graph_id in self._recorded.graphs
-                # Choosing the best tokens is a run of its own, which takes the lock itself.
-                reads_at_once = need.logits or need.best == 1
                 with CAPTURE_LOCK.running() if is_recorded else CAPTURE_LOCK.capturing():
                     self._runner.session.run_with_iobinding(run.bound, run.options)
-                    if reads_at_once:
-                        candidates = self._read(state, need)
+                    result = None if read is None else read()
                 self._recorded.graphs.add(run.graph_id)
-                return candidates if reads_at_once else self._read(state, need)
+                return result
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the graph fails: {error}") from error
 

@@ -37,6 +37,10 @@ from enginery.runtime.generation.processors import (
 _WORST = -1e9
 """The score of beams that do not count, as in transformers."""
 
+_MAX_DRAWN = 200
+"""Most probable tokens among which one is drawn, up to which they are enough to know."""
+_TIES = 16
+"""Further tokens, since all that are as probable as the last one of `top_k` have a chance."""
 _MAX_BANNED = 200
 """Tokens that a beam may not continue with, up to which the best tokens are enough to know."""
 
@@ -52,6 +56,10 @@ class Need:
     """All logits; else only the best tokens."""
     best: int = 1
     """Number of the best tokens: with more than one, also their log-probabilities."""
+
+
+_BEST = Need()
+"""Of a search that goes on with the most probable token."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +182,18 @@ class SequentialSearch(Search):
 
     @property
     def need(self) -> Need:
-        """All logits for a draw or with processors, else the best token."""
-        return Need(logits=self.options.do_sample or bool(self._processors))
+        """The best token, those that a draw is among, or with processors all logits."""
+        if self._processors:
+            return Need(logits=True)
+        if not self.options.do_sample:
+            return Need()
+        return Need(best=self._drawn) if self._drawn else Need(logits=True)
+
+    @property
+    def _drawn(self) -> int:
+        """Number of the best tokens that a draw needs; 0 for all."""
+        top = self.options.top_k
+        return top + _TIES if 0 < top <= _MAX_DRAWN else 0
 
     def advance(self, found: Candidates) -> Move:
         """Append a token to each running sequence."""
@@ -199,8 +217,8 @@ class SequentialSearch(Search):
     @property
     @override
     def greedy(self) -> SequentialSearch | None:
-        """The search itself, once it has a token, unless logits decide."""
-        is_plain = len(self._sequences) == 1 and not self.need.logits
+        """The search itself, once it has a token, unless more than the best token matters."""
+        is_plain = len(self._sequences) == 1 and self.need == _BEST
         return self if is_plain and len(self.tokens) > len(self.prompt) else None
 
     @property
@@ -224,12 +242,27 @@ class SequentialSearch(Search):
 
     def _choose(self, found: Candidates, row: int, tokens: Sequence[int]) -> int:
         if found.logits is None:
-            return int(found.tokens[row, 0])
+            if not self.options.do_sample:
+                return int(found.tokens[row, 0])
+            return self._draw_of_best(found, row)
         scores = found.logits[row]
         for processor in self._processors:
             scores = processor(tokens, scores)
         if not self.options.do_sample:
             return int(scores.argmax())
+        return self._draw(scores)
+
+    def _draw_of_best(self, found: Candidates, row: int) -> int:
+        """Draw from the best tokens; what was left out has no chance.
+
+        In the order of the tokens, a draw is the one among all tokens with the same seed.
+        """
+        if found.log_probs is None:
+            raise AssertionError("a draw needs log-probabilities")
+        order = np.argsort(found.tokens[row])
+        return int(found.tokens[row][order][self._draw(found.log_probs[row][order])])
+
+    def _draw(self, scores: Scores) -> int:
         for warp in self._warpers:
             scores = warp(scores)
         _require_candidates(scores)

@@ -1,10 +1,14 @@
 """Generate the texts of all requests of one model in one batch, in a thread of its own.
 
 A decoder alone takes waiting inputs between two steps, up to a number of rows; a model with an
-encoder takes them in groups of similar length, each once the one before is done. Inputs whose
-request was cancelled leave before the next step. What a step gave is passed to the event loop,
-where `run` yields it. Call all methods from the event loop's thread, except those that the thread
-calls.
+encoder and a cache that grows takes them in groups of similar length, each once the one before is
+done. Inputs whose request was cancelled leave before the next step. What steps gave is passed to
+the event loop, where `run` yields it. Call all methods from the event loop's thread, except those
+that the thread calls.
+
+A step of a GPU takes less time than the event loop needs to send its tokens to many clients, and
+both need Python's lock. So first tokens and finished texts are passed on at once, and other pieces
+only so often that sending them takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +32,10 @@ from enginery.serve.generation.jobs import GenerationJob, Progress
 
 _log = logging.getLogger(__name__)
 
+_PAUSE = 3.0
+"""Time between two deliveries of pieces, in terms of the time that the event loop took for one."""
+_HOPS = 3
+"""Turns of the event loop until a delivery has reached the clients' sockets."""
 _DECAY = 0.98
 """Factor for the weights of earlier inputs in the estimate of the time per token."""
 
@@ -60,7 +68,7 @@ class GenerationScheduler:
         on_batch: Callable[[BatchStatistics], None],
         name: str = "model",
     ) -> None:
-        """Start the thread.
+        """Start the thread, and wait until it has warmed the decoder up.
 
         Args:
             generator: the model.
@@ -73,6 +81,9 @@ class GenerationScheduler:
                 inputs are those of one request; returns what the requests get.
             on_batch: called in the event loop for each step.
             name: name of the model, for the thread.
+
+        Raises:
+            EngineryError: the decoder does not run.
         """
         self._generator, self._loop, self._max_rows = generator, loop, max_rows
         self._explain, self._on_batch = explain, on_batch
@@ -91,10 +102,16 @@ class GenerationScheduler:
         """Number of rows of the step that runs or comes next."""
         self._busy_seconds, self._done_tokens = 0.0, 0.0
         self._since = 0.0
+        self._steps: list[BatchStatistics] = []
+        """Those that were not passed on yet."""
+        self._is_sent, self._next_delivery = True, 0.0
+        """Whether the event loop has sent the last delivery, and when the next one is due."""
+        warm: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._work, daemon=True, name=f"enginery-generate-{name}"
+            target=self._work, args=(warm,), daemon=True, name=f"enginery-generate-{name}"
         )
         self._thread.start()
+        warm.result()
 
     @property
     def waiting(self) -> int:
@@ -170,7 +187,13 @@ class GenerationScheduler:
 
     # -- in the thread ------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, warm: Future[None]) -> None:
+        try:  # in this thread, because CUDA graphs belong to the one that recorded them
+            self._generator.decoder.warm_up(self._max_rows)
+        except BaseException as error:
+            warm.set_exception(error)
+            return
+        warm.set_result(None)
         while True:
             for entry in [each for each in self._running if each.request.cancelled]:
                 self._leave([entry])
@@ -190,7 +213,8 @@ class GenerationScheduler:
         if self._alone:
             return [self._alone.pop()]
         free = self._max_rows - sum(entry.weight for entry in self._running)
-        taken = self.queue.take_rows(free, wait=not self._running, alike=not more)
+        alike = not more or self._generator.graphs.encoder is not None
+        taken = self.queue.take_rows(free, wait=not self._running, alike=alike)
         now = time.perf_counter()
         for entry in taken or ():
             entry.request.started = now
@@ -206,6 +230,7 @@ class GenerationScheduler:
         started = self._since = time.perf_counter()
         rows, tokens = len(taken) or self._batch.rows, 0
         events: list[tuple[QueueEntry, Progress | BaseException]] = []
+        is_due = self._is_sent and started >= self._next_delivery
         try:
             if taken:
                 tokens = sum(entry.length for entry in taken)
@@ -215,7 +240,12 @@ class GenerationScheduler:
             else:
                 tokens, longest = rows, 1
                 self._batch.step()
-            events = [found for entry in entries if (found := self._progress(entry))]
+            reported = [
+                entry
+                for entry in entries
+                if is_due or entry.row.search.done or not entry.row.started
+            ]
+            events = [found for entry in reported if (found := self._progress(entry))]
         except EngineryError as error:
             self._leave(entries)
             if len(taken) > 1:  # find the input that fails
@@ -232,9 +262,17 @@ class GenerationScheduler:
         seconds, self._since = time.perf_counter() - started, 0.0
         self.rows = self._batch.rows
         self._measure(seconds, events)
-        statistics = BatchStatistics(rows, tokens, max(rows * longest, tokens), seconds)
-        with suppress(RuntimeError):  # the loop is closed, so no request waits any more
-            self._loop.call_soon_threadsafe(self._deliver, events, statistics)
+        self._steps.append(BatchStatistics(rows, tokens, max(rows * longest, tokens), seconds))
+        if is_due or events or not self._running:
+            self._pass_on(events)
+
+    def _pass_on(self, events: Sequence[tuple[QueueEntry, Progress | BaseException]]) -> None:
+        """Let the event loop send what was generated."""
+        steps, self._steps, self._is_sent = self._steps, [], False
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, events, steps)
+        except RuntimeError:  # the loop is closed, so no request waits any more
+            self._is_sent = True
 
     def _begin(self, taken: Sequence[QueueEntry]) -> None:
         jobs: list[GenerationJob] = [entry.row for entry in taken]
@@ -274,8 +312,20 @@ class GenerationScheduler:
     def _deliver(
         self,
         events: Sequence[tuple[QueueEntry, Progress | BaseException]],
-        statistics: BatchStatistics,
+        steps: Sequence[BatchStatistics],
     ) -> None:
-        for entry, found in events:
-            entry.request.events.put_nowait(found)
-        self._on_batch(statistics)
+        started = time.perf_counter()
+        for entry, progress in events:
+            entry.request.events.put_nowait(progress)
+        for statistics in steps:
+            self._on_batch(statistics)
+        self._loop.call_soon(self._note_sent, started, _HOPS)
+
+    def _note_sent(self, started: float, hops: int) -> None:
+        """Wait until the tasks of the requests have run, and set when the next delivery is due."""
+        if hops:
+            self._loop.call_soon(self._note_sent, started, hops - 1)
+            return
+        now = time.perf_counter()
+        self._next_delivery = now + _PAUSE * (now - started)
+        self._is_sent = True

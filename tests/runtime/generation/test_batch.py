@@ -113,7 +113,7 @@ def test_removed_search_frees_its_rows(decoder):
 def test_search_that_fails_leaves_and_the_others_go_on(decoder):
     decoder = decoder("gpt2")
     batch = RunningBatch(decoder)
-    kept, failing = search(PROMPTS[0], eos_token_id=()), search(PROMPTS[1])
+    kept, failing = (search(prompt, eos_token_id=()) for prompt in PROMPTS[:2])
     batch.add([failing, kept])
     failing.stops = lambda _: 1 / 0
     batch.step()
