@@ -268,13 +268,16 @@ def _move_graphs(
         pooling: the pooling to append to the graphs with token vectors.
     """
     made = []
+    moved_data: dict[str, str] = {}
     for record in artifact.manifest.graphs:
         stem = PurePosixPath(record.file).stem.removesuffix(removed)
         file = f"{folder}{stem}{added}.onnx"
         # The names that transformers.js looks for.
-        data = [f"{file}_data{f'_{i}' if i else ''}" for i in range(len(record.data_files))]
-        for old, new in zip(record.data_files, data, strict=True):
-            copy_file(artifact.path / old, out / new)
+        for index, old in enumerate(record.data_files):
+            if old not in moved_data:  # two graphs may share their weights
+                moved_data[old] = f"{file}_data{f'_{index}' if index else ''}"
+                copy_file(artifact.path / old, out / moved_data[old])
+        data = [moved_data[old] for old in record.data_files]
         moved = record.model_copy(update={"file": file, "data_files": tuple(data)})
         if record.data_files or pooling:
             moved = _rewrite(artifact, record, moved, out, pooling)

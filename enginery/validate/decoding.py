@@ -28,6 +28,7 @@ from enginery.core.progress import Progress
 from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
 from enginery.runtime.decoder_graphs import (
     ENCODER_STATES,
+    LOGITS,
     DecoderGraphs,
     is_cross_attention,
     is_past,
@@ -50,6 +51,9 @@ _PROMPT = 24
 
 _ROWS = 4
 """Prompts in a batch."""
+
+_ROOM = 64
+"""Positions of a cache of fixed size behind the prompt, for the tokens of the steps."""
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -230,6 +234,71 @@ class _Decoder:
         return np.zeros(shape, spec.dtype)
 
 
+class _FixedCacheDecoder(_Decoder):
+    """The same with the graph whose cache has a fixed size. Its rows are padded on the right."""
+
+    def __init__(
+        self, graphs: DecoderGraphs, runners: Mapping[str, Run], record: GraphRecord
+    ) -> None:
+        super().__init__(graphs, runners)
+        self._record = record
+        self._lengths: Array = np.zeros(0, np.int64)
+        self._positions = 0
+
+    def start(self, feeds: Feeds) -> dict[str, Array]:
+        """Run the encoder and the prompt."""
+        self._cache = {}
+        if self._graphs.encoder is not None:
+            self._encode(self._graphs.encoder, feeds)
+        ids = feeds["input_ids"]
+        mask = feeds.get("attention_mask", np.ones_like(ids)).astype(bool)
+        self._lengths = mask.sum(axis=1)
+        shifted = np.zeros_like(ids)
+        for row, length in enumerate(self._lengths):
+            shifted[row, :length] = ids[row, mask[row]]
+        rows, width = ids.shape
+        positions = np.tile(np.arange(width), (rows, 1))
+        self._positions = width + _ROOM
+        return self._run_tokens(shifted, positions, self._lengths - 1, width, feeds)
+
+    def resume(self, feeds: Feeds) -> dict[str, Array]:
+        """Run the next token."""
+        ids = feeds["input_ids"]
+        positions = self._lengths[:, None]
+        self._lengths = self._lengths + 1
+        last = np.zeros(len(ids), np.int64)
+        return self._run_tokens(ids, positions, last, self._positions, feeds)
+
+    def _run_tokens(
+        self, ids: Array, positions: Array, last: Array, total: int, feeds: Feeds
+    ) -> dict[str, Array]:
+        known: Feeds = {
+            **feeds,
+            "input_ids": ids,
+            "position_ids": positions,
+            "last_token": last,
+            "rows": np.arange(len(ids)),
+            "buffer_positions": np.arange(self._positions),
+            "seqlens_k": self._lengths - 1,
+            "total_sequence_length": np.array([total]),
+        }
+        given = {
+            spec.name: self._fixed_input(spec, known).astype(spec.dtype)
+            for spec in self._record.inputs
+        }
+        outputs = self._runners[self._record.file](given)
+        for spec in self._record.inputs:
+            if (name := present_name(spec.name)) in outputs:
+                self._cache[spec.name] = outputs[name]
+        return {LOGITS: outputs[LOGITS][:, None]}
+
+    def _fixed_input(self, spec: TensorSpec, known: Feeds) -> Array:
+        if not is_past(spec.name) or spec.name in self._cache:
+            return self._cache[spec.name] if spec.name in self._cache else known[spec.name]
+        sizes = {"batch": len(known["input_ids"]), "buffer": self._positions}
+        return np.zeros(spec.shape(sizes), spec.dtype)
+
+
 def compare_decoding(
     decoders: Sequence[DecoderGraphs],
     limits: ComparisonLimits,
@@ -281,13 +350,38 @@ def compare_decoding(
             files = dict.fromkeys(record.file for record in records)
             runners = {file: stack.enter_context(open_runner(file)) for file in files}
             expected = iter(reference.outputs)
+            fixed = _fixed_runner(graphs, notes, stack, open_runner)
             for tokens in sequences:
                 steps = [(case, next(expected)) for case in tokens.cases(graphs)]
                 results += _compare_steps(
                     _Decoder(graphs, runners), steps, graphs, reference, limits
                 )
+                if fixed is not None:
+                    record, run = fixed
+                    decoder = _FixedCacheDecoder(graphs, {**runners, record.file: run}, record)
+                    results += [
+                        replace(result, graph=record.file)
+                        for result in _compare_steps(decoder, steps, graphs, reference, limits)
+                    ]
                 advance()
     return results, notes
+
+
+def _fixed_runner(
+    graphs: DecoderGraphs,
+    notes: list[str],
+    stack: ExitStack,
+    open_runner: Callable[[str], AbstractContextManager[Run]],
+) -> tuple[GraphRecord, Run] | None:
+    """Open the graph with a cache of fixed size; None if there is none that can be compared."""
+    record = graphs.fixed
+    if record is None or graphs.first is not graphs.later:
+        return None
+    logits = next(spec for spec in graphs.later.outputs if spec.name == LOGITS)
+    if logits.dims[1] != 1 or any(spec.dtype == "bfloat16" for spec in record.inputs):
+        notes.append(f"{record.file}: not compared, since it cannot decode here")
+        return None
+    return record, stack.enter_context(open_runner(record.file))
 
 
 def _compare_steps(

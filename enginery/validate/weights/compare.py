@@ -35,6 +35,7 @@ from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
+from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.validate.weights.difference import describe_difference
 from enginery.validate.weights.elements import (
     columns,
@@ -134,7 +135,9 @@ def compare_weights(
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
         EngineryError: a weight cannot be written to the temporary directory.
     """
-    graphs = artifact.manifest.graphs
+    # One with a cache of fixed size has the weights of the decoder beside it, and tables made of
+    # them; it is compared by what it decodes.
+    graphs = [record for record in artifact.manifest.graphs if not has_fixed_cache(record)]
     calibration = Calibration.of(artifact)
     comparisons = []
     with (
