@@ -239,7 +239,7 @@ class CacheBuffers:
         key = (row_rung(len(pairs)), encoded)
         if key not in self._copies:
             values = {**self.cache, **self.encoded} if encoded else self.cache
-            self._copies[key] = operators.row_copy(values, values, key[0])
+            self._copies[key] = operators.row_copy(values, values, key[0], records=True)
         self._copies[key].run(pairs)
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:

@@ -51,7 +51,7 @@ from enginery.runtime.generation.cache_buffers import (
     width_rung,
 )
 from enginery.runtime.generation.decoder import Feeds, encoded_inputs
-from enginery.runtime.generation.operators import Operators, Values
+from enginery.runtime.generation.operators import Operators, RecordedGraphs, Values
 from enginery.runtime.generation.search import Candidates, Need
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -165,7 +165,7 @@ class FixedCacheDecoder:
         self._on_gpu = self._runner.device.kind != "cpu"
         self._captures = self._runner.records_steps
         self._graphs = 0
-        self._recorded = _Recorded()
+        self._recorded = RecordedGraphs(NO_GRAPH)
         self._idle: list[CacheBuffers] = []
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._closed = False
@@ -345,13 +345,10 @@ class FixedCacheDecoder:
             if not self._on_gpu:
                 self._runner.session.run_with_iobinding(run.bound)
                 return None if read is None else read()
-            with self._running:
-                is_recorded = run.graph_id in self._recorded.graphs
-                with CAPTURE_LOCK.running() if is_recorded else CAPTURE_LOCK.capturing():
-                    self._runner.session.run_with_iobinding(run.bound, run.options)
-                    result = None if read is None else read()
-                self._recorded.graphs.add(run.graph_id)
-                return result
+            with self._running, self._recorded.lock(run.graph_id):
+                self._runner.session.run_with_iobinding(run.bound, run.options)
+                self._recorded.add(run.graph_id)
+                return None if read is None else read()
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the graph fails: {error}") from error
 
@@ -565,13 +562,6 @@ def _copy_errors() -> Iterator[None]:
         yield
     except Exception as error:
         raise InputError(f"the cache cannot be copied: {error}") from error
-
-
-class _Recorded(threading.local):
-    """The CUDA graphs that the current thread has recorded; prompts have none to record."""
-
-    def __init__(self) -> None:
-        self.graphs = {NO_GRAPH}
 
 
 def _check_record(graphs: DecoderGraphs, record: GraphRecord, encoded: Collection[str]) -> None:
