@@ -48,9 +48,8 @@ def test_values_are_converted_to_the_type_of_the_buffers():
 
 
 def test_bfloat16_is_copied_bit_by_bit_and_cleared():
-    import torch
-
     import onnxruntime as ort
+    import torch
 
     # As float16, the second is not a number.
     source = torch.tensor([[[1.5, -2.0]], [[3e38, 1e-38]]], dtype=torch.bfloat16)
