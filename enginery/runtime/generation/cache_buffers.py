@@ -75,13 +75,9 @@ def length_rung(length: int, limit: int | None) -> int:
 def width_rung(width: int, limit: int | None) -> int:
     """Return the width that prompts or an encoder's inputs are padded to: 16, 24, 32, 48, 64 ….
 
-    A single token, such as an encoder-decoder's prompt, is not padded.
-
-    >>> width_rung(1, None), width_rung(5, None), width_rung(33, None), width_rung(49, 60)
-    (1, 16, 48, 60)
+    >>> width_rung(5, None), width_rung(33, None), width_rung(49, 60)
+    (16, 48, 60)
     """
-    if width == 1:
-        return 1
     power = max(_SHORTEST_PROMPT, row_rung(width))
     if power > _SHORTEST_PROMPT and width <= power // 4 * 3:
         power = power // 4 * 3
@@ -239,7 +235,7 @@ class CacheBuffers:
         key = (row_rung(len(pairs)), encoded)
         if key not in self._copies:
             values = {**self.cache, **self.encoded} if encoded else self.cache
-            self._copies[key] = operators.row_copy(values, values, key[0])
+            self._copies[key] = operators.row_copy(values, values, key[0], records=True)
         self._copies[key].run(pairs)
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:

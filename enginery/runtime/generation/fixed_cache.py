@@ -51,7 +51,7 @@ from enginery.runtime.generation.cache_buffers import (
     width_rung,
 )
 from enginery.runtime.generation.decoder import Feeds, encoded_inputs
-from enginery.runtime.generation.operators import Operators, Values
+from enginery.runtime.generation.operators import Operators, RecordedGraphs, Values
 from enginery.runtime.generation.search import Candidates, Need
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -77,8 +77,6 @@ class FixedCacheState:
     """The row of the buffers for each row of the batch."""
     positions: NDArray[np.int64]
     """For each slot, where its next token was to be written `steps` steps ago."""
-    sources: list[int]
-    """The encoder's input that each row is about."""
     turn: int = 0
     """The turn that the next step reads."""
     steps: int = 0
@@ -87,6 +85,8 @@ class FixedCacheState:
     """The tokens of the next step that are on the device; None if they are not known."""
     moved: bool = False
     """Whether the positions on the device are others."""
+    sources: list[int] = field(init=False)
+    """The encoder's input that each row is about."""
     top: int = field(init=False, default=0)
     """The largest of `positions`."""
     index: slice | NDArray[np.intp] = field(init=False)
@@ -98,6 +98,7 @@ class FixedCacheState:
 
     def __post_init__(self) -> None:
         self.lease = [self.buffers]
+        self.sources = list(self.slots)
         self.place(self.slots)
 
     @property
@@ -165,7 +166,7 @@ class FixedCacheDecoder:
         self._on_gpu = self._runner.device.kind != "cpu"
         self._captures = self._runner.records_steps
         self._graphs = 0
-        self._recorded = _Recorded()
+        self._recorded = RecordedGraphs(NO_GRAPH)
         self._idle: list[CacheBuffers] = []
         self._lock, self._running = threading.Lock(), threading.Lock()
         self._closed = False
@@ -196,11 +197,7 @@ class FixedCacheDecoder:
             encoder_length = max(row_rung(encoder_length), _SHORTEST_ENCODER)
         sizes = BufferSizes(rows, length_rung(longest + _ROOM, self._limit), encoder_length)
         buffers = self._take(sizes)
-        positions = np.ones(rows, np.int64)
-        positions[: len(prompts)] = lengths
-        state = FixedCacheState(
-            buffers, list(range(len(prompts))), positions, list(range(len(prompts)))
-        )
+        state = FixedCacheState(buffers, list(range(len(prompts))), np.zeros(rows, np.int64))
         weakref.finalize(state, self._reclaim, state.lease).atexit = False
         if self._reads_whole_buffer:
             # What another batch left there counts nothing, but 0 times NaN would be NaN.
@@ -208,13 +205,19 @@ class FixedCacheDecoder:
                 self._operators.clear(buffers.cache)
         if encoded:
             self._copy(encoded, buffers.encoded, [(row, row) for row in range(rows)])
+        if longest == 1:  # a step like any other, and perhaps recorded
+            state.moved = True
+            return self.step(state, [prompt[0] for prompt in prompts], state.identity, need)
         width = width_rung(longest, sizes.length)
         ids = np.full((rows, width), self._pad_id, np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
+        state.positions[:] = 1
+        state.positions[: len(prompts)] = lengths
+        state.place(state.slots)
         with self._device_work():
             inputs_of_width = buffers.prompt(width)
-            inputs_of_width.write(ids, positions)
+            inputs_of_width.write(ids, state.positions)
         return state, self._run(inputs_of_width.run, state, need)
 
     def step(
@@ -345,13 +348,10 @@ class FixedCacheDecoder:
             if not self._on_gpu:
                 self._runner.session.run_with_iobinding(run.bound)
                 return None if read is None else read()
-            with self._running:
-                is_recorded = run.graph_id in self._recorded.graphs
-                with CAPTURE_LOCK.running() if is_recorded else CAPTURE_LOCK.capturing():
-                    self._runner.session.run_with_iobinding(run.bound, run.options)
-                    result = None if read is None else read()
-                self._recorded.graphs.add(run.graph_id)
-                return result
+            with self._running, self._recorded.lock(run.graph_id):
+                self._runner.session.run_with_iobinding(run.bound, run.options)
+                self._recorded.add(run.graph_id)
+                return None if read is None else read()
         except Exception as error:  # ONNX Runtime raises many unrelated types
             raise InputError(f"the graph fails: {error}") from error
 
@@ -565,13 +565,6 @@ def _copy_errors() -> Iterator[None]:
         yield
     except Exception as error:
         raise InputError(f"the cache cannot be copied: {error}") from error
-
-
-class _Recorded(threading.local):
-    """The CUDA graphs that the current thread has recorded; prompts have none to record."""
-
-    def __init__(self) -> None:
-        self.graphs = {NO_GRAPH}
 
 
 def _check_record(graphs: DecoderGraphs, record: GraphRecord, encoded: Collection[str]) -> None:

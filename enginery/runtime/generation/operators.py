@@ -12,6 +12,8 @@ the chosen tokens.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -21,16 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import MissingPackageError
+from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
 from enginery.runtime.onnxruntime.runner import run_values
 from enginery.runtime.providers.known import CPU, CUDA
+from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS
+
+_log = logging.getLogger(__name__)
 
 Values = dict[str, Any]
 """`onnxruntime.OrtValue` by name."""
 
 _OPSET, _IR_VERSION = 20, 9
-_FLOAT, _FLOAT16, _INT64 = (ELEMENTS[name] for name in ("float32", "float16", "int64"))
+_FLOAT, _BFLOAT16, _INT64 = (ELEMENTS[name] for name in ("float32", "bfloat16", "int64"))
 
 
 class Operators:
@@ -49,6 +55,7 @@ class Operators:
         self._device = device or Device()
         self._on_gpu = self._device.kind == "cuda" and CUDA in ort.get_available_providers()
         self._sessions: dict[tuple[Any, ...], Any] = {}
+        self._graphs = 0
 
     def best(self, logits: Any, count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the log-probabilities of the best tokens at the last position, and the tokens.
@@ -94,7 +101,9 @@ class Operators:
             feeds[name] = ortvalue(np.array([shift, 0], np.int64))
         return run_values(session, self._placed(feeds), list(above))
 
-    def row_copy(self, source: Values, target: Values, count: int) -> RowCopy:
+    def row_copy(
+        self, source: Values, target: Values, count: int, *, records: bool = False
+    ) -> RowCopy:
         """Return what copies rows of values to rows of others, in place.
 
         Args:
@@ -103,6 +112,7 @@ class Operators:
                 elements beyond the source's become zero. Their types may be others. It may be
                 `source` itself: then no row that is written is read.
             count: largest number of rows to copy at once.
+            records: on a GPU, record the copy as a CUDA graph, for one that is run many times.
         """
         kinds = [
             _CopyKind(
@@ -113,18 +123,27 @@ class Operators:
             )
             for name, value in source.items()
         ]
-        session = self._session(_copy_graph, *kinds)
+        graph_id = ""
+        session = None
+        if records and self._on_gpu:
+            session = self._session(_copy_graph, *kinds, records=True)
+        if session is None:
+            session = self._session(_copy_graph, *kinds)
+        else:
+            self._graphs += 1
+            graph_id = str(self._graphs)
         with self._device_work():
-            return RowCopy(session, source, target, count, self._device)
+            return RowCopy(session, source, target, count, self._device, graph_id)
 
     def clear(self, values: Values) -> None:
         """Fill values with zeros, in place."""
-        session = self._session(_clear_graph, *_kinds(values))
+        kinds = [(name, _copied_types(v, v)[0], len(v.shape())) for name, v in values.items()]
+        session = self._session(_clear_graph, *kinds)
         bound = session.io_binding()
-        for name, value in values.items():
-            shape = ortvalue(np.array(value.shape(), np.int64))
+        for name, element, _ in kinds:
+            shape = ortvalue(np.array(_copied_shape(values[name], element), np.int64))
             bound.bind_ortvalue_input(f"{name}.shape", shape)
-            bound.bind_ortvalue_output(name, value)
+            _bind(bound.bind_output, name, values[name], self._device, element)
         with self._device_work():
             session.run_with_iobinding(bound)
 
@@ -132,14 +151,27 @@ class Operators:
         """Hold back captures of CUDA graphs, during which no thread may copy or allocate."""
         return CAPTURE_LOCK.running() if self._on_gpu else nullcontext()
 
-    def _session(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the session of a graph, made by the first call with these arguments."""
-        key = (make, *arguments)
+    def _session(self, make: Callable[..., Any], *arguments: Any, records: bool = False) -> Any:
+        """Return the session of a graph, made by the first call with these arguments.
+
+        Args:
+            make: builds the graph.
+            arguments: its arguments.
+            records: the session records its runs as CUDA graphs; None is returned if ONNX Runtime
+                refuses that.
+        """
+        key = (make, *arguments, records)
         if key not in self._sessions:
-            self._sessions[key] = self._open(make(*arguments))
+            try:
+                self._sessions[key] = self._open(make(*arguments), records=records)
+            except Exception as error:  # ONNX Runtime raises many unrelated types
+                if not records:
+                    raise
+                _log.warning("copies of the cache are not recorded as CUDA graphs: %s", error)
+                self._sessions[key] = None
         return self._sessions[key]
 
-    def _open(self, graph: Any) -> Any:
+    def _open(self, graph: Any, *, records: bool = False) -> Any:
         import onnxruntime as ort
         from onnx import helper
 
@@ -153,6 +185,9 @@ class Operators:
         provider: tuple[str, dict[str, str]] = (CPU, {})
         if self._on_gpu:
             provider = (CUDA, {"device_id": str(self._device.index)})
+            if records:
+                option, value = CUDA_GRAPH_OPTIONS[CUDA]
+                provider[1][option] = value
         with self._device_work(), _quiet_default_logger() if self._on_gpu else nullcontext():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
@@ -169,10 +204,27 @@ class RowCopy:
     """A copy of rows with all that it needs, to be run many times."""
 
     def __init__(
-        self, session: Any, source: Values, target: Values, count: int, device: Device
+        self,
+        session: Any,
+        source: Values,
+        target: Values,
+        count: int,
+        device: Device,
+        graph_id: str = "",
     ) -> None:
-        """Bind the values; see `Operators.row_copy`."""
+        """Bind the values; see `Operators.row_copy`.
+
+        Args:
+            session: the session of the graph for these values.
+            source: what is read.
+            target: what is written.
+            count: largest number of rows.
+            device: where the values are.
+            graph_id: the number of the CUDA graph that the copy is recorded as; empty for none.
+        """
         self._session, self._count, self._on_gpu = session, count, device.kind != "cpu"
+        self._options = run_options({"gpu_graph_id": graph_id} if graph_id else {})
+        self._graph_id, self._recorded = graph_id, RecordedGraphs("")
         self._rows = [
             new_buffer("int64", (count,), device),
             new_buffer("int64", (count, 1), device),
@@ -201,10 +253,30 @@ class RowCopy:
         """
         filled = [*pairs, *[pairs[-1]] * (self._count - len(pairs))]
         indices = np.array(filled, np.int64)
-        with CAPTURE_LOCK.running() if self._on_gpu else nullcontext():
+        with self._recorded.lock(self._graph_id) if self._on_gpu else nullcontext():
             self._rows[0].update_inplace(np.ascontiguousarray(indices[:, 0]))
             self._rows[1].update_inplace(np.ascontiguousarray(indices[:, 1:]))
-            self._session.run_with_iobinding(self._bound)
+            self._session.run_with_iobinding(self._bound, self._options)
+            self._recorded.add(self._graph_id)
+
+
+class RecordedGraphs(threading.local):
+    """The CUDA graphs of one session that the current thread has recorded.
+
+    ONNX Runtime keeps those of each thread separately.
+    """
+
+    def __init__(self, *unrecorded: str) -> None:
+        """Take the numbers of runs that are not recorded."""
+        self._ids = set(unrecorded)
+
+    def add(self, graph_id: str) -> None:
+        """Take note of a run."""
+        self._ids.add(graph_id)
+
+    def lock(self, graph_id: str) -> AbstractContextManager[None]:
+        """Return what a run waits for: captures, or everything else if it is one."""
+        return CAPTURE_LOCK.running() if graph_id in self._ids else CAPTURE_LOCK.capturing()
 
 
 def ortvalue(array: NDArray[Any]) -> Any:
@@ -231,16 +303,24 @@ def _quiet_default_logger() -> Iterator[None]:
 
 def _bind(bind: Callable[..., None], name: str, value: Any, device: Device, element: int) -> None:
     """Bind the memory of a value as a type."""
-    bind(name, device.kind, device.index, element, value.shape(), value.data_ptr())
+    bind(name, device.kind, device.index, element, _copied_shape(value, element), value.data_ptr())
 
 
 def _copied_types(source: Any, target: Any) -> tuple[int, int]:
     """Return the numbers of the types that a value is read and written as.
 
-    CUDA's Pad of ONNX Runtime 1.31 does not take bfloat16, which is copied as float16.
+    CUDA's Pad and Expand of ONNX Runtime 1.31 do not take bfloat16: pairs of it are copied as
+    float32.
     """
     read, written = ELEMENTS[dtype_of(source)], ELEMENTS[dtype_of(target)]
-    return (_FLOAT16, _FLOAT16) if read == written == ELEMENTS["bfloat16"] else (read, written)
+    return (_FLOAT, _FLOAT) if read == written == _BFLOAT16 else (read, written)
+
+
+def _copied_shape(value: Any, element: int) -> list[int]:
+    """Return the shape of a value that is copied as a type."""
+    *dims, last = value.shape()
+    is_paired = element == _FLOAT and dtype_of(value) == "bfloat16"
+    return [*dims, last // 2 if is_paired else last]
 
 
 class _CopyKind(NamedTuple):

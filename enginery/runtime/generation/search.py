@@ -368,8 +368,8 @@ class BeamSearch(Search):
         if found.log_probs is not None:
             scores = found.log_probs.copy()
             for row, beam in enumerate(self._running):
-                banned = banned_tokens(self._processors, beam.tokens)
-                scores[row, np.isin(found.tokens[row], banned or ())] = -np.inf
+                if banned := banned_tokens(self._processors, beam.tokens):
+                    scores[row, np.isin(found.tokens[row], banned)] = -np.inf
             return scores, found.tokens
         scores = log_softmax(np.asarray(found.logits))
         for row, beam in enumerate(self._running):

@@ -7,8 +7,8 @@ the event loop, where `run` yields it. Call all methods from the event loop's th
 that the thread calls.
 
 A step of a GPU takes less time than the event loop needs to send its tokens to many clients, and
-both need Python's lock. So first tokens and finished texts are passed on at once, and other pieces
-only so often that sending them takes a quarter of the time.
+both need Python's lock. So if there are many, only first tokens and finished texts are passed on at
+once, and other pieces only so often that sending them takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from enginery.serve.generation.jobs import GenerationJob, Progress
 
 _log = logging.getLogger(__name__)
 
+_FEW = 4
+"""Number of inputs up to which each step is passed on at once."""
 _PAUSE = 3.0
 """Time between two deliveries of pieces, in terms of the time that the event loop took for one."""
 _HOPS = 3
@@ -230,7 +232,7 @@ class GenerationScheduler:
         started = self._since = time.perf_counter()
         rows, tokens = len(taken) or self._batch.rows, 0
         events: list[tuple[QueueEntry, Progress | BaseException]] = []
-        is_due = self._is_sent and started >= self._next_delivery
+        is_due = len(self._running) <= _FEW or (self._is_sent and started >= self._next_delivery)
         try:
             if taken:
                 tokens = sum(entry.length for entry in taken)

@@ -1,0 +1,144 @@
+"""The thread that generates: it warms up first, and passes pieces on as fast as they are sent."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from enginery.core.errors import InputError
+from enginery.runtime.generation.inputs import GenerationRow
+from enginery.runtime.generation.options import GenerationOptions
+from enginery.runtime.generation.search import Candidates, make_search
+from enginery.runtime.generation.stream import TextStream
+from enginery.serve.batching.scheduler import Timings
+from enginery.serve.generation.jobs import GenerationJob
+from enginery.serve.generation.scheduler import GenerationScheduler
+
+TOKENS = 60
+
+
+class Decoder:
+    """A decoder whose steps take half a millisecond and give 7, 8, 9, …"""
+
+    takes_more = True
+
+    def __init__(self):
+        self.warmed = []
+        self.error = None
+        self.rows = 0
+
+    def warm_up(self, rows):
+        self.warmed.append((rows, threading.current_thread().name))
+        if self.error is not None:
+            raise self.error
+
+    def begin(self, prompts, need, inputs=None):
+        return self._state(len(prompts)), self._candidates([6] * len(prompts))
+
+    def step(self, state, tokens, parents, need):
+        time.sleep(0.0005)
+        self.rows = max(self.rows, len(tokens))
+        return self._state(len(tokens)), self._candidates(tokens)
+
+    def keep(self, state, rows):
+        return self._state(len(rows))
+
+    def join(self, above, below):
+        return self._state(above.rows + below.rows)
+
+    def _state(self, rows):
+        return SimpleNamespace(rows=rows)
+
+    def _candidates(self, tokens):
+        return Candidates(np.array(tokens, np.int64)[:, None] + 1)
+
+
+def decode(tokens):
+    return "".join(f"{token} " for token in tokens)
+
+
+def job():
+    options = GenerationOptions(max_new_tokens=TOKENS)
+    search = make_search((1, 2), options, positions=None)
+    return GenerationJob(GenerationRow((1, 2), {}), options, search, [TextStream(decode)], True, 2)
+
+
+def open_scheduler(decoder, loop, steps=None):
+    generator = SimpleNamespace(
+        decoder=decoder,
+        inputs=SimpleNamespace(join=lambda _: None),
+        graphs=SimpleNamespace(encoder=None),
+    )
+    return GenerationScheduler(
+        generator,
+        loop,
+        max_rows=32,
+        queue_rows=100,
+        queue_tokens=10_000,
+        max_wait_seconds=60,
+        explain=lambda error, _: error,
+        on_batch=lambda batch: None if steps is None else steps.append(batch.rows),
+    )
+
+
+def stream_all(count, *, seconds_per_piece=0.0):
+    """Return the pieces of each stream, and the numbers of rows of all steps."""
+    steps = []
+
+    async def one(scheduler):
+        pieces = []
+        async for progress in scheduler.run([job()], Timings()):
+            time.sleep(seconds_per_piece)  # the event loop is busy
+            pieces += [piece for _, piece in progress.pieces]
+        return pieces
+
+    async def together():
+        scheduler = open_scheduler(Decoder(), asyncio.get_running_loop(), steps)
+        try:
+            return await asyncio.gather(*(one(scheduler) for _ in range(count)))
+        finally:
+            scheduler.close(drain=True)
+            assert await asyncio.to_thread(scheduler.join, 10)
+
+    return asyncio.run(together()), steps
+
+
+WANTED = decode(range(7, 7 + TOKENS))
+
+
+def test_each_token_of_a_few_streams_is_a_piece():
+    streams, _ = stream_all(2, seconds_per_piece=0.001)
+    for pieces in streams:
+        assert "".join(pieces) == WANTED
+        assert len([piece for piece in pieces if piece]) >= TOKENS - 1
+
+
+def test_many_streams_do_not_wait_for_the_event_loop():
+    streams, steps = stream_all(12, seconds_per_piece=0.002)
+    for pieces in streams:
+        assert "".join(pieces) == WANTED
+        assert pieces[0] == "7 "  # the first token comes at once
+        assert 2 <= len(pieces) < TOKENS / 2
+    assert sum(steps) >= 12 * (TOKENS - 1)  # each step is counted
+
+
+def test_the_thread_that_generates_has_warmed_the_decoder_up():
+    decoder = Decoder()
+    loop = asyncio.new_event_loop()
+    scheduler = open_scheduler(decoder, loop)
+    assert decoder.warmed == [(32, "enginery-generate-model")]
+    scheduler.close(drain=False)
+    assert scheduler.join(10)
+    loop.close()
+
+
+def test_a_decoder_that_does_not_run_is_an_error_at_once():
+    decoder = Decoder()
+    decoder.error = InputError("the graph fails: no memory")
+    loop = asyncio.new_event_loop()
+    with pytest.raises(InputError, match="no memory"):
+        open_scheduler(decoder, loop)
+    loop.close()
