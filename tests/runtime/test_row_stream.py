@@ -98,7 +98,7 @@ def test_input_that_fails_ends_its_window_alone():
         [2, 1],
         [13, 12],
         [6],
-    ]  # the other batches of a failed window do not run
+    ]  # not the rest of a failed window
 
 
 def test_feeds_that_fail_end_their_window_alone():
