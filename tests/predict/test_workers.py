@@ -190,3 +190,76 @@ def test_shortened_text_has_the_same_first_tokens(tiny, unit):
         assert bool(found.overflowing) == bool(whole.overflowing)
         if unit.startswith("the"):
             assert len(tokenizer._shorten(text)) < 50_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"), [("bert", "text-classification"), ("vit", "image-classification")]
+)
+def test_one_thread_runs_all_batches_on_a_gpu(
+    tiny, predict, rows, reviews, tmp_path, monkeypatch, kind, task
+):
+    """CUDA graphs are replayed by the thread that recorded them."""
+    from PIL import Image
+
+    from enginery.predict import batch_predictor
+    from enginery.runtime.onnxruntime.device_values import Device
+
+    source, text = reviews, "text"
+    if kind == "vit":
+        source, text = tmp_path / "images", "path"
+        source.mkdir()
+        for level in range(5):
+            Image.new("RGB", (8, 8), (level * 40,) * 3).save(source / f"{level}.png")
+    threads = set()
+
+    class OnGpu(batch_predictor.OrtRunner):
+        opened = False
+
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.opened = True
+
+        @property
+        def device(self):
+            return Device("cuda") if self.opened else super().device
+
+        def __call__(self, *args):
+            threads.add(threading.current_thread())
+            return super().__call__(*args)
+
+        def warm_up(self):
+            threads.add(threading.current_thread())
+            super().warm_up()
+
+    artifact = tiny(kind, task)
+    on_cpu = predict(artifact, source, "cpu.jsonl", workers=3)
+    monkeypatch.setattr(batch_predictor, "OrtRunner", OnGpu)
+    on_gpu = predict(artifact, source, "gpu.jsonl", workers=3, window=16)
+    assert (on_cpu.workers, on_gpu.workers) == (3, 1)
+    (thread,) = threads
+    assert thread.name.startswith("enginery-run")
+    expected = [(row[text], row["label"], row["error"]) for row in rows("cpu.jsonl")]
+    assert [(row[text], row["label"], row["error"]) for row in rows("gpu.jsonl")] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "cpu", "gpu"),
+    [
+        ({}, (64, 512), (256, 8192)),
+        ({"batch_rows": 7, "batch_tokens": 100}, (7, 100), (7, 100)),
+    ],
+)
+def test_limits_of_a_batch_depend_on_the_device(tiny, options, cpu, gpu):
+    from enginery.predict.token_batches import InferencePool, WindowRunner
+    from enginery.runtime.onnxruntime.device_values import Device
+    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.embed import Embed
+
+    class OnGpu(OrtRunner):
+        device = Device("cuda")
+
+    artifact = tiny("bert", "feature-extraction")
+    for kind, limits in ((OrtRunner, cpu), (OnGpu, gpu)):
+        with kind(artifact, io_binding=False) as runner, InferencePool(1) as pool:
+            model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig(**options))
+            assert (model.max_rows, model.max_tokens) == limits

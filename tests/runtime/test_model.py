@@ -1,0 +1,121 @@
+"""`load_model` with many texts on a GPU: the same results as in one piece."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from enginery.core.errors import InputError
+from enginery.runtime import model as module
+from enginery.runtime.model import load_model
+from tests.tolerances import OUTPUTS
+
+TEXTS = [f"the cat {'sleeps ' * (n * 7 % 11)}{n}" for n in range(60)]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Return a function that lets a model run windows of texts, as on a GPU, of a few texts."""
+    monkeypatch.setattr(module, "_FIRST_WINDOW", 4)
+    monkeypatch.setattr(module, "_WINDOW", 16)
+
+    def change(model):
+        model._on_gpu = True
+        return model
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "verb"),
+    [
+        ("feature-extraction", "bert", "embed"),
+        ("text-classification", "bert", "classify"),
+        ("token-classification", "bert", "tag"),
+        ("fill-mask", "bert", "fill"),
+        ("question-answering", "bert", "answer"),
+    ],
+)
+def test_windows_give_the_results_of_one_list(tiny, as_on_a_gpu, task, kind, verb):
+    texts = TEXTS
+    if verb == "fill":
+        texts = [f"{text} [MASK]" for text in TEXTS]
+    if verb == "answer":
+        texts = [("who sleeps?", text) for text in TEXTS]
+    with load_model(tiny.artifact(kind, task)) as model:
+        whole = getattr(model, verb)(texts)
+        truncated, model.truncated = model.truncated, 0
+        windows = getattr(as_on_a_gpu(model), verb)(texts)
+        assert model.truncated == truncated
+    assert len(windows) == len(texts)
+    if verb == "embed":
+        assert (windows.dtype, windows.shape) == (np.dtype(np.float32), whole.shape)
+        np.testing.assert_allclose(windows, whole, atol=OUTPUTS)
+    else:
+        assert [labels_of(result) for result in windows] == [labels_of(result) for result in whole]
+
+
+def labels_of(result):
+    """Return the words of a result, without scores, which differ by rounding."""
+    if isinstance(result, list):
+        return [getattr(item, "label", item.text) for item in result]
+    if hasattr(result, "masks"):
+        return [[filling.token for filling in mask] for mask in result.masks]
+    return [label.label for label in result.labels]
+
+
+def test_texts_are_tokenized_ahead_and_run_in_the_calling_thread(tiny, as_on_a_gpu, monkeypatch):
+    with load_model(tiny.artifact("bert", "feature-extraction")) as model:
+        tokenizing, running, sizes = set(), set(), []
+        preprocess, run = model.definition.preprocess, model._runner.__call__
+
+        def noting_preprocess(inputs, options):
+            tokenizing.add(threading.current_thread().name)
+            sizes.append(len(inputs))
+            return preprocess(inputs, options)
+
+        def noting_run(runner, *args):
+            running.add(threading.current_thread())
+            return run(*args)
+
+        monkeypatch.setattr(model.definition, "preprocess", noting_preprocess)
+        monkeypatch.setattr(type(model._runner), "__call__", noting_run)
+        as_on_a_gpu(model).embed(TEXTS)
+        assert tokenizing == {"enginery-prepare"}
+        assert running == {threading.current_thread()}
+        assert sizes == [4, 8, 16, 16, 16]
+        monkeypatch.setattr(module, "_WINDOW_CHARACTERS", max(map(len, TEXTS)))
+        sizes.clear()
+        model.embed(TEXTS)
+        assert sum(sizes) == len(TEXTS)
+        assert max(sizes) < 16
+        tokenizing.clear()
+        model.embed(TEXTS[:4])
+        assert tokenizing == {threading.current_thread().name}  # a thread would take longer
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]
+
+
+def test_an_error_names_the_index_among_all_inputs(tiny, as_on_a_gpu):
+    with load_model(tiny.artifact("bert", "fill-mask")) as model:
+        texts = [f"{text} [MASK]" for text in TEXTS]
+        texts[50] = "no mask"
+        with pytest.raises(InputError, match=r"text 50 has no \[MASK\]"):
+            as_on_a_gpu(model).fill(texts)
+        texts[50] = None
+        with pytest.raises(InputError, match="text 50 is a NoneType, expected a string"):
+            model.fill(texts)
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]
+
+
+def test_a_run_that_fails_ends_the_call(tiny, as_on_a_gpu, monkeypatch):
+    with load_model(tiny.artifact("bert", "feature-extraction")) as model:
+
+        def failing(*_):
+            raise InputError("the graph fails.")
+
+        monkeypatch.setattr(type(model._runner), "__call__", failing)
+        with pytest.raises(InputError, match=r"the graph fails\."):
+            as_on_a_gpu(model).embed(TEXTS)
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]
