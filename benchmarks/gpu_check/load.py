@@ -204,7 +204,7 @@ def compare(kept: list[tuple[int, bytes]], expected: NDArray[Any], bodies: int) 
         if vectors.shape != wanted.shape:
             cosines.append(-1.0)
             continue
-        norms = np.linalg.norm(vectors, axis=1)
+        norms = np.maximum(np.linalg.norm(vectors, axis=1), 1e-12)
         cosines.append(float(((vectors * wanted).sum(axis=1) / norms).min()))
     return {
         "checked": len(cosines),
