@@ -311,6 +311,11 @@ class FixedCacheDecoder:
                     return
                 self._record_steps(sizes)
                 count *= 2
+        if self._encoder is None:
+            # Two prompts that join open the sessions of what copies and clears.
+            first, _ = self.begin([[self._pad_id] * 2], Need())
+            other, _ = self.begin([[self._pad_id] * 2], Need())
+            self.step(self.join(first, other), [self._pad_id] * 2, [0, 1], Need())
 
     def _record_steps(self, sizes: BufferSizes) -> None:
         buffers = self._take(sizes)

@@ -1,5 +1,6 @@
 """A decoder with a fixed cache generates what a decoder with a growing one does."""
 
+import shutil
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,13 +10,15 @@ import onnxruntime as ort
 import pytest
 
 from enginery import export_model, load_model
+from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ArtifactError, InputError
-from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.decoder_graphs import DecoderGraphs, find_encoder_decoder
 from enginery.runtime.generation import fixed_cache
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.cache_buffers import CacheBuffers
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
+from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
 from enginery.runtime.onnxruntime.device_values import Device
@@ -61,7 +64,7 @@ def run(decoder, options, prompts=PROMPTS):
 
 def runner_of(model):
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return SimpleNamespace(session=session, device=Device(), records_steps=False)
+    return SimpleNamespace(session=session, device=Device(), records_steps=False, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,14 @@ def gpt2(tiny_model, session_home):
     }
     with OrtRunner(artifact) as runner:
         yield CachedDecoder(graphs, {graphs.later.file: runner}), graphs, models
+
+
+def test_the_graph_is_recognized_by_its_choice_of_tokens(gpt2):
+    _, graphs, models = gpt2
+    record = graph_record(models["grouped"], "model_fixed_cache.onnx")
+    for records in ([graphs.later, record], [record, graphs.later]):
+        assert DecoderGraphs.find_all(records) == [replace(graphs, fixed=record)]
+        assert find_encoder_decoder(records) is None
 
 
 @pytest.fixture(params=["grouped", "scattered"])
@@ -320,6 +331,24 @@ def test_recorded_steps_give_the_same_tokens(gpt2, on_gpu, case):
     assert [run(on_gpu, CASES[case]) for _ in range(2)] == [wanted] * 2
 
 
+def test_warming_up_records_the_usual_sizes_for_the_rows_of_a_server(on_gpu):
+    session = on_gpu._runner.session
+    on_gpu.warm_up(6)
+    assert {(sizes.rows, sizes.length) for sizes in on_gpu.sizes} >= {
+        (rows, POSITIONS) for rows in (1, 2, 4, 8)
+    }
+    recorded = len(session.recorded)
+    assert recorded == 8
+    run(on_gpu, CASES["many tokens"])
+    assert len(session.recorded) == recorded
+
+
+def test_warming_up_stops_where_the_buffers_would_not_be_kept(on_gpu, monkeypatch):
+    monkeypatch.setattr(fixed_cache, "_IDLE_BYTES", 3 * 2 * 2 * POSITIONS * 32 * 4)
+    on_gpu.warm_up(64)
+    assert [sizes.rows for sizes in on_gpu.sizes] == [1, 2]
+
+
 def test_each_size_is_recorded_once_in_a_thread_and_prompts_never(on_gpu):
     session = on_gpu._runner.session
     run(on_gpu, CASES["many tokens"])
@@ -348,6 +377,32 @@ def bart(tiny_model, session_home):
         graphs = replace(model.graphs, fixed=record)
         pad = model.tokenizer.pad_id
         yield model, FixedCacheDecoder(graphs, runners, pad_id=pad, limit=POSITIONS)
+
+
+def test_an_artifact_generates_with_the_graph_where_it_is_asked_to(bart, tmp_path):
+    model, decoder = bart
+    out = tmp_path / "artifact"
+    record = decoder._record
+    with staging(out) as staged:
+        shutil.copytree(model.artifact.path, staged, dirs_exist_ok=True)
+        (staged / record.file).write_bytes(decoder._runner.model.SerializeToString())
+        manifest = model.artifact.manifest
+        graphs = (*manifest.graphs, record)
+        commit_artifact(staged, manifest.model_copy(update={"graphs": graphs}))
+    artifact = Artifact.open(out)
+    wanted = model.generate(TEXTS, num_beams=2)
+    with load_model(artifact) as loaded:  # on the CPU, as before
+        assert isinstance(loaded.decoder, CachedDecoder)
+        assert loaded.generate(TEXTS, num_beams=2) == wanted
+    opened = TextGenerator(artifact, lambda file: OrtRunner(artifact, graph=file), fixed_cache=True)
+    with opened as loaded:
+        assert isinstance(loaded.decoder, FixedCacheDecoder)
+        assert loaded.runner.record == record
+        found = loaded.generate(TEXTS, num_beams=2)
+        assert [each.tokens for each in found] == [each.tokens for each in wanted]
+        assert "".join(loaded.stream(TEXTS[0])) == model.generate(TEXTS[:1])[0].text
+        assert loaded.decoder.sizes != []
+    assert loaded.decoder.sizes == []
 
 
 TEXTS = [
