@@ -136,7 +136,7 @@ class Finder:
         self._values = values
         self._starts: dict[bytes, tuple[str, bool]] = {}
         for name, array in values.items():
-            if array.size * 2 < _MIN_BYTES or array.std() == 0:
+            if array.size * 2 < _MIN_BYTES or (array == array.flat[0]).all():
                 continue
             self._starts.setdefault(array.reshape(-1)[:_KEY].tobytes(), (name, False))
             if array.ndim == 2:

@@ -9,6 +9,7 @@ of sessions that make them slow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
+from enginery.runtime.onnxruntime.native_log import NativeLog, reading_log, tell_once
 from enginery.runtime.providers.availability import register_plugin
-from enginery.runtime.providers.known import CPU, TENSORRT_RTX, short_name
+from enginery.runtime.providers.known import CPU, CUDA, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider
 
 _EXACT_INT8 = "session.x64quantprecision"
@@ -71,11 +73,14 @@ def new_session(
             devices = register_plugin(provider.name)
             options.add_provider_for_devices(devices, dict(provider.options))
             wanted = None
+    # The CPU logs nothing, and TensorRT may build engines for minutes.
+    reading = reading_log() if providers[0].name == CUDA else nullcontext(NativeLog())
     try:
-        with CAPTURE_LOCK.running():  # a GPU's session allocates memory
+        with reading as log, CAPTURE_LOCK.running():  # a GPU's session allocates memory
             session = _opened(path, options, wanted)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
+    tell_once(log)
     session.disable_fallback()  # run() has its own fallback
     registered = session.get_providers()
     for provider in providers:
@@ -85,9 +90,10 @@ def new_session(
             raise ProviderError(
                 f"{provider.name} was requested but did not register; "
                 f"the session has {', '.join(registered)}.",
-                do=f"ONNX Runtime has printed why above. Check its options: {given}"
+                do=f"{' '.join(log.errors) or 'ONNX Runtime does not say why.'} "
+                f"Check its options: {given}"
                 if given
-                else "Run: enginery doctor",
+                else " ".join([*log.errors, "Run: enginery doctor"]),
             )
     return session
 

@@ -222,9 +222,8 @@ def test_a_provider_that_does_not_register_with_options_leads_to_its_options(two
     asked = Provider(CUDA, "requested", {"device_id": "7", "use_tf32": "0"})
     with pytest.raises(ProviderError) as caught:
         read_placement(two_products, [asked], FEEDS)
-    assert caught.value.do == (
-        "ONNX Runtime has printed why above. Check its options: cuda.device_id=7, cuda.use_tf32=0"
-    )
+    assert caught.value.do.endswith("Check its options: cuda.device_id=7, cuda.use_tf32=0")
+    assert caught.value.do.startswith(("Failed to load library", "ONNX Runtime does not say why."))
 
 
 # Names and numbers are made up after the log in Optimum's guide to NVIDIA GPUs ("All the costly
