@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from enginery.core.shapes import canonical_dim, choose_profile
@@ -158,10 +159,11 @@ class BatchRunner:
             rungs = Rungs(ladder.sizes[BATCH], ladder.sizes.get(SEQUENCE, ()))
         batches = []
         for places in groups.values():
-            first = rows[places[0]]
+            content = rows[places[0]].content
 
-            def most(tokens: int, first: Row = first) -> int:
-                return min(self.max_rows(Row(first.content, tokens)), largest)
+            @cache
+            def most(tokens: int, content: Any = content) -> int:
+                return min(self.max_rows(Row(content, tokens)), largest)
 
             planned = plan_batches(
                 [rows[place].tokens for place in places],
