@@ -172,8 +172,7 @@ def plan_devices(
 def default_fronts() -> int:
     """Return the number of fronts for this machine: 9 of 16 cores.
 
-    The rest is for the device process and, on the same machine, for clients; more fronts answer
-    fewer requests there. Measured with MiniLM, see docs/serve.md.
+    The rest is for the device processes, their drivers and, on the same machine, for clients.
     """
     from enginery.runtime.machine import usable_cpus
 
