@@ -132,6 +132,7 @@ def make_app(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keys = ApiKeys.from_config(config, os.environ) if keys is None else keys
     metrics, activity = Metrics(), Activity()
+    metrics.watch_activity(lambda: activity.in_flight > 0)
     access_log = AccessLog.from_option(config.access_log)
     if access_log is not None:
         metrics.watch_dropped_lines(lambda: access_log.dropped)

@@ -44,7 +44,7 @@ from enginery.serve.config import (
     named_paths,
     require_packages,
 )
-from enginery.serve.http_sockets import bind, joining_protocol, urls
+from enginery.serve.http_sockets import bind, close, joining_protocol, urls
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
@@ -172,8 +172,7 @@ def plan_devices(
 def default_fronts() -> int:
     """Return the number of fronts for this machine: 9 of 16 cores.
 
-    The rest is for the device process and, on the same machine, for clients; more fronts answer
-    fewer requests there. Measured with MiniLM, see docs/serve.md.
+    The rest is for the device processes, their drivers and, on the same machine, for clients.
     """
     from enginery.runtime.machine import usable_cpus
 
@@ -414,6 +413,7 @@ class DeviceWorker(Worker):
         self,
         run_process: Callable[..., NoReturn],
         server_config: uvicorn.Config,
+        sockets: list[socket.socket],
         config: ServeConfig,
         ending: mmap.mmap | None,
         *,
@@ -424,14 +424,16 @@ class DeviceWorker(Worker):
         Args:
             run_process: runs the device process.
             server_config: uvicorn's options, of which logging and the kind of event loop are used.
+            sockets: the listening sockets of the fronts, which this process closes.
             config: the options of the server.
             ending: see `Worker`.
             failures: see `Worker`.
         """
-        super().__init__(server_config, [], config, ending, failures=failures)
+        super().__init__(server_config, sockets, config, ending, failures=failures)
         self._run_process = run_process
 
-    def _serve(self, sockets: list[socket.socket], startup_status: int) -> NoReturn:  # noqa: ARG002
+    def _serve(self, sockets: list[socket.socket], startup_status: int) -> NoReturn:
+        close(sockets)
         self._run_process(
             loop_factory=self.config.get_loop_factory(),
             startup_status=startup_status,
@@ -442,6 +444,7 @@ class DeviceWorker(Worker):
         return DeviceWorker(
             self._run_process,
             self.config,
+            self._sockets,
             self._config,
             self._shutdown_flag,
             failures=failures,
@@ -487,7 +490,7 @@ class Supervisor(Multiprocess):
         """Start the device processes and the workers."""
         ending = self._shutdown_flag
         self.processes += [
-            DeviceWorker(run_process, self.config, self._config, ending)
+            DeviceWorker(run_process, self.config, self.sockets, self._config, ending)
             for run_process in self._devices
         ]
         self.processes += [

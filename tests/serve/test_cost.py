@@ -39,7 +39,7 @@ def test_on_a_gpu_batches_grow_until_their_fixed_cost_is_small():
     assert tokens == 9000
     assert "10%" in why
     assert choose_max_tokens(BatchCost(1.0, 1e-9), on_cpu=False)[0] == 16_384
-    assert choose_max_tokens(BatchCost(0.0, 0.1), on_cpu=False)[0] == 256
+    assert choose_max_tokens(BatchCost(0.0, 0.1), on_cpu=False)[0] == 8192
 
 
 def test_on_a_cpu_batches_stay_small():

@@ -85,6 +85,35 @@ def test_many_rows_are_not_partitioned():
     assert batch(few + [200] * MAX_PARTITIONED_ROWS, 0, rules=rules) == [10, 12]
 
 
+GPU = BatchRules(16_384, 64, 0.1, fixed_cost_tokens=2000, takes_waiting=True)
+
+
+def test_on_a_gpu_all_that_waits_is_taken():
+    assert batch([9, 16, 16, 128], 0, rules=GPU) == [9, 16, 16, 128]
+    assert batch([20] * 37, 5, rules=GPU) == [20] * 37
+    assert batch([10] * 50, 0, most=50, rules=GPU) == [10] * 50
+
+
+def test_on_a_gpu_a_part_of_what_waits_is_a_power_of_two():
+    assert batch([380] * 256, 0, rules=GPU) == [380] * 32  # 43 would be padded to 64
+    assert batch([20] * 200, 199, rules=GPU) == [20] * 64
+    assert batch([16] * 40 + [512] * 3, 0, rules=GPU) == [16] * 32
+    assert batch([16] * 40 + [512] * 3, 41, rules=GPU) == [16, 16, 512, 512]
+
+
+def test_on_a_gpu_every_batch_respects_every_limit():
+    chance = random.Random(0)
+    for _ in range(300):
+        lengths = sorted(chance.choice([8, 20, 128, 500]) for _ in range(chance.randint(1, 150)))
+        most = chance.randint(1, 64)
+        found = batch(lengths, chance.randrange(len(lengths)), most=most, rules=GPU)
+        tokens = max(found) * len(found)
+        assert len(found) <= most
+        assert len(found) == len(lengths) or len(found).bit_count() == 1
+        assert len(found) == 1 or tokens <= GPU.max_tokens
+        assert padding_of(found) <= max(GPU.max_padding * tokens, GPU.fixed_cost_tokens)
+
+
 def costs(lengths, places, worth):
     parts = [lengths[low:high] for low, high in itertools.pairwise(places)]
     return sum(worth + max(part) * len(part) for part in parts)

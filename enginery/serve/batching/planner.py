@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 MAX_PARTITIONED_ROWS = 128
 """Maximum number of waiting rows for the dynamic programming. For more it would take longer than a
@@ -40,6 +40,10 @@ class BatchRules:
     """Only rows of equal length can share a batch, because the graph cannot pad."""
     max_rows_for_length: Callable[[int], int] | None = None
     """Returns the engine's maximum number of rows of a length; None without engines."""
+    takes_waiting: bool = False
+    """Take whatever waits if its padding costs less than another batch, or is within `max_padding`;
+    of more rows, a power of two, to which batches are rounded up on a GPU. Choosing the cheapest
+    partition would take longer than a batch does there."""
 
 
 def choose_batch(
@@ -54,6 +58,8 @@ def choose_batch(
         rules: the limits of a batch.
     """
     max_rows = min(max_rows, rules.max_rows)
+    if rules.takes_waiting:
+        return _take_waiting(lengths, oldest, max_rows, rules)
     if rules.fixed_cost_tokens and len(lengths) <= MAX_PARTITIONED_ROWS:
         for low, high in pairwise(partition_rows(lengths, max_rows, rules)):
             if low <= oldest < high:
@@ -110,6 +116,31 @@ def partition_rows(lengths: Sequence[int], max_rows: int, rules: BatchRules) -> 
     return boundaries[::-1]
 
 
+def _take_waiting(
+    lengths: Sequence[int], oldest: int, max_rows: int, rules: BatchRules
+) -> tuple[int, int]:
+    """Return all rows if they fit a batch, else those nearest to the oldest, a power of two.
+
+    The largest power of two is taken for which the rows up to the oldest, or those from it on, fit.
+    """
+    waiting = len(lengths)
+    if waiting <= max_rows and _fits(waiting, sum(lengths), lengths[-1], rules):
+        return 0, waiting
+    first = max(oldest - max_rows, 0)
+    near = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
+    sums = [0, *accumulate(near)]
+    place = oldest - first
+    rows = 1 << (min(max_rows, len(near)).bit_length() - 1)
+    while rows > 1:
+        for start in (place - rows + 1, place):
+            low = min(max(start, 0), len(near) - rows)
+            high = low + rows
+            if _fits(rows, sums[high] - sums[low], near[high - 1], rules):
+                return first + low, first + high
+        rows //= 2
+    return oldest, oldest + 1
+
+
 def _grow_from_oldest(
     lengths: Sequence[int], oldest: int, max_rows: int, rules: BatchRules
 ) -> tuple[int, int]:
@@ -148,4 +179,7 @@ def _fits(rows: int, real: int, longest: int, rules: BatchRules) -> bool:
         return False
     if rules.max_rows_for_length and rows > rules.max_rows_for_length(longest):
         return False
-    return tokens <= rules.max_tokens and padding <= rules.max_padding * tokens
+    allowed = rules.max_padding * tokens
+    if rules.takes_waiting:
+        allowed = max(allowed, rules.fixed_cost_tokens)
+    return tokens <= rules.max_tokens and padding <= allowed

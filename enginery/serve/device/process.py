@@ -244,6 +244,11 @@ class FrontConnection(asyncio.Protocol):
             self._process.loop.call_soon(self._flush)
         self._unsent += parts
 
+    def close(self) -> None:
+        """End the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         if self._transport is not None and not self._transport.is_closing():
@@ -320,6 +325,7 @@ class DeviceProcess:
         self._fronts, self._startup_status = fronts, startup_status
         self._server_ends = server_ends
         self._is_open = False
+        self._server: asyncio.Server | None = None
         self._ending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.registry: DeviceRegistry
@@ -336,6 +342,20 @@ class DeviceProcess:
         exit_process(1)
 
     async def _serve(self) -> None:
+        self._handle_signals()
+        try:
+            await self.open()
+        except Exception as error:
+            log_failed_startup(error)
+            exit_process(self._startup_status)
+        await asyncio.Event().wait()
+
+    async def open(self) -> None:
+        """Load the models, then accept fronts.
+
+        Raises:
+            EngineryError: a model cannot be loaded.
+        """
         self.loop = asyncio.get_running_loop()
         metrics = Metrics()
         self.registry = DeviceRegistry(
@@ -346,23 +366,22 @@ class DeviceProcess:
             on_broken=self._replace,
         )
         metrics.watch_models(lambda: self.registry)
-        handlers: tuple[tuple[int, Callable[[], object]], ...] = (
-            (signal.SIGTERM, self._handle_sigterm),
-            (signal.SIGINT, self._handle_sigint),
-            (signal.SIGHUP, lambda: self.spawn(self._reload())),
-        )
-        for number, handler in handlers:
-            self.loop.add_signal_handler(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in handlers])
-        try:
-            await load(self.registry)
-        except Exception as error:
-            log_failed_startup(error)
-            exit_process(self._startup_status)
+        await load(self.registry)
         self._socket.unlink(missing_ok=True)  # of a process that was killed
-        await self.loop.create_unix_server(lambda: FrontConnection(self), str(self._socket))
+        self._server = await self.loop.create_unix_server(
+            lambda: FrontConnection(self), str(self._socket)
+        )
         self.loop.call_later(_OPEN_AFTER_SECONDS, self._open)
-        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        """End the connections, and free the models."""
+        if self._server is not None:
+            self._server.close()
+        for front in list(self.registry.fronts):
+            front.close()
+        with suppress(TimeoutError):  # a model may hang
+            await asyncio.wait_for(self.registry.close(), CLOSE_SECONDS)
+        self._socket.unlink(missing_ok=True)
 
     def models_frame(self) -> bytes:
         """Return the frame that says which models there are and whether all fronts are ready."""
@@ -388,7 +407,7 @@ class DeviceProcess:
 
     def spawn(self, work: Any) -> asyncio.Task[None]:
         """Start a background task, and keep a reference to it until it ends."""
-        task: asyncio.Task[None] = self.loop.create_task(work)
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -404,6 +423,18 @@ class DeviceProcess:
 
     # -- ending -------------------------------------------------------------------------------
 
+    def _handle_signals(self) -> None:
+        """Handle the signals that the parent has blocked."""
+        loop = asyncio.get_running_loop()
+        handlers: tuple[tuple[int, Callable[[], object]], ...] = (
+            (signal.SIGTERM, self._handle_sigterm),
+            (signal.SIGINT, self._handle_sigint),
+            (signal.SIGHUP, lambda: self.spawn(self._reload())),
+        )
+        for number, handler in handlers:
+            loop.add_signal_handler(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number for number, _ in handlers])
+
     def _handle_sigterm(self) -> None:
         if self._ending is None:
             self._exit_after(self._config.drain_delay + self._config.grace, 0)
@@ -417,14 +448,14 @@ class DeviceProcess:
 
     async def _drain(self) -> None:
         """Run what the fronts send until they have ended; then exit."""
+        if self._server is None:  # the models are being loaded
+            exit_process(0)
         self.registry.begin_drain()
         while self.registry.fronts and self._server_ends():
             await asyncio.sleep(_TICK_SECONDS)
         while any(front.waiting for front in self.registry.fronts):
             await asyncio.sleep(_TICK_SECONDS)
-        with suppress(TimeoutError):  # a model may hang
-            await asyncio.wait_for(self.registry.close(), CLOSE_SECONDS)
-        self._socket.unlink(missing_ok=True)
+        await self.close()
         exit_process(0)
 
     def _replace(self, reason: str) -> None:

@@ -414,6 +414,7 @@ class ModelBackend(ModelFiles):
             max_rows=options.batch_rows,
             max_padding=options.max_padding,
             fixed_cost_tokens=self._cost.fixed_cost_tokens(),
+            takes_waiting=not (self.on_cpu or self.profiles),
         )
         if self.task is not None:
             rules = replace(

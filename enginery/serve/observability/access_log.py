@@ -23,7 +23,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import orjson
 
@@ -33,6 +33,8 @@ MAX_WAITING_LINES = 20_000
 """Maximum number of lines that wait to be written."""
 MAX_PATH_CHARACTERS = 1024
 """Maximum length of a logged path. Together with `MAX_WAITING_LINES` it bounds the memory."""
+_LINES_TOGETHER = 64
+"""Maximum number of lines that are written with one system call."""
 _TOGETHER_SECONDS = 0.05
 """Time that the listener sleeps if the queue is empty, so that not every request wakes it."""
 
@@ -47,13 +49,10 @@ class AccessLog:
             descriptor: the file descriptor; by default standard output.
             lines: maximum number of lines that wait to be written.
         """
-        self._queue = _Queue(SimpleQueue(), lines)
+        self._queue = _Queue(lines)
         self._file = _DescriptorHandler(descriptor, self._queue)
         self._file.setFormatter(_JsonFormatter())
-        self._listener = _Listener(self._queue.queue, self._file)
-        # Not registered with `logging`, so that two servers in a process have separate logs.
-        self._logger = logging.Logger("enginery.access", logging.INFO)
-        self._logger.addHandler(self._queue)
+        self._listener = _Listener(self._queue.records, self._file)
         self._closed = False
         self._listener.start()
         atexit.register(self.close)
@@ -73,10 +72,7 @@ class AccessLog:
         if self._closed:
             self._queue.dropped += 1
             return
-        # Skip the check of the level and the lookup of the caller, which would cost time.
-        self._logger.handle(
-            logging.LogRecord("enginery.access", logging.INFO, "", 0, record, None, None)
-        )
+        self._queue.put(record)
 
     def close(self, *, timeout_seconds: float = 2.0) -> None:
         """Write the waiting lines and end the thread; drop them if nobody reads the pipe."""
@@ -90,38 +86,43 @@ class AccessLog:
         stopping.join(timeout_seconds)
         if stopping.is_alive():
             self._file.given_up = True
-            self._queue.dropped += self._queue.queue.qsize()
+            self._queue.dropped += self._queue.records.qsize()
 
 
-class _Queue(logging.handlers.QueueHandler):
+class _Queue:
     """A queue that never blocks a request: if it is full, it drops the line and counts it."""
 
-    queue: SimpleQueue[Any]
-
-    def __init__(self, records: SimpleQueue[Any], most: int) -> None:
-        super().__init__(records)
-        self._most = most
+    def __init__(self, most: int) -> None:
+        self.records: SimpleQueue[Any] = SimpleQueue()
         self.dropped = 0
+        self._most = most
 
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return the record unchanged, because the listener formats it."""
-        return record
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Put the record into the queue; if the queue is full, count it as dropped."""
-        if self.queue.qsize() >= self._most:
+    def put(self, record: RequestRecord) -> None:
+        """Put a record and the present time into the queue; if it is full, count it as dropped."""
+        if self.records.qsize() >= self._most:
             self.dropped += 1
         else:
-            self.queue.put(record)
+            self.records.put((record, time.time()))
 
 
 class _Listener(logging.handlers.QueueListener):
     def dequeue(self, block: bool) -> logging.LogRecord:
-        """Return the next record; sleep first if the queue is empty, to collect several."""
+        """Return the next record; sleep first if the queue is empty, to collect several.
+
+        The record of `logging` is made here and not by the request, since that takes longer than
+        all else.
+        """
         waiting: Any = self.queue
         if waiting.empty():
             time.sleep(_TOGETHER_SECONDS)
-        return super().dequeue(block)
+        item: Any = super().dequeue(block)
+        if not isinstance(item, tuple):
+            self.handlers[0].flush()
+            return cast("logging.LogRecord", item)  # the sign to end
+        record, created = item
+        found = logging.LogRecord("enginery.access", logging.INFO, "", 0, record, None, None)
+        found.created = created
+        return found
 
 
 class _DescriptorHandler(logging.Handler):
@@ -131,22 +132,32 @@ class _DescriptorHandler(logging.Handler):
         super().__init__()
         self._descriptor, self._waiting = descriptor, waiting
         self._told = 0
+        self._lines: list[str] = []
         self.given_up = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, preceded by one with the number of dropped lines if there are any."""
+        """Write a line together with those that wait.
+
+        They are preceded by a line with the number of dropped lines if there are any.
+        """
         if self.given_up:
             return
+        self._lines.append(self.format(record))
+        if len(self._lines) >= _LINES_TOGETHER or self._waiting.records.empty():
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait."""
+        lines, self._lines = self._lines, []
         dropped = self._waiting.dropped
-        text = self.format(record)
-        if dropped > self._told:
-            facts = {"time": _utc(time.time()), "access_log_dropped": dropped - self._told}
-            text = f"{json.dumps(facts, separators=(',', ':'))}\n{text}"
+        told = f"{_told_line(dropped - self._told)}\n" if dropped > self._told else ""
+        if not lines:
+            return
         try:
-            self._write(text.encode("ascii"))
+            self._write((told + "".join(lines)).encode("ascii"))
             self._told = max(self._told, dropped)
         except OSError:  # the reader has closed the pipe
-            self._waiting.dropped += 1
+            self._waiting.dropped += len(lines)
 
     def _write(self, text: bytes) -> None:
         left = memoryview(text)
@@ -191,6 +202,11 @@ class _JsonFormatter(logging.Formatter):
             # Some readers treat U+0085 and U+2028 as line ends, and orjson does not escape them.
             text = f"{json.dumps(facts, separators=(',', ':'))}\n".encode("ascii")
         return text.replace(b"\x7f", b"\\u007f").decode("ascii")
+
+
+def _told_line(dropped: int) -> str:
+    facts = {"time": _utc(time.time()), "access_log_dropped": dropped}
+    return json.dumps(facts, separators=(",", ":"))
 
 
 def _utc(at: float) -> str:

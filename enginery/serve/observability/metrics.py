@@ -16,9 +16,12 @@ those of the worker that answers the request.
 
 from __future__ import annotations
 
+import asyncio
 import os
+from bisect import bisect_left
+from collections import Counter as Counts
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,7 +34,7 @@ from prometheus_client.samples import Sample
 from enginery.core.errors import ProviderError
 from enginery.runtime.nvml import Nvml
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
-from enginery.serve.batching.scheduler import BatchStatistics, Timings
+from enginery.serve.batching.scheduler import BatchStatistics
 from enginery.serve.observability.record import RequestRecord, refusal_reason
 
 if TYPE_CHECKING:
@@ -63,6 +66,11 @@ SECONDS = (
 INPUTS = tuple(float(1 << n) for n in range(11))
 TOKENS = tuple(float(1 << n) for n in range(3, 18))
 RATIOS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
+
+_COUNT_TOGETHER = 64
+"""Maximum number of requests that are counted together."""
+_COUNT_SECONDS = 0.05
+"""Time after which a request is counted even if others are in progress."""
 
 NO_MODEL = ""
 """Label of requests that name no served model; names from requests never become labels."""
@@ -98,6 +106,16 @@ class ModelTotals:
     """Unix time of the last answer, in seconds; 0 if there is none."""
 
 
+class _Histogram(Histogram):
+    """A histogram that takes many amounts at once."""
+
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """Observe amounts; each bucket is updated once."""
+        self._sum.inc(sum(amounts))
+        for index, count in Counts(bisect_left(self._upper_bounds, x) for x in amounts).items():
+            self._buckets[index].inc(count)
+
+
 class Metrics:
     """The server's counters and histograms, and gauges that are read at each scrape."""
 
@@ -107,7 +125,10 @@ class Metrics:
         self._registry.register(self._models)
         self._registry.register(_GpuCollector(self._models.gpus))
         ProcessCollector(registry=self._registry)
-        self._requests: dict[tuple[str, str, int], Histogram] = {}
+        self._requests: dict[tuple[str, str, int], _Histogram] = {}
+        self._uncounted: list[RequestRecord] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_busy: Callable[[], bool] = bool
         self._inferences: dict[str, _InferenceMetrics] = {}
         self._batches: dict[str, _BatchMetrics] = {}
         # With several processes the counts are in files; then they must not be in `_registry`.
@@ -154,23 +175,50 @@ class Metrics:
         )
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a request whose response has been sent."""
-        key = (record.route, record.model, record.status)
+        """Count a request whose response has been sent.
+
+        While other requests are in progress, it is counted together with them, soon after.
+        """
+        self._uncounted.append(record)
+        if not self._is_busy() or len(self._uncounted) >= _COUNT_TOGETHER:
+            self.count()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_COUNT_SECONDS, self.count)
+
+    def count(self) -> None:
+        """Count the requests that were observed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        records, self._uncounted = self._uncounted, []
+        seconds: dict[tuple[str, str, int], list[float]] = {}
+        inferences: dict[str, list[RequestRecord]] = {}
+        for record in records:
+            seconds.setdefault((record.route, record.model, record.status), []).append(
+                record.seconds
+            )
+            if record.timings is not None:
+                inferences.setdefault(record.model, []).append(record)
+            if record.generated:
+                model = self._model_label(record.model)
+                self._first_token.labels(model).observe(record.first_token_at - record.started)
+                self._generated.labels(model).inc(record.generated)
+            if reason := refusal_reason(record):
+                self._refused.labels(self._model_label(record.model), reason).inc()
+        for key, amounts in seconds.items():
+            self._request_histogram(key).observe_all(amounts)
+        for model, inferred in inferences.items():
+            self._count_inferences(model, inferred)
+
+    def _request_histogram(self, key: tuple[str, str, int]) -> _Histogram:
         child = self._requests.get(key)
         if child is None:
-            known = self._model_label(record.model)
-            child = self._duration.labels(record.route, known, str(record.status))
-            if known == record.model:  # else clients could fill the memory with names
+            route, model, status = key
+            known = self._model_label(model)
+            child = self._duration.labels(route, known, str(status))
+            if known == model:  # else clients could fill the memory with names
                 self._requests[key] = child
-        child.observe(record.seconds)
-        if record.timings is not None:
-            self._observe_inference(record.model, record.timings, record.inputs)
-        if record.generated:
-            model = self._model_label(record.model)
-            self._first_token.labels(model).observe(record.first_token_at - record.started)
-            self._generated.labels(model).inc(record.generated)
-        if reason := refusal_reason(record):
-            self._refused.labels(self._model_label(record.model), reason).inc()
+        return child
 
     def observe_batch(self, model: str, batch: BatchStatistics) -> None:
         """Count a batch that ran.
@@ -198,6 +246,10 @@ class Metrics:
         """
         self._models.models = models
 
+    def watch_activity(self, is_busy: Callable[[], bool]) -> None:
+        """Set the function that returns True while requests are in progress."""
+        self._is_busy = is_busy
+
     def watch_dropped_lines(self, dropped: Callable[[], int]) -> None:
         """Set the function that returns the number of lines that the access log has dropped."""
         self._models.dropped = dropped
@@ -209,6 +261,7 @@ class Metrics:
             accept: the request's Accept header, which chooses between Prometheus' text format
                 0.0.4 and OpenMetrics.
         """
+        self.count()
         try:
             encode, content_type = choose_encoder(accept)
         except (ValueError, TypeError):  # a malformed version in the header
@@ -224,6 +277,7 @@ class Metrics:
         Args:
             routes: patterns of the routes that run models, for the numbers of requests.
         """
+        self.count()
         found: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
         for metric in self._all_counts().collect():
             for sample in metric.samples:
@@ -240,7 +294,7 @@ class Metrics:
         collector: Any = MultiProcessCollector
         return cast("Collector", collector(None))
 
-    def _observe_inference(self, model: str, timings: Timings, inputs: int) -> None:
+    def _count_inferences(self, model: str, records: Sequence[RequestRecord]) -> None:
         children = self._inferences.get(model)
         if children is None:
             known = self._model_label(model)
@@ -255,12 +309,13 @@ class Metrics:
             )
             if known == model:
                 self._inferences[model] = children
-        children.tokenize.observe(timings.tokenize_seconds)
-        children.queue.observe(timings.queue_seconds)
-        children.inference.observe(timings.inference_seconds)
-        children.inputs.inc(inputs)
-        children.tokens.inc(timings.tokens)
-        children.truncated.inc(timings.truncated)
+        timings = [record.timings for record in records if record.timings is not None]
+        children.tokenize.observe_all([each.tokenize_seconds for each in timings])
+        children.queue.observe_all([each.queue_seconds for each in timings])
+        children.inference.observe_all([each.inference_seconds for each in timings])
+        children.inputs.inc(sum(record.inputs for record in records))
+        children.tokens.inc(sum(each.tokens for each in timings))
+        children.truncated.inc(sum(each.truncated for each in timings))
         children.last_inference.set_to_current_time()
 
     def _model_label(self, model: str) -> str:
@@ -268,8 +323,8 @@ class Metrics:
 
     def _histogram(
         self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = _BY_MODEL
-    ) -> Histogram:
-        return Histogram(f"enginery_{name}", text, labels, buckets=bounds, registry=self._counts)
+    ) -> _Histogram:
+        return _Histogram(f"enginery_{name}", text, labels, buckets=bounds, registry=self._counts)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = _BY_MODEL) -> Counter:
         return Counter(f"enginery_{name}", text, labels, registry=self._counts)
@@ -310,9 +365,9 @@ def _add(total: Total, what: str, value: float) -> None:
 class _InferenceMetrics(NamedTuple):
     """The metrics of one model's requests, looked up once per model."""
 
-    tokenize: Histogram
-    queue: Histogram
-    inference: Histogram
+    tokenize: _Histogram
+    queue: _Histogram
+    inference: _Histogram
     inputs: Counter
     tokens: Counter
     truncated: Counter

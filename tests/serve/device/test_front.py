@@ -1,0 +1,318 @@
+"""A front's models, connected to device processes that run in the same event loop."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from enginery.core.errors import InputError
+from enginery.runtime.model import load_model
+from enginery.runtime.tasks.task import TaskOptions
+from enginery.serve.batching.queue import OverloadedError
+from enginery.serve.config import ServeConfig
+from enginery.serve.device.front import FrontRegistry
+from enginery.serve.device.process import DeviceProcess
+from enginery.serve.models.served_model import UnavailableError
+from tests.serve.test_served_model import ASKED, near, photo
+from tests.tolerances import OUTPUTS
+
+WAIT = 30
+
+
+@asynccontextmanager
+async def device(paths, socket, fronts=1, **options):
+    process = DeviceProcess(paths, ServeConfig(**options), socket, fronts=fronts)
+    await process.open()
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+@asynccontextmanager
+async def front(paths, *sockets, **options):
+    registry = FrontRegistry(
+        paths, ServeConfig(**options), asyncio.get_running_loop(), sockets=sockets
+    )
+    await asyncio.wait_for(registry.load(), WAIT)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+@asynccontextmanager
+async def serving(artifact, socket, **options):
+    paths = {"m": artifact.path}
+    async with device(paths, socket, **options) as process, front(paths, socket, **options) as it:
+        await until(lambda: it.ready)
+        yield it.get("m"), process
+
+
+async def until(is_true):
+    async def wait():
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), WAIT)
+
+
+def ask(model, inputs, **options):
+    return model.infer(model.task, inputs, model.task.Options.read(options))
+
+
+@pytest.fixture
+def socket(tmp_path_factory):
+    return tmp_path_factory.mktemp("s") / "d"
+
+
+def hold(process):
+    """Make the device's worker wait; returns what lets it run again, and the batches it ran."""
+    import threading
+
+    free, batches = threading.Event(), []
+    workers = process.registry.get("m").scheduler.workers
+    run = workers._run
+
+    def held(batch):
+        batches.append(batch)
+        assert free.wait(WAIT)
+        return run(batch)
+
+    workers._run = held
+    return free, batches
+
+
+@pytest.mark.parametrize(("task", "method", "inputs", "options"), ASKED, ids=[a[0] for a in ASKED])
+def test_answers_are_those_of_the_model_itself(exported, socket, task, method, inputs, options):
+    artifact = exported("bert", task)
+    with load_model(artifact) as model:
+        expected = list(getattr(model, method)(inputs, **options))
+
+    async def scenario():
+        async with serving(artifact, socket) as (model, _):
+            one = await ask(model, inputs, **options)
+            many = await asyncio.gather(*(ask(model, [item], **options) for item in inputs * 5))
+            return one, many
+
+    one, many = asyncio.run(scenario())
+    assert near(list(one.results), expected)
+    assert near([reply.results[0] for reply in many], expected * 5)
+    assert one.timings.inference_seconds > 0
+    assert 0 <= one.timings.queue_seconds < WAIT
+
+
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [("image-classification", "classify_images"), ("feature-extraction", "embed_images")],
+)
+def test_images_are_answered(exported, socket, task, method):
+    from io import BytesIO
+
+    from PIL import Image
+
+    artifact, images = exported("vit", task), [photo(), photo((33, 50), (0, 90, 10))]
+    with load_model(artifact) as model:
+        expected = list(getattr(model, method)([Image.open(BytesIO(image)) for image in images]))
+
+    async def scenario():
+        async with serving(artifact, socket) as (model, _):
+            return await ask(model, images)
+
+    assert near(list(asyncio.run(scenario()).results), expected)
+
+
+def test_tensors_are_run_as_they_are_sent(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, process):
+            feeds = model.backend.synthetic_feeds(5)
+            found = await model.infer(model.backend.tensors, feeds, TaskOptions())
+            expected = process.registry.get("m").backend.runner(feeds)
+            bad = {**feeds, "input_ids": feeds["input_ids"] * 0 - 1}
+            with pytest.raises(InputError, match="input_ids holds"):
+                await model.infer(model.backend.tensors, bad, TaskOptions())
+            return found.results, expected
+
+    found, expected = asyncio.run(scenario())
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.allclose(found[name], array, atol=OUTPUTS)
+
+
+def test_large_requests_are_cut_and_leave_space_for_others(exported, socket):
+    async def scenario():
+        async with serving(
+            exported("bert", "feature-extraction"), socket, queue_inputs=16, workers=1
+        ) as (model, process):
+            free, batches = hold(process)
+            large = asyncio.create_task(ask(model, ["the pump runs"] * 100))
+            await until(lambda: batches)
+            (connection,) = process.registry.fronts
+            assert len(connection.waiting) == 4  # a quarter of the queue
+            small = asyncio.create_task(ask(model, ["a"]))
+            await until(lambda: len(connection.waiting) == 5)
+            await until(lambda: process.registry.get("m").scheduler.queue.rows == 1)
+            free.set()
+            return await large, await small
+
+    large, small = asyncio.run(scenario())
+    assert len(large.results) == 100
+    assert len(small.results) == 1
+
+
+def test_full_queue_is_reported_with_the_devices_own_words(exported, socket):
+    async def scenario():
+        async with serving(
+            exported("bert", "feature-extraction"), socket, queue_tokens=30, workers=1
+        ) as (model, process):
+            free, batches = hold(process)
+            running = asyncio.create_task(ask(model, ["the pump runs"]))
+            await until(lambda: batches)
+            waiting = asyncio.create_task(ask(model, ["the pump runs"]))
+            await until(lambda: process.registry.get("m").scheduler.queue.rows)
+            with pytest.raises(OverloadedError, match="the queue is full: 1 inputs with 5 tokens"):
+                await ask(
+                    model, ["the pump runs and the valve is open again and again and again " * 2]
+                )
+            free.set()
+            await asyncio.gather(running, waiting)
+            assert model.queued_rows == 0
+
+    asyncio.run(scenario())
+
+
+def test_cancelled_request_leaves_the_devices_queue(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket, workers=1) as (
+            model,
+            process,
+        ):
+            free, batches = hold(process)
+            queue = process.registry.get("m").scheduler.queue
+            running = asyncio.create_task(ask(model, ["a"]))
+            await until(lambda: batches)
+            waiting = asyncio.create_task(ask(model, ["the pump runs"] * 7))
+            await until(lambda: queue.rows == 7)
+            waiting.cancel()
+            await until(lambda: queue.rows == 0)
+            assert model.queued_rows == 1
+            running.cancel()  # its output, which comes later, is dropped
+            await asyncio.sleep(0)
+            free.set()
+            assert len((await ask(model, ["a"])).results) == 1
+            assert model.queued_rows == 0
+            assert not any(connection.waiting for connection in process.registry.fronts)
+
+    asyncio.run(scenario())
+
+
+def test_requests_of_a_lost_device_fail_and_the_next_one_answers(exported, socket):
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with device(paths, socket, workers=1) as first, front(paths, socket) as registry:
+            await until(lambda: registry.ready)
+            model = registry.get("m")
+            free, batches = hold(first)
+            running = asyncio.create_task(ask(model, ["a"]))
+            await until(lambda: batches)
+            for connection in list(first.registry.fronts):
+                connection._transport.abort()
+            first._server.close()
+            socket.unlink(missing_ok=True)
+            with pytest.raises(UnavailableError, match="'m' is being restarted"):
+                await running
+            assert (model.state, registry.ready) == ("loading", False)
+            with pytest.raises(UnavailableError, match="m: its device process is starting"):
+                await ask(model, ["a"])
+            free.set()
+            async with device(paths, socket):
+                await until(lambda: registry.ready)
+                assert len((await ask(registry.get("m"), ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_server_is_ready_once_every_front_is(exported, socket):
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with device(paths, socket, fronts=2), front(paths, socket) as one:
+            await asyncio.sleep(0.2)
+            model = one.get("m")
+            assert (model.state, one.ready) == ("loading", False)
+            assert model.reason == "other processes of the server are starting"
+            assert len((await ask(model, ["a"])).results) == 1  # whoever asks is answered
+            async with front(paths, socket) as two:
+                await until(lambda: one.ready and two.ready)
+
+    asyncio.run(scenario())
+
+
+def test_reload_is_done_by_the_device_and_followed_by_fronts(exported, socket, tmp_path):
+    first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
+    served = tmp_path / "served"
+    served.symlink_to(first.path)
+
+    async def scenario():
+        paths = {"m": served}
+        async with (
+            device(paths, socket, fronts=2) as process,
+            front(paths, socket) as one,
+            front(paths, socket) as two,
+        ):
+            await until(lambda: one.ready and two.ready)
+            outcomes = await one.reload("m")
+            assert outcomes["m"].message == "reloaded, content unchanged"
+            number = process.registry.get("m").number
+            await until(lambda: number in two.get("m").numbers.values())
+            served.unlink()
+            served.symlink_to(second.path)
+            asked = [asyncio.create_task(ask(two.get("m"), ["a"])) for _ in range(20)]
+            outcomes = await one.reload()
+            assert outcomes["m"].swapped
+            assert outcomes["m"].message.startswith("reloaded: ")
+            assert one.get("m").content == second.content_sha256()
+            await until(lambda: two.get("m").content == second.content_sha256())
+            await asyncio.gather(*asked)
+            assert one.ready
+            assert two.ready
+            served.unlink()
+            served.symlink_to(tmp_path)
+            outcomes = await one.reload()
+            assert not outcomes["m"].swapped
+            assert outcomes["m"].message.startswith("not reloaded: ")
+            assert len((await ask(one.get("m"), ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_rows_go_to_the_device_with_the_fewest(exported, tmp_path):
+    sockets = [tmp_path / "0", tmp_path / "1"]
+
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with (
+            device(paths, sockets[0], workers=1) as one,
+            device(paths, sockets[1], workers=1) as two,
+            front(paths, *sockets) as registry,
+        ):
+            await until(lambda: registry.ready)
+            held = [hold(process) for process in (one, two)]
+            model = registry.get("m")
+            asked = [asyncio.create_task(ask(model, ["a"])) for _ in range(6)]
+            await until(lambda: all(batches for _, batches in held))
+            waiting = [sum(len(c.waiting) for c in p.registry.fronts) for p in (one, two)]
+            assert waiting == [3, 3]
+            assert model.queued_rows == 6
+            for free, _ in held:
+                free.set()
+            await asyncio.gather(*asked)
+            for connection in list(one.registry.fronts):
+                connection._transport.abort()
+            one._server.close()
+            sockets[0].unlink()
+            await until(lambda: len(model.numbers) == 1)
+            assert registry.ready  # the other one still answers
+            assert len((await ask(model, ["a"])).results) == 1
+
+    asyncio.run(scenario())
