@@ -13,6 +13,7 @@ them.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -58,6 +59,7 @@ _PROBE_TOKENS = 8
 
 Result = TypeVar("Result")
 Origin = TypeVar("Origin")
+Item = TypeVar("Item")
 
 
 class InferencePool(Closeable):
@@ -98,6 +100,15 @@ class PooledBatchRunner(BatchRunner):
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
         return self._pool.call(partial(super().run, rows))
+
+
+def _until(is_stopped: threading.Event, items: Generator[Item]) -> Generator[Item]:
+    """Yield items until the event is set; close them at the end."""
+    with closing(items):
+        for item in items:
+            if is_stopped.is_set():
+                break
+            yield item
 
 
 @dataclass(frozen=True)
@@ -183,9 +194,16 @@ class WindowRunner:
         prepared = read_ahead(
             stream.prepare(windows), ahead=PREPARED_BATCHES, name="enginery-prepare"
         )
-        done = read_ahead(stream.run(prepared), ahead=1, name="enginery-collect")
+        is_stopped = threading.Event()
+        done = read_ahead(
+            stream.run(_until(is_stopped, prepared)), ahead=1, name="enginery-collect"
+        )
         with closing(done), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
-            yield from done
+            try:
+                for window in done:  # noqa: UP028  `yield from` would close it before `finally`
+                    yield window
+            finally:
+                is_stopped.set()  # the rest of a window may take long
 
     def finish(self, window: Window[Any], stats: WindowStats) -> RowValues:
         """Return the task's result for each input of a window, and add its counts to `stats`.
