@@ -13,10 +13,12 @@ them.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +31,13 @@ from enginery.predict.task_inputs import read_options
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.row_stream import PREPARED_BATCHES, RowStream, Window, read_ahead
+from enginery.runtime.tasks.row_stream import (
+    PREPARED_BATCHES,
+    SWITCH_INTERVAL,
+    RowStream,
+    Window,
+    read_ahead,
+)
 from enginery.runtime.tasks.task import (
     Arrays,
     MediaTask,
@@ -44,11 +52,14 @@ from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 from enginery.runtime.text.pooling import Vectors
 from enginery.runtime.text.tokenizer import TextTokenizer
 
+_GPU_QUEUE = 4
+"""Batches that wait for a GPU at most, so that it does not wait for a thread that submits them."""
 _PROBE_TOKENS = 8
 
 
 Result = TypeVar("Result")
 Origin = TypeVar("Origin")
+Item = TypeVar("Item")
 
 
 class InferencePool(Closeable):
@@ -89,6 +100,15 @@ class PooledBatchRunner(BatchRunner):
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
         return self._pool.call(partial(super().run, rows))
+
+
+def _until(is_stopped: threading.Event, items: Generator[Item]) -> Generator[Item]:
+    """Yield items until the event is set; close them at the end."""
+    with closing(items):
+        for item in items:
+            if is_stopped.is_set():
+                break
+            yield item
 
 
 @dataclass(frozen=True)
@@ -174,7 +194,16 @@ class WindowRunner:
         prepared = read_ahead(
             stream.prepare(windows), ahead=PREPARED_BATCHES, name="enginery-prepare"
         )
-        return read_ahead(stream.run(prepared), ahead=1, name="enginery-collect")
+        is_stopped = threading.Event()
+        done = read_ahead(
+            stream.run(_until(is_stopped, prepared)), ahead=1, name="enginery-collect"
+        )
+        with closing(done), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
+            try:
+                for window in done:  # noqa: UP028  `yield from` would close it before `finally`
+                    yield window
+            finally:
+                is_stopped.set()  # the rest of a window may take long
 
     def finish(self, window: Window[Any], stats: WindowStats) -> RowValues:
         """Return the task's result for each input of a window, and add its counts to `stats`.
@@ -212,13 +241,17 @@ class WindowRunner:
         (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
         return len(vector)
 
+    @property
+    def _on_cpu(self) -> bool:
+        return self.batches.runner.device.kind == "cpu"
+
     def _stream(self) -> RowStream:
         return RowStream(
             self.batches,
             partial(self.task.preprocess, options=self.options),
             self._plan,
             self.pool.submit,
-            concurrent=self.pool.workers,
+            concurrent=self.pool.workers if self._on_cpu else _GPU_QUEUE,
         )
 
     def _plan(self, rows: Sequence[Row]) -> list[list[int]]:
@@ -235,7 +268,6 @@ class WindowRunner:
             return len(plan(max_tokens)) <= self.pool.workers
 
         full = plan(self.max_tokens)
-        on_cpu = self.batches.runner.device.kind == "cpu"
-        if len(full) >= self.pool.workers or self.batches.fixed_rows or not on_cpu:
+        if len(full) >= self.pool.workers or self.batches.fixed_rows or not self._on_cpu:
             return full
         return plan(bisect_left(range(self.max_tokens), True, lo=1, key=fits))

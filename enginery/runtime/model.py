@@ -33,6 +33,7 @@ from enginery.runtime.tasks import TASKS, require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.row_stream import (
     PREPARED_BATCHES,
+    SWITCH_INTERVAL,
     RowStream,
     Window,
     read_ahead,
@@ -148,7 +149,11 @@ class Model(Closeable):
         )
         results: list[RowValues] = []
         finishing: deque[Future[RowValues]] = deque()
-        with closing(prepared), ThreadPoolExecutor(1, "enginery-finish") as finisher:
+        with (
+            SWITCH_INTERVAL.lowered(),
+            closing(prepared),
+            ThreadPoolExecutor(1, "enginery-finish") as finisher,
+        ):
             for window in stream.run(prepared):
                 if window.error is not None:
                     task.preprocess(inputs, options)  # raises it with the index among all inputs

@@ -97,8 +97,9 @@ BREAKS = [
     Break(
         "an output is not synced before its rename",
         "predict/writer.py",
-        "            stream.flush()\n            os.fsync(stream.fileno())\n        digest",
-        "            stream.flush()\n        digest",
+        "                stream.flush()\n                os.fsync(stream.fileno())\n"
+        "            self._digest",
+        "                stream.flush()\n            self._digest",
         POWER,
         "every_moment and predict",
     ),

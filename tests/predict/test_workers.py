@@ -263,3 +263,37 @@ def test_limits_of_a_batch_depend_on_the_device(tiny, options, cpu, gpu):
         with kind(artifact, io_binding=False) as runner, InferencePool(1) as pool:
             model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig(**options))
             assert (model.max_rows, model.max_tokens) == limits
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_closing_ends_a_window_midway(tiny, workers):
+    from enginery.predict.token_batches import InferencePool, WindowRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.tasks.embed import Embed
+    from enginery.runtime.tasks.row_stream import Window
+
+    artifact = tiny("bert", "feature-extraction")
+    running = threading.Event()
+    runs = []
+
+    class Slow(OrtRunner):
+        def __call__(self, feeds):
+            runs.append(len(feeds["input_ids"]))
+            if len(runs) > 4:
+                running.set()
+                stopped.wait(30)
+            return super().__call__(feeds)
+
+    stopped = threading.Event()
+    with Slow(artifact) as runner, InferencePool(workers) as pool:
+        config = PredictConfig(batch_rows=1)
+        model = WindowRunner.open(Embed, artifact, runner, pool, config)
+        windows = [Window(["the pump"] * 4, 0), Window(["the pump"] * 500, 1)]
+        done = model.run_windows(iter(windows))
+        assert next(done).origin == 0
+        assert running.wait(30)
+        threading.Timer(0.2, stopped.set).start()
+        done.close()
+        model.close()
+    assert len(runs) < 50
+    assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -68,6 +69,7 @@ def labels_of(result):
 
 def test_texts_are_tokenized_ahead_and_run_in_the_calling_thread(tiny, as_on_a_gpu, monkeypatch):
     with load_model(tiny.artifact("bert", "feature-extraction")) as model:
+        interval = sys.getswitchinterval()
         tokenizing, running, sizes = set(), set(), []
         preprocess, run = model.definition.preprocess, model._runner.__call__
 
@@ -95,6 +97,7 @@ def test_texts_are_tokenized_ahead_and_run_in_the_calling_thread(tiny, as_on_a_g
         model.embed(TEXTS[:4])
         assert tokenizing == {threading.current_thread().name}  # a thread would take longer
     assert not [t for t in threading.enumerate() if t.name.startswith("enginery-")]
+    assert sys.getswitchinterval() == interval
 
 
 def test_an_error_names_the_index_among_all_inputs(tiny, as_on_a_gpu):

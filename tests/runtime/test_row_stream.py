@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 
 from enginery.core.errors import InputError
-from enginery.runtime.tasks.row_stream import RowStream, Window, read_ahead, run_here
+from enginery.runtime.tasks.row_stream import (
+    SWITCH_INTERVAL,
+    RowStream,
+    Window,
+    read_ahead,
+    run_here,
+)
 from enginery.runtime.tasks.task import ModelInputs, Row
 
 
@@ -174,3 +181,13 @@ def test_closing_ends_the_threads_and_closes_what_they_read():
         assert [next(outer) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert closed == ["inner"]
     assert not [thread for thread in threading.enumerate() if thread.name in ("inner", "outer")]
+
+
+def test_the_switch_interval_is_lowered_until_the_last_user_has_ended():
+    before = sys.getswitchinterval()
+    with SWITCH_INTERVAL.lowered():
+        lowered = sys.getswitchinterval()
+        with SWITCH_INTERVAL.lowered():
+            pass
+        assert sys.getswitchinterval() == lowered < before
+    assert sys.getswitchinterval() == before

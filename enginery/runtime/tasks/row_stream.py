@@ -13,12 +13,13 @@ memory depends on their size, not on their number.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -33,6 +34,10 @@ from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, RowValues
 PREPARED_BATCHES = 32
 """Batches that are prepared ahead: about those of a window, so that the model runs them while the
 next window is tokenized."""
+
+_SWITCH_SECONDS = 0.0002
+"""Time after which a thread that computes in Python lets another one go on, while a GPU waits for
+its next batch. Python's default is 5 ms, several times the run of a batch."""
 
 Item = TypeVar("Item")
 Origin = TypeVar("Origin")
@@ -175,6 +180,34 @@ class RowStream:
             for _, run in running:
                 if run is not None:
                     run.cancel()
+
+
+class _SwitchInterval:
+    """Lowers Python's switch interval while it is in use. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = 0.0
+
+    @contextmanager
+    def lowered(self) -> Generator[None]:
+        """Let threads that compute in Python give way soon, in the whole process."""
+        with self._lock:
+            if not self._users:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_SECONDS, self._before))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    sys.setswitchinterval(self._before)
+
+
+SWITCH_INTERVAL = _SwitchInterval()
 
 
 def run_here(run: Callable[[], Arrays]) -> Future[tuple[Arrays, float]]:
