@@ -3,8 +3,8 @@
 Prompts are words, each a token, and no token ends a text. The time is that of a whole call: prompt,
 encoder, and every step. enginery and PyTorch in FP16 take turns in one process. Tokens are compared
 with PyTorch's in FP32 on the same device. Random weights have close calls, after which a row goes
-on differently, so each token is also judged by FP32's logits after the tokens before it: its own may
-be below the largest by some times the rounding of PyTorch in FP16, and no more.
+on differently, so each token is also judged by FP32's logits after the tokens before it: its own
+may be below the largest by some times the rounding of PyTorch in FP16, and no more.
 """
 
 from __future__ import annotations
