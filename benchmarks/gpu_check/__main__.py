@@ -34,6 +34,8 @@ def main(words: list[str] | None = None) -> int:
     try:
         units = chosen_units(given.only)
         gpu = visible_gpus()[0].name if given.device == "cuda" else ""
+        if given.carried and not given.models:
+            raise ValueError("--carried needs the directory of the models: --models DIR.")
         if given.max_minutes <= 0:
             raise ValueError(f"--max-minutes is {given.max_minutes:g}, expected more than 0.")
         out = Path(given.out) if given.out else _default_out(given.device)
@@ -50,6 +52,7 @@ def main(words: list[str] | None = None) -> int:
         "quick": given.quick,
         "models": str(models.resolve()),
         "reuse": bool(given.models),
+        "carried": given.carried,
         "prototypes": str(Path(given.prototypes).resolve()) if given.prototypes else "",
     }
     results, said = Results.begin(out, request, gpu=gpu, fresh=given.fresh)
@@ -118,6 +121,11 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
         default="",
         metavar="DIR",
         help="keep the artifacts in this directory, and use those that are already there",
+    )
+    parser.add_argument(
+        "--carried",
+        action="store_true",
+        help="make no model: use those that are in the directory of --models",
     )
     parser.add_argument(
         "--prototypes",

