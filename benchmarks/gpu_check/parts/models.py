@@ -40,7 +40,7 @@ _OPSET = 20
 _GENERATORS = {
     "gpt2": ("gpt2", 4.0),
     "t5-small": ("t5", 2.0),
-    "m2m100": ("m2m_100", 2.0),
+    "m2m100": ("m2m_100", 4.0),
     "llama": ("llama", 2.0),
     "qwen3": ("qwen3", 2.0),
 }
