@@ -165,7 +165,7 @@ class CacheBuffers:
     steps: tuple[BoundRun, BoundRun] = field(init=False)
     """The first reads the first turn and writes the second."""
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
-    _copies: dict[tuple[int, bool], RowCopy] = field(init=False, default_factory=dict)
+    _copies: dict[bool, RowCopy] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = self.record.inputs
@@ -229,14 +229,13 @@ class CacheBuffers:
 
         Args:
             operators: copies them.
-            pairs: the row that is read and the one that is written; none is both.
+            pairs: the row that is read and the one that is written.
             encoded: also what the rows read of the encoder.
         """
-        key = (row_rung(len(pairs)), encoded)
-        if key not in self._copies:
+        if encoded not in self._copies:
             values = {**self.cache, **self.encoded} if encoded else self.cache
-            self._copies[key] = operators.row_copy(values, values, key[0], records=True)
-        self._copies[key].run(pairs)
+            self._copies[encoded] = operators.row_copy(values, values, records=True)
+        self._copies[encoded].run(pairs)
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:
         return {

@@ -459,7 +459,7 @@ class FixedCacheDecoder:
     def _copy(self, source: Values, target: Values, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows of buffers to others; raise InputError if that fails."""
         with _copy_errors():
-            self._operators.row_copy(source, target, row_rung(len(pairs))).run(pairs)
+            self._operators.row_copy(source, target).run(pairs)
 
     def _encode(self, encoder: OrtRunner, inputs: Feeds) -> Values:
         """Run the encoder on rows and lengths that are rounded up.

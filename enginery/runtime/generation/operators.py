@@ -3,7 +3,7 @@
     operators = Operators(device)
     log_probs, tokens = operators.best(logits, 8)
     cache = operators.take(cache, rows)
-    operators.row_copy(buffers, buffers, 2).run([(0, 3), (1, 2)])    # in place
+    operators.row_copy(buffers, buffers).run([(0, 3), (1, 2)])    # in place
 
 Each is a small graph that ONNX Runtime runs between two steps of a decoder, built when it is first
 needed. On the CPU they take a tenth of numpy's time; from a GPU nothing is copied to the host but
@@ -36,7 +36,8 @@ Values = dict[str, Any]
 """`onnxruntime.OrtValue` by name."""
 
 _OPSET, _IR_VERSION = 20, 9
-_FLOAT, _BFLOAT16, _INT64 = (ELEMENTS[name] for name in ("float32", "bfloat16", "int64"))
+_FLOAT, _INT64, _BOOL = (ELEMENTS[name] for name in ("float32", "int64", "bool"))
+_TWO_BYTES = (ELEMENTS["float16"], ELEMENTS["bfloat16"])
 
 
 class Operators:
@@ -101,17 +102,14 @@ class Operators:
             feeds[name] = ortvalue(np.array([shift, 0], np.int64))
         return run_values(session, self._placed(feeds), list(above))
 
-    def row_copy(
-        self, source: Values, target: Values, count: int, *, records: bool = False
-    ) -> RowCopy:
+    def row_copy(self, source: Values, target: Values, *, records: bool = False) -> RowCopy:
         """Return what copies rows of values to rows of others, in place.
 
         Args:
             source: values whose first dim is the row, by name.
             target: values of the same names, whose other dims are as large or larger; their
                 elements beyond the source's become zero. Their types may be others. It may be
-                `source` itself: then no row that is written is read.
-            count: largest number of rows to copy at once.
+                `source` itself.
             records: on a GPU, record the copy as a CUDA graph, for one that is run many times.
         """
         kinds = [
@@ -123,8 +121,7 @@ class Operators:
             )
             for name, value in source.items()
         ]
-        graph_id = ""
-        session = None
+        session, graph_id = None, ""
         if records and self._on_gpu:
             session = self._session(_copy_graph, *kinds, records=True)
         if session is None:
@@ -133,7 +130,7 @@ class Operators:
             self._graphs += 1
             graph_id = str(self._graphs)
         with self._device_work():
-            return RowCopy(session, source, target, count, self._device, graph_id)
+            return RowCopy(session, source, target, self._device, graph_id)
 
     def clear(self, values: Values) -> None:
         """Fill values with zeros, in place."""
@@ -201,16 +198,14 @@ class Operators:
 
 
 class RowCopy:
-    """A copy of rows with all that it needs, to be run many times."""
+    """A copy of rows with all that it needs, to be run many times.
+
+    Each run reads and writes all rows of the target: ONNX Runtime's ScatterND on CUDA, which would
+    write a few, has one thread for each index, which copies a whole row.
+    """
 
     def __init__(
-        self,
-        session: Any,
-        source: Values,
-        target: Values,
-        count: int,
-        device: Device,
-        graph_id: str = "",
+        self, session: Any, source: Values, target: Values, device: Device, graph_id: str = ""
     ) -> None:
         """Bind the values; see `Operators.row_copy`.
 
@@ -218,44 +213,45 @@ class RowCopy:
             session: the session of the graph for these values.
             source: what is read.
             target: what is written.
-            count: largest number of rows.
             device: where the values are.
             graph_id: the number of the CUDA graph that the copy is recorded as; empty for none.
         """
-        self._session, self._count, self._on_gpu = session, count, device.kind != "cpu"
+        self._session, self._on_gpu = session, device.kind != "cpu"
         self._options = run_options({"gpu_graph_id": graph_id} if graph_id else {})
         self._graph_id, self._recorded = graph_id, RecordedGraphs("")
-        self._rows = [
-            new_buffer("int64", (count,), device),
-            new_buffer("int64", (count, 1), device),
-        ]
         self._held = (source, target)
+        self._count = count = next(iter(target.values())).shape()[0]
+        self._rows = new_buffer("int64", (count,), device)
+        self._is_copied = new_buffer("bool", (count,), device)
         self._bound = bound = session.io_binding()
-        for name, rows in zip(("rows.from", "rows.into"), self._rows, strict=True):
-            bound.bind_ortvalue_input(name, rows)
+        bound.bind_ortvalue_input("rows", self._rows)
+        for rank in {len(value.shape()) for value in target.values()}:
+            address = self._is_copied.data_ptr()
+            shape = [count, *[1] * (rank - 1)]
+            name = f"is_copied.{rank}"
+            bound.bind_input(name, device.kind, device.index, _BOOL, shape, address)
         for name, value in source.items():
             read, written = _copied_types(value, target[name])
             _bind(bound.bind_input, f"{name}.from", value, device, read)
             _bind(bound.bind_input, f"{name}.into", target[name], device, written)
             _bind(bound.bind_output, name, target[name], device, written)
-            before, after = np.zeros((2, len(value.shape())), np.int64)
-            after[:] = np.subtract(target[name].shape(), value.shape())
-            if after[1:].any():
-                after[0] = 0
-                pads = ortvalue(np.concatenate([before, after]))
-                bound.bind_ortvalue_input(f"{name}.pads", pads)
+            longer = np.subtract(target[name].shape(), value.shape())
+            if longer[1:].any():
+                pads = [*[0] * (len(longer) + 1), *longer[1:]]
+                bound.bind_ortvalue_input(f"{name}.pads", ortvalue(np.array(pads, np.int64)))
 
     def run(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows.
 
         Args:
-            pairs: the row that is read and the one that is written; no more than `count`.
+            pairs: the row that is read and the one that is written.
         """
-        filled = [*pairs, *[pairs[-1]] * (self._count - len(pairs))]
-        indices = np.array(filled, np.int64)
+        rows, is_copied = np.zeros(self._count, np.int64), np.zeros(self._count, np.bool_)
+        for read, written in pairs:
+            rows[written], is_copied[written] = read, True
         with self._recorded.lock(self._graph_id) if self._on_gpu else nullcontext():
-            self._rows[0].update_inplace(np.ascontiguousarray(indices[:, 0]))
-            self._rows[1].update_inplace(np.ascontiguousarray(indices[:, 1:]))
+            self._rows.update_inplace(rows)
+            self._is_copied.update_inplace(is_copied)
             self._session.run_with_iobinding(self._bound, self._options)
             self._recorded.add(self._graph_id)
 
@@ -309,17 +305,20 @@ def _bind(bind: Callable[..., None], name: str, value: Any, device: Device, elem
 def _copied_types(source: Any, target: Any) -> tuple[int, int]:
     """Return the numbers of the types that a value is read and written as.
 
-    CUDA's Pad and Expand of ONNX Runtime 1.31 do not take bfloat16: pairs of it are copied as
-    float32.
+    Pairs of types of two bytes are copied as float32: CUDA's Pad and Expand of ONNX Runtime 1.31 do
+    not take bfloat16, and the CPU has hardly any operator for float16.
     """
     read, written = ELEMENTS[dtype_of(source)], ELEMENTS[dtype_of(target)]
-    return (_FLOAT, _FLOAT) if read == written == _BFLOAT16 else (read, written)
+    is_even = not source.shape()[-1] % 2 and not target.shape()[-1] % 2
+    if read == written and read in _TWO_BYTES and is_even:
+        return _FLOAT, _FLOAT
+    return read, written
 
 
 def _copied_shape(value: Any, element: int) -> list[int]:
     """Return the shape of a value that is copied as a type."""
     *dims, last = value.shape()
-    is_paired = element == _FLOAT and dtype_of(value) == "bfloat16"
+    is_paired = element == _FLOAT and ELEMENTS[dtype_of(value)] in _TWO_BYTES
     return [*dims, last // 2 if is_paired else last]
 
 
@@ -402,20 +401,20 @@ def _join_graph(*values: tuple[str, int, int]) -> Any:
 
 
 def _copy_graph(*kinds: _CopyKind) -> Any:
-    """Return the graph that writes rows of values into others."""
+    """Return the graph that writes rows of values into others, and leaves their other rows."""
     from onnx import helper
 
-    inputs = [
-        helper.make_tensor_value_info("rows.from", _INT64, ["count"]),
-        helper.make_tensor_value_info("rows.into", _INT64, ["count", 1]),
-    ]
+    inputs = [helper.make_tensor_value_info("rows", _INT64, ["count"])]
+    for rank in sorted({kind.rank for kind in kinds}):
+        dims = ["count", *[1] * (rank - 1)]
+        inputs.append(helper.make_tensor_value_info(f"is_copied.{rank}", _BOOL, dims))
     nodes, outputs = [], []
     for name, read, written, rank, is_longer in kinds:
         inputs.append(_info(f"{name}.from", read, rank))
         inputs.append(_info(f"{name}.into", written, rank))
         outputs.append(_info(name, written, rank))
         rows = f"{name}.rows"
-        nodes.append(helper.make_node("Gather", [f"{name}.from", "rows.from"], [rows], axis=0))
+        nodes.append(helper.make_node("Gather", [f"{name}.from", "rows"], [rows], axis=0))
         if is_longer:
             inputs.append(helper.make_tensor_value_info(f"{name}.pads", _INT64, [2 * rank]))
             nodes.append(helper.make_node("Pad", [rows, f"{name}.pads"], [f"{name}.padded"]))
@@ -423,7 +422,8 @@ def _copy_graph(*kinds: _CopyKind) -> Any:
         if read != written:
             nodes.append(helper.make_node("Cast", [rows], [f"{name}.cast"], to=written))
             rows = f"{name}.cast"
-        nodes.append(helper.make_node("ScatterND", [f"{name}.into", "rows.into", rows], [name]))
+        condition = f"is_copied.{rank}"
+        nodes.append(helper.make_node("Where", [condition, rows, f"{name}.into"], [name]))
     return helper.make_graph(nodes, "copy", inputs, outputs)
 
 

@@ -58,10 +58,6 @@ class Need:
     """Number of the best tokens: with more than one, also their log-probabilities."""
 
 
-_BEST = Need()
-"""Of a search that goes on with the most probable token."""
-
-
 @dataclass(frozen=True)
 class Candidates:
     """What a step gives for the rows of one search."""
@@ -218,8 +214,9 @@ class SequentialSearch(Search):
     @override
     def greedy(self) -> SequentialSearch | None:
         """The search itself, once it has a token, unless more than the best token matters."""
-        is_plain = len(self._sequences) == 1 and self.need == _BEST
-        return self if is_plain and len(self.tokens) > len(self.prompt) else None
+        if self._processors or self.options.do_sample or len(self._sequences) > 1:
+            return None
+        return self if len(self.tokens) > len(self.prompt) else None
 
     @property
     def tokens(self) -> list[int]:
@@ -267,7 +264,9 @@ class SequentialSearch(Search):
             scores = warp(scores)
         _require_candidates(scores)
         shares = np.exp(log_softmax(scores).astype(np.float64))
-        return int(self._random.choice(len(shares), p=shares / shares.sum()))
+        # What numpy's Generator.choice does, without its checks, which take longer.
+        sums = (shares / shares.sum()).cumsum()
+        return int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
 
 
 @dataclass

@@ -21,7 +21,7 @@ def test_rows_are_copied_in_place_and_the_rest_stays():
     buffers = values(4, 2, 3)
     before = {name: value.numpy().copy() for name, value in buffers.items()}
     addresses = [value.data_ptr() for value in buffers.values()]
-    copy = Operators().row_copy(buffers, buffers, 2)
+    copy = Operators().row_copy(buffers, buffers)
     copy.run([(0, 3), (1, 2)])
     copy.run([(0, 1)])
     for name, value in buffers.items():
@@ -32,7 +32,7 @@ def test_rows_are_copied_in_place_and_the_rest_stays():
 def test_rows_of_shorter_buffers_are_filled_up_with_zeros():
     short, long = values(2, 2, 3, 2), values(3, 2, 5, 2)
     kept = long["x"].numpy()[1].copy()
-    Operators().row_copy(short, long, 2).run([(1, 0), (0, 2)])
+    Operators().row_copy(short, long).run([(1, 0), (0, 2)])
     found = long["x"].numpy()
     np.testing.assert_array_equal(found[[0, 2], :, :3], short["x"].numpy()[[1, 0]])
     assert not found[[0, 2], :, 3:].any()
@@ -42,7 +42,7 @@ def test_rows_of_shorter_buffers_are_filled_up_with_zeros():
 def test_values_are_converted_to_the_type_of_the_buffers():
     source = values(2, 3)
     target = {name: new_buffer("float16", (2, 4), HOST) for name in source}
-    Operators().row_copy(source, target, 2).run([(0, 0), (1, 1)])
+    Operators().row_copy(source, target).run([(0, 0), (1, 1)])
     found = target["y"].numpy()
     np.testing.assert_array_equal(found[:, :3], source["y"].numpy().astype(np.float16))
 
@@ -57,7 +57,7 @@ def test_bfloat16_is_copied_bit_by_bit_and_cleared():
     operators = Operators()
     operators.clear(buffers)
     assert not torch.from_dlpack(buffers["x"]).any()
-    operators.row_copy({"x": ort.OrtValue.from_dlpack(source)}, buffers, 1).run([(1, 0)])
+    operators.row_copy({"x": ort.OrtValue.from_dlpack(source)}, buffers).run([(1, 0)])
     found = torch.from_dlpack(buffers["x"])
     assert found[0].tolist() == [source[1, 0].tolist(), [0.0, 0.0], [0.0, 0.0]]
     assert not found[1].any()
@@ -92,7 +92,7 @@ def test_a_copy_that_cannot_be_recorded_is_a_plain_run(monkeypatch, caplog):
     monkeypatch.setattr(Operators, "_open", refuse)
     operators._on_gpu = True
     buffers = values(2, 3)
-    operators.row_copy(buffers, buffers, 1, records=True).run([(1, 0)])
+    operators.row_copy(buffers, buffers, records=True).run([(1, 0)])
     np.testing.assert_array_equal(buffers["x"].numpy()[0], buffers["x"].numpy()[1])
     assert "copies of the cache are not recorded" in caplog.text
 

@@ -167,3 +167,63 @@ def test_beams_read_all_logits_only_if_they_must(chosen, needs_logits):
     if not needs_logits:
         # The best four, and as many as may be excluded.
         assert need.best == 4 + {"bad": 4, "sup": 3}.get(next(iter(chosen), "")[:3], 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 3, "temperature": 3.0}]
+)
+def test_a_draw_from_the_best_tokens_is_the_draw_from_all(options):
+    logits = np.random.default_rng(1).normal(size=(1, 500)).astype(np.float32) * 3
+    logits[0, [5, 6, 7, 8]] = logits.max()  # as probable as each other
+    for seed in range(50):
+        drawn = GenerationOptions(do_sample=True, seed=seed, max_new_tokens=2, **options)
+        search = make_search((1,), drawn, positions=None)
+        need = search.need
+        assert not need.logits
+        best = np.argsort(-logits, axis=1, kind="stable")[:, : need.best]
+        found = Candidates(best, np.take_along_axis(log_softmax(logits), best, 1))
+        other = make_search((1,), drawn, positions=None)
+        wanted = other.advance(Candidates(best[:, :0], logits=logits))
+        assert search.advance(found) == wanted
+
+
+def test_draws_that_may_need_every_token_read_all_logits():
+    for options in ({"top_k": 0}, {"top_k": 1000}, {"repetition_penalty": 1.2}):
+        drawn = GenerationOptions(do_sample=True, max_new_tokens=2, **options)
+        assert make_search((1,), drawn, positions=None).need.logits
+
+
+def test_a_greedy_search_is_advanced_from_outside_once_it_has_a_token():
+    options = GenerationOptions(max_new_tokens=3, eos_token_id=END)
+    search = make_search((4, 5), options, positions=None)
+    assert search.greedy is None
+    search.advance(Candidates(np.array([[6]])))
+    assert search.greedy is search
+    search.greedy.tokens.append(7)
+    search.settle()
+    assert not search.done
+    search.greedy.tokens.append(END)
+    search.settle()
+    assert search.done
+    assert search.results()[0].tokens == (6, 7, END)
+    for more in ({"num_beams": 2}, {"do_sample": True}, {"repetition_penalty": 1.2}):
+        other = make_search((4, 5), GenerationOptions(max_new_tokens=3, **more), positions=None)
+        other.advance(
+            Candidates(np.array([[6, 7, 8, 9]]), np.zeros((1, 4), np.float32))
+            if "num_beams" in more
+            else Candidates(np.zeros((1, 0), np.int64), logits=np.zeros((1, 12), np.float32))
+        )
+        assert other.greedy is None
+
+
+def test_the_search_behind_a_prompt_is_greedy_too():
+    options = GenerationOptions(max_new_tokens=2, eos_token_id=END)
+    search = make_search((4,), options, positions=None, rest=((5,), (6,)))
+    for token in (9, 9):
+        assert search.greedy is None
+        search.advance(Candidates(np.array([[token]])))
+    search.advance(Candidates(np.array([[7]])))
+    search.greedy.tokens.append(8)
+    search.settle()
+    assert search.done
+    assert search.results()[0].tokens == (7, 8)
