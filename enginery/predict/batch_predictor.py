@@ -33,6 +33,7 @@ from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.generation import Generate, GenerationRunner, read_generation_options
 from enginery.predict.report import Counts, WindowStats
 from enginery.predict.task_inputs import (
+    are_usable_texts,
     column_names,
     find_input_problem,
     output_options,
@@ -249,6 +250,10 @@ class BatchPredictor(Closeable):
 
     def _select(self, batch: RowBatch) -> SelectedRows:
         """Check the rows of a window."""
+        if len(self._names) == 1 and self.modality == "text" and not batch.errors:
+            texts = [values[0] for values in batch.values]
+            if are_usable_texts(texts):
+                return SelectedRows(batch, list(range(len(texts))), texts, {})
         errors = dict(batch.errors)
         rows: list[int] = []
         inputs: list[Any] = []

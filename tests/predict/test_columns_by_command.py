@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from enginery.cli import main
+from enginery.predict.task_inputs import are_usable_texts, find_input_problem
 from enginery.runtime.model import load_model
 from tests.tolerances import SCORES
 
@@ -146,3 +147,21 @@ def test_pair_column_for_a_model_without_pairs_is_an_error(tiny, tmp_path, capsy
     words = ["--input", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out.csv")]
     assert status_of("predict", str(model.path), *words, "--pair-column", "other") == 2
     assert "the model does feature-extraction" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("texts", "usable"),
+    [
+        (["warm", "é", "a b"], True),
+        ([], True),
+        (["warm", ""], False),
+        (["warm", " \t"], False),
+        (["warm", None], False),
+        (["warm", 7], False),
+        (["warm \ud83d", "\ude00"], False),  # one half of a character in each
+    ],
+)
+def test_texts_are_usable_together_as_each_of_them_is(texts, usable):
+    assert are_usable_texts(texts) == usable
+    problems = [find_input_problem((text,), ("text",)) for text in texts]
+    assert (not any(problems)) == usable

@@ -41,12 +41,19 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
     there = np.fromiter((value is not None for value in values), bool, len(values))
     valid = None if there.all() else _bits(there)
     if pa.types.is_string(kind):
-        cells = [b"" if value is None else value.encode() for value in values]
-        offsets = _offsets([len(cell) for cell in cells])
+        texts = values if valid is None else ["" if value is None else value for value in values]
+        joined = "".join(texts)
+        if joined.isascii():  # a character is a byte
+            content, sizes = joined.encode(), list(map(len, texts))
+        else:
+            cells = [text.encode() for text in texts]
+            content, sizes = b"".join(cells), list(map(len, cells))
+        offsets = _offsets(sizes)
         if offsets[-1] > np.iinfo(np.int32).max:
             raise OverflowError("a column of one batch has more than 2 GiB of text")
-        buffers = [valid, _buffer(offsets), pa.py_buffer(b"".join(cells))]
-        return pa.Array.from_buffers(kind, len(values), buffers)
+        return pa.Array.from_buffers(
+            kind, len(values), [valid, _buffer(offsets), pa.py_buffer(content)]
+        )
     if pa.types.is_fixed_size_list(kind):
         flat = np.zeros((len(values), kind.list_size), np.float32)
         for row, value in enumerate(values):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -136,7 +137,11 @@ class CsvReader:
 
         width = len(self.schema)
         errors: dict[int, str] = {}
-        for index, row in enumerate(rows):
+        # Rows are usually all good, which is found faster for all of them together.
+        is_good = {len(row) for row in rows} == {width} and is_valid_text(
+            "".join(chain.from_iterable(rows))
+        )
+        for index, row in enumerate([] if is_good else rows):
             if len(row) != width:
                 errors[index] = f"the row has {len(row)} fields, expected {width}"
                 extra = self._delimiter.join(row[width - 1 :])
@@ -145,11 +150,12 @@ class CsvReader:
             if not is_valid_text("".join(row)):
                 errors[index] = f"the row is not {self._options.encoding}"
                 row[:] = [escape_invalid(cell) for cell in row]
-        values = [tuple(row[place] for place in self._places) for row in rows]
+        columns = list(zip(*rows, strict=True))
+        values = list(zip(*(columns[place] for place in self._places), strict=True))
         if self._options.keep == "nothing":
             return RowBatch(first, None, values, errors)
-        columns = [to_arrow(column, pa.string()) for column in zip(*rows, strict=True)]
-        kept = pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        arrays = [to_arrow(column, pa.string()) for column in columns]
+        kept = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         return RowBatch(first, kept, values, errors)
 
     def _delimiter_hint(self, header: Sequence[str]) -> str:
