@@ -33,6 +33,7 @@ from enginery.passes.generation.last_position import (
     keep_last_position,
     path_to_head,
 )
+from enginery.passes.generation.residuals import fuse_residuals
 from enginery.passes.generation.sizes import (
     LONE_STEP,
     RUNS,
@@ -189,6 +190,7 @@ class _Rewriter:
         self.original_inputs = frozenset(self.inputs)
         self.counts: Counter[str] = Counter()
         self._cached: dict[Any, ir.Value] = {}
+        self._contexts: list[tuple[ir.Value, ir.Shape]] = []
 
     def run(self) -> tuple[ir.Model, Counter[str]]:
         """Return the model and the number of attentions by operator."""
@@ -207,6 +209,8 @@ class _Rewriter:
         self._clean()
         cancel_views(self.model)
         self._pack_queries()
+        self._infer_shapes()
+        fuse_residuals(self.model, self.build)
         self._drop_inputs()
         self._name_dims()
         return self.model, self.counts
@@ -309,11 +313,11 @@ class _Rewriter:
         indices = self._once(("indices", heads), lambda: self._indices(heads))
         buffers = []
         for buffer, appended in zip(past, new, strict=True):
-            rows = appended
+            rows = build("Transpose", appended, perm=_HEADS_BEFORE_POSITIONS)
             if kv_heads != heads:
-                apart = build("Unsqueeze", appended, build.ints(2))
-                spread = build("Expand", apart, build.ints(1, 1, heads // kv_heads, 1, 1))
-                rows = build("Reshape", spread, build.ints(0, heads, -1, width))
+                apart = build("Unsqueeze", rows, build.ints(3))
+                spread = build("Expand", apart, build.ints(1, 1, 1, heads // kv_heads, 1))
+                rows = build("Reshape", spread, build.ints(0, 0, heads, width))
             buffers.append(build("ScatterND", buffer, indices, rows))
         query = build.merge_heads(attention.query, heads * width)
         (context,) = build.node(
@@ -325,15 +329,16 @@ class _Rewriter:
         return context, buffers
 
     def _indices(self, heads: int) -> ir.Value:
-        """Return where new keys are written: int64 (batch, heads, sequence, 3)."""
+        """Return where new keys are written: int64 (batch, sequence, heads, 3)."""
         build = self.build
-        rows = build("Unsqueeze", self._input(ROWS, _INT64, ["batch"]), build.ints(1, 2, 3))
-        head = build.constant(np.arange(heads, dtype=np.int64).reshape(1, heads, 1, 1))
-        position = build("Unsqueeze", self.positions, build.ints(1, 3))
-        every = build("Add", build("Add", rows, head), position)
-        zero = build("Sub", every, every)
-        parts = [build("Add", part, zero) for part in (rows, head, position)]
-        return build("Concat", *parts, axis=-1)
+        row = build("Unsqueeze", self._input(ROWS, _INT64, ["batch"]), build.ints(1, 2, 3))
+        head = np.arange(heads, dtype=np.int64).reshape(1, 1, heads, 1)
+        position = build("Unsqueeze", self.positions, build.ints(2, 3))
+        positions = build("Add", position, build.constant(np.zeros_like(head)))
+        zero = build("Sub", positions, positions)
+        rows, heads_of_rows = (build("Add", x, zero) for x in (row, build.constant(head)))
+        # (batch, heads, buffer): the dims of a buffer before head_dim.
+        return build("Concat", rows, heads_of_rows, positions, axis=-1)
 
     def _distance(self) -> ir.Value:
         """Return the positions from a key to a query: int64 (batch, 1, sequence, buffer)."""
@@ -405,6 +410,7 @@ class _Rewriter:
         """Let the rest of the graph read an attention's result, (batch, sequence, hidden)."""
         context.type = ir.TensorType(_FLOAT)
         context.shape = ir.Shape(["batch", "sequence", heads * width])
+        self._contexts.append((context, context.shape))
         apart = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
         by_head = self.build("Transpose", apart, perm=_HEADS_BEFORE_POSITIONS)
         attention.context.outputs[0].replace_all_uses_with(by_head)
@@ -446,7 +452,7 @@ class _Rewriter:
             for node in self.graph
             if node.op_type == "Gather"
             and node.inputs[0] is not None
-            and node.inputs[0].is_initializer()
+            and ir.convenience.get_const_tensor(node.inputs[0]) is not None
             and node.inputs[0].dtype == _FLOAT
             and node.inputs[1] is not None
             and node.inputs[1].producer() is not None
@@ -495,6 +501,13 @@ class _Rewriter:
         build = self.build
         shift = build.constant(np.array(offset, np.int64))
         return self._once(("position", offset), lambda: build("Add", self.positions, shift))
+
+    def _infer_shapes(self) -> None:
+        """Infer all shapes anew: those of the graph before may not hold any more."""
+        clear_shapes(self.model)
+        for context, shape in self._contexts:
+            context.shape = shape
+        infer_types(self.model)
 
     def _pack_queries(self) -> None:
         """Let GroupQueryAttention read queries, keys and values that a Split takes apart whole."""

@@ -264,10 +264,10 @@ def _before_views(node: ir.Node) -> ir.Value | None:
         return source if [one[axis] for axis in other] == list(range(len(one))) else None
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
-    targets = [_numbers(n.inputs[1]) for n in (first, node)]
-    splits = targets[0] is not None and len(targets[0]) == 4 and list(targets[0][:2]) == [0, 0]
-    merges = targets[1] is not None and len(targets[1]) == 3 and list(targets[1][:2]) == [0, 0]
-    return source if splits and merges and len(source.shape) == 3 else None
+    split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))
+    ranks = [len(source.shape), len(split), len(merged)]
+    same = ranks == [3, 4, 3] and all(t[0] == 0 and t[1] in (0, -1) for t in (split, merged))
+    return source if same else None
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:

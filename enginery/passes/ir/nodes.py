@@ -45,10 +45,16 @@ def infer_types(model: ir.Model) -> None:
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    norms = [node for node in all_nodes(model) if node.op_type == "SimplifiedLayerNormalization"]
     try:
+        # ONNX knows the shapes of LayerNormalization, not of ONNX Runtime's RMS normalization.
+        for node in norms:
+            node.op_type = "LayerNormalization"
         # Not strict: ONNX has no schemas for ONNX Runtime's own ops, which graphs may contain.
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     finally:
+        for node in norms:
+            node.op_type = "SimplifiedLayerNormalization"
         logger.setLevel(level)
     for graph in all_graphs(model.graph):
         infer_missing_types(graph, dict(model.opset_imports))
