@@ -33,7 +33,7 @@ from enginery.runtime.decoder_graphs import (
     of_encoder,
     present_name,
 )
-from enginery.runtime.generation.operators import Operators, RowCopy, Values, ortvalue
+from enginery.runtime.generation.operators import BestTokens, Operators, RowCopy, Values, ortvalue
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.device_values import Device, new_buffer
 
@@ -49,6 +49,7 @@ STEP_INPUTS = ("input_ids", "position_ids", _LENGTHS, _TOTAL, _ROWS, _POSITIONS,
 NO_GRAPH = "-1"
 """ONNX Runtime's `gpu_graph_id` of runs that are not recorded."""
 
+_FEWEST_BEST = 16
 _SHORTEST_BUFFER = 64
 _SHORTEST_PROMPT = 16
 
@@ -165,6 +166,7 @@ class CacheBuffers:
     steps: tuple[BoundRun, BoundRun] = field(init=False)
     """The first reads the first turn and writes the second."""
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
+    _best: dict[int, BestTokens] = field(init=False, default_factory=dict)
     _copies: dict[bool, RowCopy] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -236,6 +238,20 @@ class CacheBuffers:
             values = {**self.cache, **self.encoded} if encoded else self.cache
             self._copies[encoded] = operators.row_copy(values, values, records=True)
         self._copies[encoded].run(pairs)
+
+    def best(
+        self, operators: Operators, count: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the log-probabilities of the best tokens of the last run, and the tokens.
+
+        Args:
+            operators: chooses them.
+            count: the number of tokens; there may be more.
+        """
+        rung = min(max(row_rung(count), _FEWEST_BEST), self.logits.shape()[1])
+        if rung not in self._best:
+            self._best[rung] = operators.best_tokens(self.logits, rung)
+        return self._best[rung].run()
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:
         return {

@@ -372,9 +372,8 @@ class FixedCacheDecoder:
             ids = buffers.turns[state.turn].ids.numpy()[index]
             state.chosen = ids[:, 0].tolist()
             return Candidates(ids if self._on_gpu else ids.copy())
-        count = min(need.best, buffers.logits.shape()[1])
-        log_probs, tokens = self._operators.best(buffers.logits, count)
-        return Candidates(tokens[index], log_probs[index])
+        log_probs, tokens = buffers.best(self._operators, need.best)
+        return Candidates(tokens[index, : need.best], log_probs[index, : need.best])
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
         """Let each row continue a row of the state; a row that several continue is copied."""

@@ -121,16 +121,33 @@ class Operators:
             )
             for name, value in source.items()
         ]
-        session, graph_id = None, ""
-        if records and self._on_gpu:
-            session = self._session(_copy_graph, *kinds, records=True)
-        if session is None:
-            session = self._session(_copy_graph, *kinds)
-        else:
-            self._graphs += 1
-            graph_id = str(self._graphs)
+        session, graph_id = self._repeated(_copy_graph, *kinds, records=records)
         with self._device_work():
             return RowCopy(session, source, target, self._device, graph_id)
+
+    def best_tokens(self, logits: Any, count: int) -> BestTokens:
+        """Return what chooses the best tokens of logits in a buffer, time and again; see `best`.
+
+        Args:
+            logits: (rows, vocabulary).
+            count: the number of tokens, at most the vocabulary.
+        """
+        element = ELEMENTS[dtype_of(logits)]
+        session, graph_id = self._repeated(_best_graph, element, 2, records=True)
+        with self._device_work():
+            return BestTokens(session, logits, count, self._device, graph_id)
+
+    def _repeated(
+        self, make: Callable[..., Any], *arguments: Any, records: bool
+    ) -> tuple[Any, str]:
+        """Return the session of a graph, and the number of a CUDA graph; empty for none."""
+        session = None
+        if records and self._on_gpu:
+            session = self._session(make, *arguments, records=True)
+        if session is None:
+            return self._session(make, *arguments), ""
+        self._graphs += 1
+        return session, str(self._graphs)
 
     def clear(self, values: Values) -> None:
         """Fill values with zeros, in place."""
@@ -197,7 +214,56 @@ class Operators:
         return {name: ortvalue(value.numpy()) for name, value in values.items()}
 
 
-class RowCopy:
+class _BoundGraph:
+    """A graph whose inputs and outputs are bound, and which may be recorded as a CUDA graph."""
+
+    def __init__(self, session: Any, device: Device, graph_id: str) -> None:
+        """Take the session, and the number of the CUDA graph; empty for none."""
+        self._session, self._on_gpu = session, device.kind != "cpu"
+        self._bound = session.io_binding()
+        self._options = run_options({"gpu_graph_id": graph_id} if graph_id else {})
+        self._graph_id, self._recorded = graph_id, RecordedGraphs("")
+
+    def _lock(self) -> AbstractContextManager[None]:
+        """Return what a run waits for, with what is copied for it."""
+        return self._recorded.lock(self._graph_id) if self._on_gpu else nullcontext()
+
+    def _run(self) -> None:
+        try:
+            self._session.run_with_iobinding(self._bound, self._options)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            if not self._graph_id:
+                raise
+            _log.warning("a run is not recorded as a CUDA graph: %s", error)
+            self._graph_id, self._options = "", run_options({"gpu_graph_id": "-1"})
+            self._session.run_with_iobinding(self._bound, self._options)
+        self._recorded.add(self._graph_id)
+
+
+class BestTokens(_BoundGraph):
+    """The choice of the best tokens of logits in a buffer."""
+
+    def __init__(
+        self, session: Any, logits: Any, count: int, device: Device, graph_id: str = ""
+    ) -> None:
+        """Bind the values; see `Operators.best_tokens`."""
+        super().__init__(session, device, graph_id)
+        shape = (logits.shape()[0], count)
+        self._found = [new_buffer(dtype, shape, device) for dtype in ("float32", "int64")]
+        self._bound.bind_ortvalue_input("logits", logits)
+        self._bound.bind_ortvalue_input("count", ortvalue(np.array([count], np.int64)))
+        for name, value in zip(("log_probs", "tokens"), self._found, strict=True):
+            self._bound.bind_ortvalue_output(name, value)
+
+    def run(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return copies of the log-probabilities and the tokens, (rows, count) each."""
+        with self._lock():
+            self._run()
+            log_probs, tokens = (value.numpy() for value in self._found)
+        return np.array(log_probs), np.array(tokens)
+
+
+class RowCopy(_BoundGraph):
     """A copy of rows with all that it needs, to be run many times.
 
     Each run reads and writes all rows of the target: ONNX Runtime's ScatterND on CUDA, which would
@@ -216,14 +282,12 @@ class RowCopy:
             device: where the values are.
             graph_id: the number of the CUDA graph that the copy is recorded as; empty for none.
         """
-        self._session, self._on_gpu = session, device.kind != "cpu"
-        self._options = run_options({"gpu_graph_id": graph_id} if graph_id else {})
-        self._graph_id, self._recorded = graph_id, RecordedGraphs("")
+        super().__init__(session, device, graph_id)
         self._held = (source, target)
         self._count = count = next(iter(target.values())).shape()[0]
         self._rows = new_buffer("int64", (count,), device)
         self._is_copied = new_buffer("bool", (count,), device)
-        self._bound = bound = session.io_binding()
+        bound = self._bound
         bound.bind_ortvalue_input("rows", self._rows)
         for rank in {len(value.shape()) for value in target.values()}:
             address = self._is_copied.data_ptr()
@@ -249,11 +313,10 @@ class RowCopy:
         rows, is_copied = np.zeros(self._count, np.int64), np.zeros(self._count, np.bool_)
         for read, written in pairs:
             rows[written], is_copied[written] = read, True
-        with self._recorded.lock(self._graph_id) if self._on_gpu else nullcontext():
+        with self._lock():
             self._rows.update_inplace(rows)
             self._is_copied.update_inplace(is_copied)
-            self._session.run_with_iobinding(self._bound, self._options)
-            self._recorded.add(self._graph_id)
+            self._run()
 
 
 class RecordedGraphs(threading.local):

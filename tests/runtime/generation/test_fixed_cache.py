@@ -13,12 +13,13 @@ from enginery import export_model, load_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_encoder_decoder
-from enginery.runtime.generation import fixed_cache
+from enginery.runtime.generation import cache_buffers, fixed_cache, operators
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.cache_buffers import CacheBuffers
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
 from enginery.runtime.generation.generator import TextGenerator
+from enginery.runtime.generation.operators import Operators
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
 from enginery.runtime.onnxruntime.device_values import Device
@@ -305,7 +306,7 @@ class OnGpu:
         return self._session.io_binding()
 
     def run_with_iobinding(self, bound, options=None):
-        graph = options.get_run_config_entry("gpu_graph_id")
+        graph = options.get_run_config_entry("gpu_graph_id") if options else "-1"
         own = self._graphs.__dict__.setdefault("own", {})
         if graph == "-1":
             self.plain += 1
@@ -320,6 +321,16 @@ class OnGpu:
 def on_gpu(fixed, monkeypatch):
     """The same decoder as on a GPU; its memory is the host's."""
     fixed._runner.session = OnGpu(fixed._runner.session)
+    open_session = Operators._open
+
+    def open_on_gpu(self, graph, *, records=False):
+        monkeypatch.setattr(self, "_on_gpu", False)  # there is no GPU to open it on
+        session = open_session(self, graph)
+        monkeypatch.setattr(self, "_on_gpu", True)
+        return OnGpu(session)
+
+    monkeypatch.setattr(Operators, "_open", open_on_gpu)
+    monkeypatch.setattr(fixed._operators, "_on_gpu", True)
     monkeypatch.setattr(fixed, "_captures", True)
     monkeypatch.setattr(fixed, "_on_gpu", True)
     return fixed
@@ -347,6 +358,25 @@ def test_warming_up_stops_where_the_buffers_would_not_be_kept(on_gpu, monkeypatc
     monkeypatch.setattr(fixed_cache, "_IDLE_BYTES", 3 * 2 * 2 * POSITIONS * 32 * 4)
     on_gpu.warm_up(64)
     assert [sizes.rows for sizes in on_gpu.sizes] == [1, 2]
+
+
+def test_a_step_of_beams_makes_nothing_anew_and_replays_all(on_gpu, monkeypatch):
+    batch = RunningBatch(on_gpu)
+    searches = [
+        search(prompt, num_beams=4, max_new_tokens=30, eos_token_id=()) for prompt in PROMPTS
+    ]
+    batch.add(searches)
+    for _ in range(4):
+        batch.step()
+    sessions = [on_gpu._runner.session, *on_gpu._operators._sessions.values()]
+    counts = [(len(session.recorded), session.plain) for session in sessions]
+    monkeypatch.setattr(Operators, "_open", None)
+    for module in (operators, cache_buffers):
+        monkeypatch.setattr(module, "new_buffer", None)
+    monkeypatch.setattr(OnGpu, "io_binding", None)
+    for _ in range(10):
+        batch.step()
+    assert [(len(session.recorded), session.plain) for session in sessions] == counts
 
 
 def test_each_size_is_recorded_once_in_a_thread_and_prompts_never(on_gpu):
