@@ -34,6 +34,18 @@ def test_measured_sizes_respect_the_models_limit():
     assert cost.seconds_per_token == pytest.approx(0.001)
 
 
+def test_a_large_batch_is_measured_instead_of_a_longer_row():
+    asked = []
+
+    def run(tokens):
+        asked.append(tokens)
+        return 0.0002 + 1e-7 * tokens
+
+    cost = measure_cost(run, limit=512, large=4096)
+    assert set(asked) == {8, 4096}
+    assert cost.fixed_cost_tokens == pytest.approx(2000)
+
+
 def test_on_a_gpu_batches_grow_until_their_fixed_cost_is_small():
     tokens, why = choose_max_tokens(BatchCost(0.001, 0.000001), on_cpu=False)
     assert tokens == 9000

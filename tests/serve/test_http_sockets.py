@@ -1,5 +1,6 @@
 """The sockets that the server listens on: free ports, taken ports, hosts that are not ours."""
 
+import asyncio
 import errno
 import os
 import socket
@@ -8,7 +9,13 @@ import sys
 import pytest
 
 from enginery.core.errors import EngineryError, OptionError
-from enginery.serve.http_sockets import bind, close, drop_new_connections, urls
+from enginery.serve.http_sockets import (
+    JoiningTransport,
+    bind,
+    close,
+    drop_new_connections,
+    urls,
+)
 
 
 def test_port_0_is_a_free_port_and_the_same_for_all_addresses():
@@ -92,3 +99,40 @@ def test_connection_that_is_being_established_is_accepted():
             assert accepted.recv(4) == b"sent"
             accepted.sendall(b"here")
         assert early.recv(4) == b"here"
+
+
+class Sent:
+    """A transport that notes what is written."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def write(self, data):
+        self.pieces.append(data)
+
+    def close(self):
+        self.pieces.append("closed")
+
+    def is_closing(self):
+        return "closed" in self.pieces
+
+
+def test_head_and_body_are_sent_in_one_piece():
+    async def scenario():
+        sent = Sent()
+        transport = JoiningTransport(sent, asyncio.get_running_loop())
+        transport.write(b"head")
+        transport.write(b"body")
+        assert sent.pieces == []
+        await asyncio.sleep(0)
+        assert sent.pieces == [b"headbody"]
+        transport.write(b"event")  # of a stream, long before the next one
+        await asyncio.sleep(0)
+        transport.write(b"last")
+        assert not transport.is_closing()
+        transport.close()
+        assert transport.is_closing()
+        await asyncio.sleep(0)
+        return sent.pieces
+
+    assert asyncio.run(scenario()) == [b"headbody", b"event", b"last", "closed"]

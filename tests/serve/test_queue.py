@@ -5,9 +5,11 @@ import time
 
 import pytest
 
+from enginery.core.errors import ProviderError
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
 from enginery.serve.batching.scheduler import BatchScheduler, Timings
+from enginery.serve.batching.workers import Workers
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
@@ -371,3 +373,38 @@ def test_waiting_for_rows_ends_with_a_row_and_with_the_queue():
     queue.close(drain=True)
     waiting.join(10)
     assert taken[1] is None
+
+
+def test_workers_prepare_one_after_another_before_their_first_batch():
+    seen, running = [], []
+
+    def prepare():
+        running.append(threading.current_thread())
+        assert len(running) == 1
+        time.sleep(0.01)
+        seen.append(running.pop())
+
+    def run(batch):
+        assert threading.current_thread() in seen
+        return [None] * len(batch)
+
+    queue = new_queue()
+    done = threading.Event()
+    workers = Workers(queue, run, lambda _: done.set(), count=3, prepare=prepare)
+    workers.wait_prepared()
+    assert len({*seen}) == 3
+    queue.put(rows(0, 4), now=0.0)
+    assert done.wait(10)
+    queue.close(drain=True)
+    assert workers.join(10)
+
+
+def test_worker_that_cannot_be_prepared_reports_why():
+    def prepare():
+        raise ProviderError("no GPU")
+
+    queue = new_queue()
+    workers = Workers(queue, list, lambda _: None, count=1, prepare=prepare)
+    with pytest.raises(ProviderError, match="no GPU"):
+        workers.wait_prepared()
+    assert workers.join(10)

@@ -312,3 +312,48 @@ def test_nothing_is_said_of_gpus_without_nvml_or_without_a_model_on_one(metrics,
     monkeypatch.setattr(Nvml, "open", missing)
     metrics.watch_models(on_gpus)
     assert not any("_gpu_" in name for name, _ in samples(metrics))
+
+
+def test_requests_are_counted_together_while_others_run(metrics):
+    import asyncio
+
+    busy = True
+    metrics.watch_activity(lambda: busy)
+
+    def counted():
+        """Without the scrape's own count."""
+        found = [
+            sample.value
+            for metric in metrics._counts.collect()
+            for sample in metric.samples
+            if sample.name == "enginery_request_duration_seconds_count"
+        ]
+        return sum(found)
+
+    async def scenario():
+        nonlocal busy
+        metrics.observe(record())
+        assert counted() == 0
+        await asyncio.sleep(0.1)  # nobody has ended meanwhile
+        assert counted() == 1
+        for _ in range(64):
+            metrics.observe(record(ended=0.2))
+        assert counted() == 65
+        metrics.observe(record())
+        busy = False
+        metrics.observe(record())
+        assert counted() == 67
+        busy = True
+        metrics.observe(record(status=503, ended=70.0))
+        metrics.exposition()
+        assert counted() == 68
+
+    asyncio.run(scenario())
+    labels = {"route": "/embed", "model": "minilm", "status": "200"}
+    name = "request_duration_seconds"
+    assert value(metrics, f"{name}_bucket", le="0.005", **labels) == 3
+    assert value(metrics, f"{name}_bucket", le="0.25", **labels) == 67
+    assert value(metrics, f"{name}_sum", **labels) == pytest.approx(3 * 0.0041 + 64 * 0.2)
+    labels["status"] = "503"
+    assert value(metrics, f"{name}_bucket", le="60.0", **labels) == 0
+    assert value(metrics, f"{name}_bucket", le="+Inf", **labels) == 1
