@@ -235,8 +235,9 @@ def classify_logits(
         scores = 0.5 * (1 + np.tanh(0.5 * logits))
     else:
         scores = logits
-    results = []
-    for row in scores:
-        order = np.argsort(-row, kind="stable")[: top_k or None]
-        results.append(Classification(tuple(Label(names[i], float(row[i])) for i in order)))
-    return results
+    order = np.argsort(-scores, axis=-1, kind="stable")[:, : top_k or None]
+    best = np.take_along_axis(scores, order, axis=-1)
+    return [
+        Classification(tuple(map(Label, [names[label] for label in labels], values)))
+        for labels, values in zip(order.tolist(), best.tolist(), strict=True)
+    ]
