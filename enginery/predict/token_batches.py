@@ -54,6 +54,8 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 
 _GPU_QUEUE = 4
 """Batches that wait for a GPU at most, so that it does not wait for a thread that submits them."""
+_GPU_WINDOWS = 3
+"""Windows that wait at most until they are written, while a part is synced to the disk."""
 _PROBE_TOKENS = 8
 
 
@@ -192,11 +194,15 @@ class WindowRunner:
         """
         stream = self._stream()
         prepared = read_ahead(
-            stream.prepare(windows), ahead=PREPARED_BATCHES, name="enginery-prepare"
+            stream.prepare(windows),
+            ahead=max(PREPARED_BATCHES, 2 * self.pool.workers),
+            name="enginery-prepare",
         )
         is_stopped = threading.Event()
         done = read_ahead(
-            stream.run(_until(is_stopped, prepared)), ahead=1, name="enginery-collect"
+            stream.run(_until(is_stopped, prepared)),
+            ahead=1 if self._on_cpu else _GPU_WINDOWS,
+            name="enginery-collect",
         )
         with closing(done), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
             try:

@@ -255,11 +255,12 @@ def classify_logits(
     if activation == "auto":
         activation = choose_activation(config, len(names))
     scores = activated(logits, activation)
-    results = []
-    for row in scores:
-        order = np.argsort(-row, kind="stable")[: top_k or None]
-        results.append(Classification(tuple(Label(names[i], float(row[i])) for i in order)))
-    return results
+    order = np.argsort(-scores, axis=-1, kind="stable")[:, : top_k or None]
+    best = np.take_along_axis(scores, order, axis=-1)
+    return [
+        Classification(tuple(map(Label, [names[label] for label in labels], values)))
+        for labels, values in zip(order.tolist(), best.tolist(), strict=True)
+    ]
 
 
 def activated(logits: NDArray[Any], activation: Activation) -> NDArray[np.float32]:
