@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,13 +23,16 @@ from benchmarks.gpu_check.parts import (
     agreement,
     compiled,
     convolutions,
+    embed,
     models,
     placement,
+    serve,
     smoke,
     speed,
     tensorrt,
 )
 from benchmarks.gpu_check.results import Results
+from benchmarks.gpu_check.server import Server
 from benchmarks.gpu_check.settings import (
     PACKED,
     PARTS,
@@ -401,6 +405,85 @@ def test_cpu_is_measured_although_every_search_on_the_gpu_fails(work, exported, 
     checks = checks_of(given)
     assert [check["passed"] for check in checks] == [False] * 3
     assert all("there is no NVIDIA driver" in check["found"] for check in checks)
+
+
+def served_model(work, exported):
+    made = exported("bert", "feature-extraction")
+    return work("serve:minilm", artifacts={"minilm": {"fp16": str(made.path)}})
+
+
+def test_answers_of_a_server_are_compared_with_load_model(work, exported, monkeypatch):
+    given = served_model(work, exported)
+    with ExitStack() as stack:
+        shared = serve.SharedServer(given, stack)
+        given.case("answers", lambda: serve._compare(given, shared))
+        post = Server.post
+
+        def halved(server, route, body):
+            return (np.asarray(post(server, route, body)) / 2).tolist()
+
+        monkeypatch.setattr(Server, "post", halved)
+        given.case("halved", lambda: serve._compare(given, shared))
+    assert [(c["check"].split()[2], c["passed"]) for c in checks_of(given)] == [
+        ("normalized", True),
+        ("raw", True),
+        ("normalized", False),
+        ("raw", False),
+    ]
+
+
+def test_process_of_a_server_that_is_killed_loses_its_own_connections_only(work, exported):
+    given = served_model(work, exported)
+    with ExitStack() as stack:
+        shared = serve.SharedServer(given, stack, "--processes", "2")
+        for turn in range(8):  # one process may have accepted all connections
+            given.case(str(turn), lambda: serve._kill(given, shared))
+            if checks_of(given):
+                break
+    (check,) = checks_of(given)
+    assert check["passed"], check["found"]
+    (record,) = [c["killed"] for c in given.record["cases"].values() if "killed" in c]
+    assert 0 < record["connections"] == record["lost"] < 16
+
+
+def test_no_process_is_killed_where_one_has_all_connections(work, exported):
+    given = served_model(work, exported)
+    with ExitStack() as stack:
+        given.case("killed", lambda: serve._kill(given, serve.SharedServer(given, stack)))
+    (note,) = given.record["cases"]["killed"]["notes"]
+    assert note == "no process was killed: 1 processes have connections"
+    assert checks_of(given) == []
+
+
+def test_sentence_transformers_is_compared_in_an_environment_of_its_own(
+    work, exported, monkeypatch, tmp_path
+):
+    made = exported("bert", "feature-extraction")
+    paths = {"fp16": str(made.path), "source": str(made.path)}
+    given = work("embed:minilm", artifacts={"minilm": paths})
+    given.case("load_model", lambda: embed._embed(given))
+    given.case("missing", lambda: embed._embed_beside(given))
+    (note,) = given.record["cases"]["missing"]["notes"]
+    assert note.startswith("sentence-transformers: left out, ")
+
+    script = tmp_path / "theirs.py"
+    script.write_text(
+        "import json, os, shutil, sys\n"
+        "assert 'PYTHONPATH' not in os.environ\n"
+        "job = json.load(open(sys.argv[1] + '/job.json'))\n"
+        "shutil.copy(job['model'] + '/theirs.npy', sys.argv[1] + '/vectors.npy')\n"
+        "print(json.dumps({'version': '6', 'batch': 64, 'rates': [1.0, 2.0]}))\n"
+    )
+    monkeypatch.setattr(embed, "_SCRIPT", script)
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    theirs = np.load(embed.vectors_path(given))
+    source = tmp_path / "source"
+    source.mkdir()
+    given.results.unit("models:minilm")["cases"]["made"]["artifacts"]["source"] = str(source)
+    for name, vectors in (("equal", theirs), ("others", theirs[::-1])):
+        np.save(source / "theirs.npy", vectors)
+        given.case(name, lambda: embed._embed_beside(given))
+    assert [check["passed"] for check in checks_of(given)] == [True, True, False]
 
 
 class Stale:
@@ -841,6 +924,28 @@ def test_copied_artifacts_are_reused_with_their_own_weights(work, exported, monk
     (failed,) = again.record["cases"]["onnx"]["checks"]
     assert "was made from a model.safetensors that differs" in failed["found"]
     assert "onnx" not in again.results.artifacts("bert-base")
+
+
+def test_carried_models_are_used_and_none_is_made(work, exported, monkeypatch):
+    for stage in ("export_model", "optimize_model"):
+        monkeypatch.setattr(models, stage, None)
+    given = work("models:gpt2", reuse=True, carried=True)
+    models.run(given)
+    (failed,) = checks_of(given)
+    assert "has no artifact of gpt2" in failed["found"]
+
+    made = exported("gpt2", "text-generation-with-past")
+    shutil.rmtree(given.models / "gpt2-tiny-source", ignore_errors=True)
+    shutil.copytree(made.manifest.source.id, given.models / "gpt2-tiny-source")
+    made.copy_to(given.models / "gpt2-fp16")
+    again = work("models:gpt2", reuse=True, carried=True)
+    models.run(again)
+    assert set(again.results.artifacts("gpt2")) == {"source", "fp16"}
+
+
+def test_carried_models_need_their_directory(capsys):
+    assert command.main(["--device", "cpu", "--quick", "--carried"]) == 2
+    assert "--models DIR" in capsys.readouterr().err
 
 
 def test_error_in_a_case_is_a_failed_check(work):

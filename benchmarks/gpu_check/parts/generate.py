@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.settings import ENCODER_DECODERS
+from benchmarks.gpu_check.settings import ENCODER_DECODERS, WITHOUT_BEAMS
 from benchmarks.gpu_check.work import Work
 from enginery import load_model
 from enginery.core.artifact.artifact import Artifact
@@ -43,6 +43,8 @@ def run(work: Work) -> None:
     pytorch.require_device(work.device)
     sides: dict[str, Any] = {}
     for rows, beams in work.settings.generated:
+        if beams > 1 and work.model in WITHOUT_BEAMS:
+            continue
         work.case(case_name(rows, beams), partial(_measure, work, sides, rows, beams), seconds=8.0)
 
 

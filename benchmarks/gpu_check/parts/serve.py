@@ -34,6 +34,8 @@ class SharedServer:
     def __init__(self, work: Work, stack: ExitStack, *options: str) -> None:
         self._work, self._stack, self._options = work, stack, options
         self._server: Server | None = None
+        self._bodies: list[dict[str, Any]] = []
+        self._expected: Any = None
 
     def get(self) -> Server:
         """Return the server; start it if none runs.
@@ -45,6 +47,15 @@ class SharedServer:
             context = serving(self._work.artifact("fp16"), self._work.provider, self._options)
             self._server = self._stack.enter_context(context)
         return self._server
+
+    def bodies(self) -> tuple[list[dict[str, Any]], Any]:
+        """Return the requests of a load, one text each, and the vectors expected."""
+        if not self._bodies:
+            texts = joined_sentences(50 if self._work.quick else _BODIES, words=_WORDS)
+            with load_model(self._work.artifact("fp16"), providers=self._work.provider) as model:
+                self._expected = model.embed(texts, normalize=True)
+            self._bodies = [{"inputs": text} for text in texts]
+        return self._bodies, self._expected
 
 
 def run(work: Work) -> None:
@@ -62,9 +73,10 @@ def _compare(work: Work, shared: SharedServer) -> None:
     """Check that the server's vectors are those of `load_model`, normalized and not."""
     texts = list(sentences()[:16])
     server = shared.get()
-    for normalize in (True, False):
-        with load_model(work.artifact("fp16"), providers=work.provider) as model:
-            expected = np.asarray(model.embed(texts, normalize=normalize), np.float64)
+    with load_model(work.artifact("fp16"), providers=work.provider) as model:
+        ours = {kind: model.embed(texts, normalize=kind) for kind in (True, False)}
+    for normalize, vectors in ours.items():
+        expected = np.asarray(vectors, np.float64)
         body = {"inputs": texts, "normalize": normalize}
         found = np.asarray(server.post("/embed", body), np.float64)
         apart = float(np.abs(found - expected).max() / np.abs(expected).max())
@@ -83,17 +95,9 @@ def _compare(work: Work, shared: SharedServer) -> None:
         )
 
 
-def request_bodies(work: Work) -> tuple[list[dict[str, Any]], Any]:
-    """Return the requests of a load, one text each, and the vectors expected."""
-    texts = joined_sentences(50 if work.quick else _BODIES, words=_WORDS)
-    with load_model(work.artifact("fp16"), providers=work.provider) as model:
-        expected = model.embed(texts, normalize=True)
-    return [{"inputs": text} for text in texts], expected
-
-
 def _load(work: Work, shared: SharedServer, connections: int) -> None:
     """Measure a closed loop of this many connections."""
-    bodies, expected = request_bodies(work)
+    bodies, expected = shared.bodies()
     server = shared.get()
     seconds = work.settings.load_seconds
     server.load(bodies, connections=connections, seconds=min(seconds, 1.0))
@@ -142,9 +146,9 @@ def describe_load(result: Load) -> str:
 
 def _kill(work: Work, shared: SharedServer) -> None:
     """Kill a process that has connections: only its own may be lost, and a new one starts."""
-    bodies, expected = request_bodies(work)
+    bodies, expected = shared.bodies()
     server = shared.get()
-    connections = 4 if work.quick else _KILL_CONNECTIONS
+    connections = _KILL_CONNECTIONS // 4 if work.quick else _KILL_CONNECTIONS
     killed: dict[str, int] = {}
     spared: list[str] = []
 
