@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ Outputs = dict[str, NDArray[Any]]
 
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _TOKENS = 16
+_SHAPES = 4096
+"""Number of shapes whose padded ones are remembered."""
 _ABOVE = -1
 """Stands for the session above the ladder among the indices of sessions."""
 _KERNELS_WITHOUT_PLANS = "3"
@@ -191,7 +194,9 @@ class OrtRunner(Closeable):
                 optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
             )
             records = self.ladder is not None and io_binding and not cuda_graph
-            session = self._open_recording(path) if records or has_steps else None
+            session = None
+            if records or has_steps:
+                session = self._open_recording(path, threads=threads, spinning=spinning)
             self._capture = session is not None and not has_steps
             self.records_steps = session is not None and has_steps
             self._sessions = [
@@ -217,6 +222,8 @@ class OrtRunner(Closeable):
         self._capture = self._capture or (cuda_graph and not has_steps)
         self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
         self._shrink = shrink_arena
+        # For a small batch this would take longer than padding it.
+        self._cached_padded_shape = lru_cache(_SHAPES)(self._padded_shape)
         self._statistics = [CaptureStatistics() for _ in self._sessions]
         self._bindings: dict[tuple[int, tuple[str, ...]], DeviceBinding] = {}
         """Bindings by session and outputs."""
@@ -462,7 +469,7 @@ class OrtRunner(Closeable):
             return None
         return Ladder.of(self.record.inputs, longest=self._limits.position_limit)
 
-    def _open_recording(self, path: Path) -> Any:
+    def _open_recording(self, path: Path, *, threads: int, spinning: bool) -> Any:
         """Return a session whose runs are recorded as CUDA graphs; None if it cannot be."""
         head, *below = self.providers
         if head.name not in CUDA_GRAPH_OPTIONS:
@@ -470,7 +477,9 @@ class OrtRunner(Closeable):
         option, on = CUDA_GRAPH_OPTIONS[head.name]
         providers = [replace(head, options={**head.options, option: on}), *below]
         try:
-            session = open_session(path, providers, record=self.record)
+            session = open_session(
+                path, providers, threads=threads, spinning=spinning, record=self.record
+            )
         except ProviderError as error:
             if _NOT_RECORDED not in error.message:
                 raise
@@ -574,6 +583,9 @@ class OrtRunner(Closeable):
         Dims below the minimum of a profile are raised to it. The shape is unchanged if it exceeds
         every profile or the ladder, or without either.
         """
+        return self._cached_padded_shape(spec, tuple(shape))
+
+    def _padded_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         names = [_dim_name(dim) for dim in spec.dims]
         sizes = {name: size for name, size in zip(names, shape, strict=True) if name}
         padded = self.ladder.round_up(sizes) if self.ladder else padded_sizes(self.profiles, sizes)
