@@ -475,10 +475,8 @@ class FixedCacheDecoder:
         }
         if "attention_mask" in feeds:
             length = feeds["attention_mask"].shape[1]
-            padding = (
-                (0, 0),
-                (0, width_rung(length, max(length, self._limit or 0) or None) - length),
-            )
+            limit = None if self._limit is None else max(length, self._limit)
+            padding = ((0, 0), (0, width_rung(length, limit) - length))
             feeds = {
                 name: np.pad(array, padding, constant_values=self._pad_id * (name == "input_ids"))
                 for name, array in feeds.items()

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ Values = dict[str, Any]
 """`onnxruntime.OrtValue` by name."""
 
 _OPSET, _IR_VERSION = 20, 9
+_ERRORS = 3
+"""Severity of ONNX Runtime's log that leaves warnings out."""
 _FLOAT, _INT64, _BOOL = (ELEMENTS[name] for name in ("float32", "int64", "bool"))
 _TWO_BYTES = (ELEMENTS["float16"], ELEMENTS["bfloat16"])
 
@@ -202,7 +204,10 @@ class Operators:
             if records:
                 option, value = CUDA_GRAPH_OPTIONS[CUDA]
                 provider[1][option] = value
-        with self._device_work(), _quiet_default_logger() if self._on_gpu else nullcontext():
+            # ONNX Runtime 1.31 warns for each session, in the log of the process, that CUDA's
+            # provider is no plugin. It is built in.
+            ort.set_default_logger_severity(_ERRORS)
+        with self._device_work():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
             )
@@ -343,21 +348,6 @@ def ortvalue(array: NDArray[Any]) -> Any:
     from onnxruntime import OrtValue
 
     return OrtValue.ortvalue_from_numpy(array)
-
-
-@contextmanager
-def _quiet_default_logger() -> Iterator[None]:
-    """Leave out the warning that CUDA's provider, which is built in, is no plugin.
-
-    ONNX Runtime 1.31 writes it for each session, and not to the session's own log.
-    """
-    import onnxruntime as ort
-
-    ort.set_default_logger_severity(3)  # errors
-    try:
-        yield
-    finally:
-        ort.set_default_logger_severity(2)  # ONNX Runtime's default, warnings
 
 
 def _bind(bind: Callable[..., None], name: str, value: Any, device: Device, element: int) -> None:

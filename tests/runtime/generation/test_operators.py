@@ -97,11 +97,18 @@ def test_a_copy_that_cannot_be_recorded_is_a_plain_run(monkeypatch, caplog):
     assert "copies of the cache are not recorded" in caplog.text
 
 
-def test_the_default_logger_is_quiet_only_while_a_session_opens(monkeypatch):
+def test_on_a_gpu_sessions_open_without_warnings_of_the_process(monkeypatch):
     import onnxruntime as ort
 
-    levels = []
+    levels, opened = [], []
     monkeypatch.setattr(ort, "set_default_logger_severity", levels.append)
-    with module._quiet_default_logger():
-        assert levels == [3]
-    assert levels == [3, 2]
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda *_, providers, **__: opened.append((*levels, *providers))
+    )
+    operators = Operators()
+    operators._on_gpu = True
+    operators._session(module._clear_graph, ("x", 1, 2))
+    operators._session(module._clear_graph, ("x", 1, 2), records=True)
+    plain, recording = {"device_id": "0"}, {"device_id": "0", "enable_cuda_graph": "1"}
+    cuda = "CUDAExecutionProvider"
+    assert opened == [(3, (cuda, plain)), (3, 3, (cuda, recording))]
