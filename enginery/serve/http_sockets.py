@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from enginery.core.errors import EngineryError, OptionError
@@ -30,12 +30,42 @@ _BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
 """Instructions of classic BPF: BPF_LD | BPF_B | BPF_ABS, BPF_JMP | BPF_JSET | BPF_K, BPF_RET."""
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
+def bind_each(host: str, port: int, count: int) -> list[list[socket.socket]]:
+    """Listen with sockets of their own for each of several processes.
+
+    Linux then divides new connections evenly. If processes share a socket, the first one that wakes
+    up accepts many of those that arrive together. Elsewhere they share it.
+
+    Args:
+        host: see `bind`.
+        port: see `bind`; the port is the same for all processes.
+        count: number of processes.
+
+    Raises:
+        OptionError, EngineryError: see `bind`.
+    """
+    sockets = bind(host, port)  # fails if another server has the port, unlike those that share it
+    if sys.platform != "linux" or count == 1:
+        return [sockets] * count
+    port = sockets[0].getsockname()[1]
+    close(sockets)
+    with ExitStack() as undo:
+        bound = []
+        for _ in range(count):
+            own = bind(host, port, shares_port=True)
+            undo.callback(close, own)
+            bound.append(own)
+        undo.pop_all()
+    return bound
+
+
+def bind(host: str, port: int, *, shares_port: bool = False) -> list[socket.socket]:
     """Listen on every address of `host`.
 
     Args:
         host: a name, or an IPv4 or IPv6 address; empty for all addresses of the machine.
         port: the port; 0 for a free one, which is the same for all addresses.
+        shares_port: other sockets of this user may listen on the port, too (SO_REUSEPORT).
 
     Raises:
         OptionError: the host is unknown or is not this machine, or the port is privileged.
@@ -47,7 +77,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         # With port 0 the first socket chooses the port for all.
         chosen = sockets[0].getsockname()[1] if sockets else port
         try:
-            sockets.append(_listen(family, (name, chosen, *scope)))
+            sockets.append(_listen(family, (name, chosen, *scope), shares_port=shares_port))
         except OSError as error:
             failures.append(error)
             # Machines without IPv6 may still resolve localhost to an IPv6 address.
@@ -159,9 +189,13 @@ def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
     return sorted(unique, key=lambda each: each[0] != socket.AF_INET)
 
 
-def _listen(family: int, address: tuple[str | int, ...]) -> socket.socket:
+def _listen(
+    family: int, address: tuple[str | int, ...], *, shares_port: bool = False
+) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if shares_port:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if os.name == "posix":  # on Windows SO_REUSEADDR would let two servers share a port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # IPv4 has its own socket

@@ -44,7 +44,7 @@ from enginery.serve.config import (
     named_paths,
     require_packages,
 )
-from enginery.serve.http_sockets import bind, close, joining_protocol, urls
+from enginery.serve.http_sockets import bind_each, close, joining_protocol, urls
 from enginery.serve.keys import ApiKeys
 from enginery.serve.lifecycle import (
     CLOSE_SECONDS,
@@ -116,7 +116,7 @@ def serve_models(
     devices = plan_devices(config, providers, paths)
     if devices:
         config = replace(config, fronts=config.fronts or default_fronts(), processes=0)
-    sockets = bind(config.host, config.port)
+    sockets = bind_each(config.host, config.port, config.fronts if devices else 1)
     with _device_sockets(len(devices)) as device_sockets:
         options = uvicorn_config(
             functools.partial(worker_application, paths, config, device_sockets),
@@ -235,7 +235,7 @@ def worker_application(
 
 def run(
     server_config: uvicorn.Config,
-    sockets: Sequence[socket.socket],
+    sockets: Sequence[list[socket.socket]],
     config: ServeConfig,
     *,
     devices: Sequence[Callable[..., NoReturn]] = (),
@@ -246,7 +246,8 @@ def run(
 
     Args:
         server_config: uvicorn's options; `app` is a factory, called with the ProcessLifecycle.
-        sockets: listening sockets from `http_sockets.bind`.
+        sockets: listening sockets from `http_sockets.bind_each`, of each front; without fronts of
+            all processes.
         config: the options of the server.
         devices: runs a device process each; then the application runs in `config.fronts` fronts.
 
@@ -255,15 +256,15 @@ def run(
         128 plus the signal's number if a worker had to be killed.
     """
     _raise_open_files_limit()
-    addresses = ", ".join(urls(sockets))
+    addresses = ", ".join(urls(sockets[0]))
     if not config.restart or not hasattr(os, "fork"):
         server = uvicorn.Server(server_config)
         lifecycle = ProcessLifecycle(
-            server, sockets, config, supervised=False, startup_status=CANNOT_START
+            server, sockets[0], config, supervised=False, startup_status=CANNOT_START
         )
         _log.info("listening on %s", addresses)
         _run_worker(server, lifecycle)
-    supervisor = Supervisor(server_config, list(sockets), config, devices)
+    supervisor = Supervisor(server_config, sockets, config, devices)
     _log.info("listening on %s", addresses)
     with _shared_metrics(server_config.workers + len(devices)):
         return supervisor.serve()
@@ -308,6 +309,7 @@ class Worker(Process):
         config: ServeConfig,
         ending: mmap.mmap | None,
         *,
+        others: Sequence[socket.socket] = (),
         failures: int = -1,
     ) -> None:
         """Create the process without starting it.
@@ -316,6 +318,7 @@ class Worker(Process):
             server_config: uvicorn's options.
             sockets: the listening sockets.
             config: the options of the server.
+            others: listening sockets of other processes, which this one closes.
             ending: a byte in memory shared with the parent, 1 once the server shuts down; None with
                 `spawn`.
             failures: number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for
@@ -324,6 +327,7 @@ class Worker(Process):
         super().__init__(server_config, sockets)
         self.failures = failures
         self._config, self._sockets, self._shutdown_flag = config, sockets, ending
+        self._others = others
         self._started_at = 0.0
         self._pinged_at: float | None = None
         # uvicorn spawns its processes. Forked ones share the parent's modules and need no resource
@@ -346,6 +350,7 @@ class Worker(Process):
         """Serve until the process exits."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        close(self._others)
         # In its own process group: otherwise Ctrl-C would arrive twice, from the terminal and from
         # the parent.
         os.setpgid(0, 0)
@@ -402,7 +407,12 @@ class Worker(Process):
     def _again(self, *, failures: int) -> Worker:
         """Return another process of this kind."""
         return Worker(
-            self.config, self._sockets, self._config, self._shutdown_flag, failures=failures
+            self.config,
+            self._sockets,
+            self._config,
+            self._shutdown_flag,
+            others=self._others,
+            failures=failures,
         )
 
 
@@ -413,10 +423,10 @@ class DeviceWorker(Worker):
         self,
         run_process: Callable[..., NoReturn],
         server_config: uvicorn.Config,
-        sockets: list[socket.socket],
         config: ServeConfig,
         ending: mmap.mmap | None,
         *,
+        others: Sequence[socket.socket],
         failures: int = -1,
     ) -> None:
         """Create the process without starting it; see `Worker`.
@@ -424,16 +434,15 @@ class DeviceWorker(Worker):
         Args:
             run_process: runs the device process.
             server_config: uvicorn's options, of which logging and the kind of event loop are used.
-            sockets: the listening sockets of the fronts, which this process closes.
             config: the options of the server.
             ending: see `Worker`.
+            others: the listening sockets of the fronts, which this process closes.
             failures: see `Worker`.
         """
-        super().__init__(server_config, sockets, config, ending, failures=failures)
+        super().__init__(server_config, [], config, ending, others=others, failures=failures)
         self._run_process = run_process
 
-    def _serve(self, sockets: list[socket.socket], startup_status: int) -> NoReturn:
-        close(sockets)
+    def _serve(self, _sockets: list[socket.socket], startup_status: int) -> NoReturn:
         self._run_process(
             loop_factory=self.config.get_loop_factory(),
             startup_status=startup_status,
@@ -444,9 +453,9 @@ class DeviceWorker(Worker):
         return DeviceWorker(
             self._run_process,
             self.config,
-            self._sockets,
             self._config,
             self._shutdown_flag,
+            others=self._others,
             failures=failures,
         )
 
@@ -457,12 +466,13 @@ class Supervisor(Multiprocess):
     def __init__(
         self,
         server_config: uvicorn.Config,
-        sockets: list[socket.socket],
+        sockets: Sequence[list[socket.socket]],
         config: ServeConfig,
         devices: Sequence[Callable[..., NoReturn]] = (),
     ) -> None:
-        super().__init__(server_config, sockets)
-        self._config, self._devices = config, devices
+        listening = list(dict.fromkeys(each for own in sockets for each in own))
+        super().__init__(server_config, listening)
+        self._config, self._devices, self._own_sockets = config, devices, sockets
         self._interrupted = False
         self._shutdown_flag = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
         self._restarts: dict[int, tuple[float, Worker]] = {}
@@ -490,13 +500,13 @@ class Supervisor(Multiprocess):
         """Start the device processes and the workers."""
         ending = self._shutdown_flag
         self.processes += [
-            DeviceWorker(run_process, self.config, self.sockets, self._config, ending)
+            DeviceWorker(run_process, self.config, self._config, ending, others=self.sockets)
             for run_process in self._devices
         ]
-        self.processes += [
-            Worker(self.config, self.sockets, self._config, ending)
-            for _ in range(self.processes_num)
-        ]
+        for index in range(self.processes_num):
+            own = self._own_sockets[index % len(self._own_sockets)]
+            others = [each for each in self.sockets if each not in own]
+            self.processes.append(Worker(self.config, own, self._config, ending, others=others))
         for process in self.processes:
             process.start()
 

@@ -150,7 +150,7 @@ def main():
     uvicorn_config = server.uvicorn_config(
         partial(application, options), config, log_config=server.log_config()
     )
-    sys.exit(server.run(uvicorn_config, sockets, config))
+    sys.exit(server.run(uvicorn_config, [sockets], config))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The sockets that the server listens on: free ports, taken ports, hosts that are not ours."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -12,6 +13,7 @@ from enginery.core.errors import EngineryError, OptionError
 from enginery.serve.http_sockets import (
     JoiningTransport,
     bind,
+    bind_each,
     close,
     drop_new_connections,
     urls,
@@ -136,3 +138,38 @@ def test_head_and_body_are_sent_in_one_piece():
         return sent.pieces
 
     assert asyncio.run(scenario()) == [b"headbody", b"event", b"last", "closed"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share their sockets")
+def test_each_process_gets_a_share_of_the_connections():
+    each = bind_each("127.0.0.1", 0, 4)
+    try:
+        (port,) = {own[0].getsockname()[1] for own in each}
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        accepted = []
+        for (listening,) in each:
+            count = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    listening.accept()[0].close()
+                    count += 1
+            accepted.append(count)
+        for client in clients:
+            client.close()
+        assert sum(accepted) == 200
+        assert min(accepted) > 20
+    finally:
+        for own in each:
+            close(own)
+
+
+def test_a_port_that_other_processes_share_is_in_use():
+    """SO_REUSEPORT alone would let a second server take part of the first one's connections."""
+    each = bind_each("127.0.0.1", 0, 2)
+    try:
+        port = each[0][0].getsockname()[1]
+        with pytest.raises(EngineryError, match="is in use"):
+            bind_each("127.0.0.1", port, 2)
+    finally:
+        for own in each:
+            close(own)
