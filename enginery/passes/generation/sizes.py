@@ -8,7 +8,7 @@ small graph of its own, which runs for any number of tokens without the rest of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Sizes:
 RUNS = (Sizes(2, 5, 0, 7), Sizes(3, 4, 6, 11))
 LONE_STEP = Sizes(1, 1, 9, 5)
 
-_FACTORS = {
+_FACTORS: dict[str, Callable[[Sizes], int]] = {
     "batch": lambda sizes: sizes.batch,
     "sequence": lambda sizes: sizes.sequence,
     "past": lambda sizes: sizes.past,

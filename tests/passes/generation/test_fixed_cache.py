@@ -53,11 +53,11 @@ def decoder(tiny_model, home):
 
 
 def fixed(facts, path, *, grouped):
-    model, counts = fix_cache(facts, grouped=grouped)
-    add_choice(model)
-    ir.save(model, path)
+    made = fix_cache(facts, grouped=grouped)
+    add_choice(made.model)
+    ir.save(made.model, path)
     check_graph(path)
-    return model, counts
+    return made.model, made.attentions
 
 
 def session(path):
