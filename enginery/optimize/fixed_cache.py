@@ -19,6 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.external_data import external_data_files
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import FeedLimits
@@ -101,17 +102,22 @@ def add_fixed_cache(
     artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig
 ) -> FixedCacheGraph:
     """Write the graph with a cache of fixed size beside a decoder."""
-    file = decoder.record.file
+    target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
     try:
-        return _add(artifact, decoder, config)
-    except (UnsuitableGraphError, EngineryError) as error:
+        return _add(artifact, decoder, config, target)
+    except Exception as error:  # whatever is unusual in a graph: the artifact does without
+        target.unlink(missing_ok=True)
+        known = isinstance(error, UnsuitableGraphError | EngineryError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
         return FixedCacheGraph(
-            f"{file}: no graph with a cache of fixed size, because of {error}",
+            f"{decoder.record.file}: no graph with a cache of fixed size, because of {reason}",
             data_files=_data_files(decoder.out),
         )
 
 
-def _add(artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig) -> FixedCacheGraph:
+def _add(
+    artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig, target: Path
+) -> FixedCacheGraph:
     facts = measure_decoder(decoder.fp32, FeedLimits.from_artifact(artifact))
     # ONNX Runtime's CUDA kernel of GroupQueryAttention computes in FP16 and BF16 alone.
     grouped = config.precision != "fp32"
@@ -126,7 +132,6 @@ def _add(artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig) -> F
     if config.precision == "fp16":  # the CPU has no kernels for BF16
         _compare(facts, decoder, model.clone(), _MAX_ERROR_FP16)
     add_choice(model)
-    target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
     data_files = _share_weights(model, decoder.out)
     ir.save(model, target)
     check_graph(target)
@@ -154,8 +159,6 @@ def _describe(file: str, counts: Counter[str]) -> str:
 
 
 def _data_files(path: Path) -> tuple[str, ...]:
-    from enginery.core.artifact.external_data import external_data_files
-
     return tuple(external_data_files(path))
 
 
