@@ -19,10 +19,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.external_data import external_data_files
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
+from enginery.optimize.comparison import cast_feeds, input_types
 from enginery.optimize.config import OptimizeConfig
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.generation.fixed_cache import (
@@ -55,6 +57,8 @@ SUFFIX = "_fixed_cache"
 _SHARED_BYTES = 16 << 20
 # FP32 sums in another order, relative to the largest logit.
 _MAX_ERROR = 1e-3
+# The cast is that of the decoder, which has been checked; this finds overflows.
+_MAX_ERROR_FP16 = 0.1
 _LENGTHS = (21, 14)
 _STEPS = 3
 _ENCODER_POSITIONS = 6
@@ -98,35 +102,55 @@ def add_fixed_cache(
     artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig
 ) -> FixedCacheGraph:
     """Write the graph with a cache of fixed size beside a decoder."""
-    file = decoder.record.file
+    target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
     try:
-        return _add(artifact, decoder, config)
-    except (UnsuitableGraphError, EngineryError) as error:
+        return _add(artifact, decoder, config, target)
+    except Exception as error:  # whatever is unusual in a graph: the artifact does without
+        target.unlink(missing_ok=True)
+        known = isinstance(error, UnsuitableGraphError | EngineryError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
         return FixedCacheGraph(
-            f"{file}: no graph with a cache of fixed size, because of {error}",
+            f"{decoder.record.file}: no graph with a cache of fixed size, because of {reason}",
             data_files=_data_files(decoder.out),
         )
 
 
-def _add(artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig) -> FixedCacheGraph:
+def _add(
+    artifact: Artifact, decoder: DecoderFiles, config: OptimizeConfig, target: Path
+) -> FixedCacheGraph:
     facts = measure_decoder(decoder.fp32, FeedLimits.from_artifact(artifact))
     # ONNX Runtime's CUDA kernel of GroupQueryAttention computes in FP16 and BF16 alone.
     grouped = config.precision != "fp32"
-    model, counts = fix_cache(facts, grouped=grouped)
-    add_choice(model)
-    compared = decoder.fp32.with_name(f"{decoder.fp32.stem}{SUFFIX}.onnx")
-    ir.save(model, compared)
-    _compare(facts, decoder.fp32, compared)
+    rotary = _has_rotary(facts, decoder, grouped=grouped)
+    if not rotary:
+        _compare(facts, decoder, fix_cache(facts, grouped=grouped).model, _MAX_ERROR)
+    fixed = fix_cache(facts, grouped=grouped, rotary=rotary)
+    model = fixed.model
     if config.precision != "fp32":
-        model, _ = fix_cache(facts, grouped=grouped)
-        cast_graph(model, config.precision, keep_fp32=decoder.keep_fp32, io_dtype="same")
-        add_choice(model)
-    target = decoder.out.with_name(f"{decoder.out.stem}{SUFFIX}.onnx")
+        kept = fixed.kept(decoder.keep_fp32)
+        cast_graph(model, config.precision, keep_fp32=kept, io_dtype="same")
+    if config.precision == "fp16":  # the CPU has no kernels for BF16
+        _compare(facts, decoder, model.clone(), _MAX_ERROR_FP16)
+    add_choice(model)
     data_files = _share_weights(model, decoder.out)
     ir.save(model, target)
     check_graph(target)
     record = _record(model, decoder.record, target.name, _data_files(target))
-    return FixedCacheGraph(_describe(target.name, counts), record, data_files)
+    return FixedCacheGraph(_describe(target.name, fixed.attentions), record, data_files)
+
+
+def _has_rotary(facts: DecoderFacts, decoder: DecoderFiles, *, grouped: bool) -> bool:
+    """Return True if GroupQueryAttention rotates queries and keys as the decoder does."""
+    if not grouped:
+        return False
+    model = fix_cache(facts, grouped=grouped, rotary=True).model
+    if not any("do_rotary" in node.attributes for node in model.graph):
+        return False
+    try:
+        _compare(facts, decoder, model, _MAX_ERROR)
+    except (UnsuitableGraphError, EngineryError):
+        return False
+    return True
 
 
 def _describe(file: str, counts: Counter[str]) -> str:
@@ -135,8 +159,6 @@ def _describe(file: str, counts: Counter[str]) -> str:
 
 
 def _data_files(path: Path) -> tuple[str, ...]:
-    from enginery.core.artifact.external_data import external_data_files
-
     return tuple(external_data_files(path))
 
 
@@ -192,20 +214,29 @@ def _dtype_name(dtype: ir.DataType) -> str:
     return names.get(dtype) or dtype.name.lower()
 
 
-def _compare(facts: DecoderFacts, decoder: Path, fixed: Path) -> None:
+def _compare(facts: DecoderFacts, decoder: DecoderFiles, model: ir.Model, max_error: float) -> None:
     """Compare the logits of rows of two lengths, for a prompt and some tokens.
+
+    Args:
+        facts: what is known of the decoder.
+        decoder: the decoder.
+        model: the graph with a cache of fixed size, without a choice, which it gets.
+        max_error: the largest error, relative to the largest logit.
 
     Raises:
         UnsuitableGraphError: they differ.
     """
+    add_choice(model)
+    fixed = decoder.fp32.with_name(f"{decoder.fp32.stem}{SUFFIX}.onnx")
+    ir.save(model, fixed)
     lengths = _row_lengths(facts)
     ids = facts.sizes.token_ids((len(lengths), max(lengths) + _STEPS), seed=1)
     encoder = _encoder_inputs(facts)
     found = _run_fixed(fixed, ids, lengths, encoder)
-    expected = _run_decoder(facts, decoder, ids, lengths, encoder)
+    expected = _run_decoder(facts, decoder.fp32, ids, lengths, encoder)
     error = float(np.abs(found - expected).max())
     largest = float(np.abs(expected).max())
-    if not error <= _MAX_ERROR * largest:  # NaN included
+    if not error <= max_error * largest:  # NaN included
         raise UnsuitableGraphError(
             f"its logits, which differ by up to {error:.3g} of {largest:.3g} from the decoder's"
         )
@@ -236,11 +267,13 @@ def _run_fixed(
     """Return the logits of each run and row, (runs, rows, vocabulary)."""
     rows, width, ends = len(lengths), max(lengths), np.array(lengths)
     buffer = width + _STEPS + 2
-    shapes = {value.name or "": value.shape for value in ir.load(path).graph.inputs}
+    inputs = {value.name or "": value for value in ir.load(path).graph.inputs}
+    types = input_types(path)
     cache: Arrays = {}
-    for name, shape in shapes.items():
+    for name, value in inputs.items():
+        shape = value.shape
         if is_past(name) and not is_cross_attention(name) and shape is not None:
-            cache[name] = np.zeros((rows, shape[1], buffer, shape[3]), np.float32)  # type: ignore[arg-type]
+            cache[name] = np.zeros((rows, shape[1], buffer, shape[3]), types[name])
     logits = []
     with GraphTracer(path, [LOGITS, *map(present_name, cache)], optimized=True) as trace:
         for step in range(_STEPS + 1):
@@ -262,7 +295,8 @@ def _run_fixed(
                 **encoder,
                 **cache,
             }
-            outputs = trace({name: array for name, array in feeds.items() if name in shapes})
+            taken = {name: array for name, array in feeds.items() if name in inputs}
+            outputs = trace(cast_feeds(taken, types))
             cache = {name: outputs[present_name(name)] for name in cache}
             logits.append(outputs[LOGITS])
     return np.stack(logits)

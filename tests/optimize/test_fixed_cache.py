@@ -111,13 +111,13 @@ def test_weights_are_stored_once(optimized, monkeypatch, tmp_path):
 
 
 def test_a_graph_with_other_logits_is_left_out(optimized, monkeypatch):
-    def wrong(facts, *, grouped):
-        model, counts = fix_cache(facts, grouped=grouped)
-        for node in model.graph:
-            if node.op_type in counts:
+    def wrong(facts, **options):
+        fixed = fix_cache(facts, **options)
+        for node in fixed.model.graph:
+            if node.op_type in fixed.attentions:
                 node.attributes.pop("scale")
                 node.attributes.add(ir.AttrFloat32("scale", 0.9))
-        return model, counts
+        return fixed
 
     monkeypatch.setattr(fixed_cache, "fix_cache", wrong)
     artifact = optimized("gpt2", precision="fp32")

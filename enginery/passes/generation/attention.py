@@ -110,7 +110,7 @@ def is_scalar(value: ir.Value, depth: int = 12) -> bool:
     """Return True for a number that is constant or computed from sizes."""
     tensor = ir.convenience.get_const_tensor(value)
     if tensor is not None:
-        return tensor.size == 1
+        return bool(tensor.size == 1)
     node = value.producer()
     if node is None or depth == 0:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ class Builder:
         self.names = NameAllocator(model)
         self.added: set[ir.Node] = set()
         """The nodes that were appended."""
+        self.origins: dict[str, frozenset[str]] = {}
+        """The names of the nodes that an appended node stands for, by its name."""
         self._model, self._prefix = model, prefix
         self._tape = Tape(model.graph)
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
@@ -48,7 +50,7 @@ class Builder:
     ) -> Sequence[ir.Value]:
         """Append a node and return its outputs."""
         name = self.names(f"{self._prefix}/{op_type}")
-        values = self._tape.op_multi_out(
+        values: Sequence[ir.Value] = self._tape.op_multi_out(
             op_type,
             inputs,
             dict(attributes),
@@ -64,6 +66,13 @@ class Builder:
         if domain == MICROSOFT:
             self._model.opset_imports.setdefault(MICROSOFT, 1)
         return values
+
+    def note_origins(self, value: ir.Value, names: Iterable[str | None]) -> None:
+        """Record the names of the nodes that the node of a value stands for."""
+        node = value.producer()
+        if node is not None:
+            origins = {origin for name in names for origin in self.origins.get(name or "", {name})}
+            self.origins[node.name or ""] = frozenset(name for name in origins if name)
 
     def constant(self, array: NDArray[Any]) -> ir.Value:
         """Return an initializer; equal arrays share one."""

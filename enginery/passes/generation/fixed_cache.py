@@ -14,7 +14,7 @@ run on the CPU, which a recorded step does not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from enginery.passes.generation.last_position import (
     keep_last_position,
     path_to_head,
 )
-from enginery.passes.generation.residuals import fuse_residuals
+from enginery.passes.generation.rms_norms import fuse_norms, fuse_residuals
+from enginery.passes.generation.rotary import RotaryTables, find_rotation, read_tables
 from enginery.passes.generation.sizes import (
     LONE_STEP,
     RUNS,
@@ -101,8 +102,24 @@ def measure_decoder(path: Path, limits: FeedLimits) -> DecoderFacts:
     return DecoderFacts(path, limits, sizes, visibility)
 
 
-def fix_cache(facts: DecoderFacts, *, grouped: bool) -> tuple[ir.Model, Counter[str]]:
-    """Return the decoder with a cache of fixed size, in FP32, and its attentions by operator.
+@dataclass(frozen=True)
+class FixedCache:
+    """A decoder with a cache of fixed size."""
+
+    model: ir.Model
+    attentions: Counter[str]
+    """The number of attentions to own positions, by operator."""
+    origins: dict[str, frozenset[str]]
+    """The names of the decoder's nodes that a new node stands for, by its name."""
+
+    def kept(self, names: Collection[str]) -> frozenset[str]:
+        """Return names of the decoder's nodes, with those of the new nodes that stand for them."""
+        new = {name for name, origins in self.origins.items() if not origins.isdisjoint(names)}
+        return frozenset({*names, *new})
+
+
+def fix_cache(facts: DecoderFacts, *, grouped: bool, rotary: bool = False) -> FixedCache:
+    """Return the decoder with a cache of fixed size, in FP32.
 
     Its outputs are the logits of each row's last token, (batch, 1, vocabulary), and the buffers;
     `add_choice` adds the others.
@@ -110,13 +127,15 @@ def fix_cache(facts: DecoderFacts, *, grouped: bool) -> tuple[ir.Model, Counter[
     Args:
         facts: the result of `measure_decoder`.
         grouped: use GroupQueryAttention where it fits. Without, an attention with a cap does not.
+        rotary: let GroupQueryAttention rotate queries and keys where that looks possible. Whether
+            the result is the same has to be compared.
 
     Raises:
         UnsuitableGraphError: a node is not as expected.
     """
     model = read_graph(facts.path)
     infer_types(model)
-    return _Rewriter(model, facts, grouped=grouped).run()
+    return _Rewriter(model, facts, grouped=grouped, rotary=rotary).run()
 
 
 def _find_attentions(model: ir.Model) -> tuple[dict[str, Attention], dict[str, Attention]]:
@@ -183,17 +202,21 @@ def _appended(present: ir.Value, past: ir.Value) -> ir.Value:
 class _Rewriter:
     """Rewrites one decoder."""
 
-    def __init__(self, model: ir.Model, facts: DecoderFacts, *, grouped: bool) -> None:
-        self.model, self.graph, self.facts, self.grouped = model, model.graph, facts, grouped
+    def __init__(
+        self, model: ir.Model, facts: DecoderFacts, *, grouped: bool, rotary: bool
+    ) -> None:
+        self.model, self.graph, self.facts = model, model.graph, facts
+        self.grouped, self.rotary = grouped, rotary
         self.build = Builder(model, _PREFIX)
         self.inputs = {value.name or "": value for value in self.graph.inputs}
         self.original_inputs = frozenset(self.inputs)
         self.counts: Counter[str] = Counter()
         self._cached: dict[Any, ir.Value] = {}
         self._contexts: list[tuple[ir.Value, ir.Shape]] = []
+        self._tables: dict[tuple[str | None, str | None], RotaryTables | None] = {}
 
-    def run(self) -> tuple[ir.Model, Counter[str]]:
-        """Return the model and the number of attentions by operator."""
+    def run(self) -> FixedCache:
+        """Return the result."""
         head = _head(self.model)
         self.positions = self._input(POSITIONS, _INT64, ["batch", "sequence"])
         own, cross = _find_attentions(self.model)
@@ -209,11 +232,12 @@ class _Rewriter:
         self._clean()
         cancel_views(self.model)
         self._pack_queries()
+        fuse_norms(self.model, self.build)
         self._infer_shapes()
         fuse_residuals(self.model, self.build)
         self._drop_inputs()
         self._name_dims()
-        return self.model, self.counts
+        return FixedCache(self.model, self.counts, self.build.origins)
 
     def _clean(self) -> None:
         self.graph.sort()
@@ -276,11 +300,14 @@ class _Rewriter:
         heads, kv_heads, width = sizes
         lengths = self._input(LENGTHS, ir.DataType.INT32, ["batch"])
         total = self._input(TOTAL, ir.DataType.INT32, [1])
+        query, (key, value) = attention.query, new
+        tables = list[ir.Value]()
+        if self.rotary and (rotated := self._rotary(query, key, width)) is not None:
+            query, key, tables = rotated
+        counts = (heads, kv_heads, kv_heads)
         rows = [
-            self.build.merge_heads(value, count * width)
-            for value, count in zip(
-                (attention.query, *new), (heads, kv_heads, kv_heads), strict=True
-            )
+            self.build.merge_heads(part, count * width)
+            for part, count in zip((query, key, value), counts, strict=True)
         ]
         attributes: dict[str, Any] = {
             "num_heads": heads,
@@ -291,10 +318,34 @@ class _Rewriter:
             attributes["local_window_size"] = visibility.window
         if visibility.cap:
             attributes["softcap"] = visibility.cap
+        if tables:
+            attributes["do_rotary"] = 1
+        inputs = [*rows, *past, lengths, total, *tables]
         context, *buffers = self.build.node(
-            GROUPED, [*rows, *past, lengths, total], attributes, domain=MICROSOFT, outputs=3
+            GROUPED, inputs, attributes, domain=MICROSOFT, outputs=3
         )
         return context, buffers
+
+    def _rotary(
+        self, query: ir.Value, key: ir.Value, width: int
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value]] | None:
+        """Return queries and keys before they are rotated, and the tables for it."""
+        one, other = find_rotation(query), find_rotation(key)
+        if one is None or other is None:
+            return None
+        if (one.cosines, one.sines) != (other.cosines, other.sines):
+            return None
+        names = (one.cosines.name, one.sines.name)
+        if names not in self._tables:
+            limit = self.facts.limits.position_limit
+            self._tables[names] = read_tables(
+                one, self.facts.sizes, width=width, position_limit=limit
+            )
+        tables = self._tables[names]
+        if tables is None:
+            return None
+        constants = [self.build.constant(table) for table in (tables.cosines, tables.sines)]
+        return one.source, other.source, constants
 
     def _scattered(
         self,
@@ -408,6 +459,11 @@ class _Rewriter:
         self, attention: Attention, context: ir.Value, heads: int, width: int
     ) -> None:
         """Let the rest of the graph read an attention's result, (batch, sequence, hidden)."""
+        node = context.producer()
+        if node is not None and node.op_type == SCATTERED:
+            # GroupQueryAttention sums in FP32 whatever its type; this may keep scores in FP16.
+            steps = (step.node.name for step in attention.steps)
+            self.build.note_origins(context, [attention.scores.name, *steps])
         context.type = ir.TensorType(_FLOAT)
         context.shape = ir.Shape(["batch", "sequence", heads * width])
         self._contexts.append((context, context.shape))
@@ -527,7 +583,8 @@ class _Rewriter:
 
     def _drop_inputs(self) -> None:
         for value in list(self.graph.inputs):
-            if not value.uses():
+            # Positions are counted on for the next step, whether or not a table is read at them.
+            if not value.uses() and value is not self.positions:
                 self.graph.inputs.remove(value)
 
     def _name_dims(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -125,8 +124,6 @@ class SizeFolder:
             node.outputs[0].replace_all_uses_with(_input(node))
         elif (position := self._position(arrays, _ALL_RUNS)) is not None:
             node.replace_input_with(index, position)
-        elif (rows := self._rows_of_table(value, arrays)) is not None:
-            node.replace_input_with(index, rows)
         elif node.op_type in _BROADCASTING and (common := _repeated(arrays)) is not None:
             node.replace_input_with(index, self._build.constant(common))
         else:
@@ -177,27 +174,6 @@ class SizeFolder:
             raise UnsuitableGraphError(f"{node.name} (Reshape), whose dims are unknown")
         tokens = self._build("Shape", self._positions)
         return self._build("Concat", tokens, self._build.ints(*numbers), axis=0)
-
-    def _rows_of_table(self, value: ir.Value, arrays: Sequence[NDArray[Any]]) -> ir.Value | None:
-        """Return the rows of a table at the tokens' positions, if that is what the arrays are."""
-        producer = value.producer()
-        table = None if producer is None else producer.inputs[0]
-        tensor = None if table is None else ir.convenience.get_const_tensor(table)
-        if producer is None or producer.op_type not in ("Slice", "Gather") or tensor is None:
-            return None
-        numbers = tensor.numpy()
-        if numbers.ndim != 2 or any(array.shape[-1] != numbers.shape[1] for array in arrays):
-            return None
-        for offset in range(4):
-            rows = [numbers[sizes.past + offset : sizes.total + offset] for sizes in _ALL_RUNS]
-            pairs = list(zip(rows, arrays, strict=True))
-            if all(row.size == array.size for row, array in pairs) and all(
-                np.array_equal(row, array.reshape(row.shape)) for row, array in pairs
-            ):
-                indices = [np.arange(s.past, s.total) + offset for s in _ALL_RUNS]
-                position = self._position(indices, _ALL_RUNS)
-                return self._build("Gather", table, position, axis=0)
-        return None
 
 
 def _leading(dims: Sequence[Size | None]) -> list[str]:

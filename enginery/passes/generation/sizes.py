@@ -8,7 +8,7 @@ small graph of its own, which runs for any number of tokens without the rest of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Sizes:
 RUNS = (Sizes(2, 5, 0, 7), Sizes(3, 4, 6, 11))
 LONE_STEP = Sizes(1, 1, 9, 5)
 
-_FACTORS = {
+_FACTORS: dict[str, Callable[[Sizes], int]] = {
     "batch": lambda sizes: sizes.batch,
     "sequence": lambda sizes: sizes.sequence,
     "past": lambda sizes: sizes.past,
@@ -206,7 +206,11 @@ class DecoderSizes:
             choose_providers("cpu"),
             optimized=False,
         )
-        return dict(zip(names, session.run(list(names), feeds), strict=True))
+        try:
+            arrays = session.run(list(names), feeds)
+        except Exception as error:  # ONNX Runtime raises many unrelated types
+            raise UnsuitableGraphError(f"what computes {names[0]} and fails: {error}") from error
+        return dict(zip(names, arrays, strict=True))
 
     def _part(self, names: Sequence[str], sizes: Sizes) -> ir.Model:
         """Return the part of the graph that computes tensors, with numbers in place of shapes."""
@@ -229,7 +233,8 @@ class DecoderSizes:
             old.replace_all_uses_with(new)
         graph.outputs.clear()
         for name in names:
-            value = by_name[name]
+            if (value := by_name.get(name)) is None:
+                raise UnsuitableGraphError(f"{name}, which no node computes")
             value.shape = None
             graph.outputs.append(value)
         RemoveUnusedNodesPass()(model)

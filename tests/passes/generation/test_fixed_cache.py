@@ -53,11 +53,11 @@ def decoder(tiny_model, home):
 
 
 def fixed(facts, path, *, grouped):
-    model, counts = fix_cache(facts, grouped=grouped)
-    add_choice(model)
-    ir.save(model, path)
+    made = fix_cache(facts, grouped=grouped)
+    add_choice(made.model)
+    ir.save(made.model, path)
     check_graph(path)
-    return model, counts
+    return made.model, made.attentions
 
 
 def session(path):
@@ -209,7 +209,7 @@ def altered(path, out, edit):
 
 def insert(graph, value, op_type, others=()):
     """Insert a node behind a value."""
-    node = ir.node(op_type, [value, *others], name=f"inserted {op_type}")
+    node = ir.node(op_type, [value, *others], name=f"inserted {op_type} {len(graph)}")
     node.outputs[0].name = f"{value.name}/altered"
     node.outputs[0].type = value.type
     value.replace_all_uses_with(node.outputs[0])
@@ -233,23 +233,35 @@ def test_unknown_attention_is_named(decoder, tmp_path, op_type, message):
         measure_decoder(changed, FeedLimits.from_artifact(artifact))
 
 
-def test_bias_that_depends_on_more_than_distance_is_refused(decoder, tmp_path):
-    artifact, path, _ = decoder("gpt2")
-
-    def edit(graph):
-        softmax = next(node for node in graph if node.op_type == "Softmax")
-        mask = graph.inputs[[value.name for value in graph.inputs].index("attention_mask")]
-        cast = ir.node("Cast", [mask], {"to": 1}, name="cast")
-        total = ir.node("CumSum", [cast.outputs[0], constant(graph, np.array(1))], name="counts")
-        square = ir.node("Mul", [total.outputs[0], total.outputs[0]], name="squares")
-        apart = ir.node(
-            "Unsqueeze", [square.outputs[0], constant(graph, np.array([1, 2]))], name="apart"
-        )
-        for node in (cast, total, square, apart):
-            graph.append(node)
+def add_bias(graph, power):
+    """Add the number of a key, raised to a power, to each score, as ALiBi does with the number."""
+    mask = next(value for value in graph.inputs if value.name == "attention_mask")
+    cast = ir.node("Cast", [mask], {"to": 1}, name="cast")
+    count = ir.node("CumSum", [cast.outputs[0], constant(graph, np.array(1))], name="count")
+    raised = ir.node("Pow", [count.outputs[0], constant(graph, np.array(power))], name="raised")
+    shape = constant(graph, np.array([1, 2]))
+    apart = ir.node("Unsqueeze", [raised.outputs[0], shape], name="apart")
+    for node in (cast, count, raised, apart):
+        graph.append(node)
+    for softmax in [node for node in graph if node.op_type == "Softmax"]:
         insert(graph, softmax.inputs[0], "Add", [apart.outputs[0]])
 
-    changed = altered(path, tmp_path / "changed.onnx", edit)
+
+def test_bias_that_grows_with_distance_is_added(decoder, tmp_path):
+    artifact, path, _ = decoder("gpt2")
+    changed = altered(path, tmp_path / "changed.onnx", lambda graph: add_bias(graph, 1))
+    facts = measure_decoder(changed, FeedLimits.from_artifact(artifact))
+    _, counts = fixed(facts, tmp_path / "fixed.onnx", grouped=True)
+    assert dict(counts) == {SCATTERED: 2}
+    prompts = facts.sizes.token_ids((2, 12), seed=5).tolist()
+    assert decode_fixed(tmp_path / "fixed.onnx", prompts, {}) == decode_alone(
+        changed, facts, prompts, {}
+    )
+
+
+def test_bias_that_depends_on_more_than_distance_is_refused(decoder, tmp_path):
+    artifact, path, _ = decoder("gpt2")
+    changed = altered(path, tmp_path / "changed.onnx", lambda graph: add_bias(graph, 2))
     with pytest.raises(UnsuitableGraphError, match="does not follow from distances"):
         measure_decoder(changed, FeedLimits.from_artifact(artifact))
 

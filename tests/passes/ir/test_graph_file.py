@@ -1,9 +1,11 @@
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 
 from enginery.core.artifact.external_data import external_data_files
-from enginery.passes.ir.graph_file import read_graph, write_graph
+from enginery.core.errors import ExportError
+from enginery.passes.ir.graph_file import check_graph, read_graph, write_graph
 
 
 def save_with_everything_outside(path):
@@ -49,3 +51,21 @@ def test_written_graph_does_not_need_the_files_it_was_read_from(tmp_path):
         for place in (source, target)
     )
     np.testing.assert_array_equal(before, after)
+
+
+def test_rms_normalization_is_valid_as_onnxruntime_writes_it(tmp_path):
+    """ONNX Runtime has it in ONNX's own domain, where onnx's checker does not know it."""
+    for name, op_type in (("norm", "SimplifiedLayerNormalization"), ("other", "NoSuchOperator")):
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node(op_type, ["x", "w"], ["y"], name=name, epsilon=1e-6)],
+            "g",
+            [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 4])],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["batch", 4])],
+            [onnx.numpy_helper.from_array(np.ones(4, np.float32), "w")],
+        )
+        opset = [onnx.helper.make_opsetid("", 20)]
+        model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    check_graph(tmp_path / "norm.onnx")
+    with pytest.raises(ExportError, match="NoSuchOperator"):
+        check_graph(tmp_path / "other.onnx")
