@@ -43,6 +43,9 @@ class Decoder:
         self.rows = max(self.rows, len(tokens))
         return self._state(len(tokens)), self._candidates(tokens)
 
+    def undefined(self, state):
+        return []
+
     def keep(self, state, rows):
         return self._state(len(rows))
 

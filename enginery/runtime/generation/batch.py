@@ -18,7 +18,13 @@ from typing import Any
 
 from enginery.runtime.generation.decoder import Decoder
 from enginery.runtime.generation.inputs import Feeds
-from enginery.runtime.generation.search import Candidates, Need, Search, SequentialSearch
+from enginery.runtime.generation.search import (
+    Candidates,
+    Need,
+    Search,
+    SequentialSearch,
+    undefined_logits,
+)
 
 
 @dataclass(frozen=True)
@@ -100,13 +106,17 @@ class RunningBatch:
         """
         self._leave_greedy()
         prompts = [search.prompt for search in searches]
-        state, found = self._decoder.begin(prompts, _joined(searches), inputs)
-        offset = 0
+        need, offset = _joined(searches), 0
+        state, found = self._decoder.begin(prompts, need, inputs)
+        undefined = self._decoder.undefined(state) if need == Need() else []
         if self._running and self._state is not None:
             self._drop_rows()
             offset = self._state.rows
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
+            if row in undefined:
+                search.error, search.done = undefined_logits(), True
+                continue
             part = _part(found, range(row, row + 1))
             self._advance(search, part, range(offset + row, offset + row + 1))
         self._state = state if self._running else None
@@ -177,6 +187,10 @@ class RunningBatch:
             except Exception as error:  # the other searches go on
                 search.error, search.done = error, True
         if any(search.done for search in greedy.searches):
+            # Logits that are NaN stay so to the end.
+            for row in self._decoder.undefined(self._state):
+                search = greedy.searches[row]
+                search.error, search.done = search.error or undefined_logits(), True
             self._leave_greedy()
             self._state = self._state if self._running else None
 

@@ -33,7 +33,14 @@ from enginery.runtime.decoder_graphs import (
     of_encoder,
     present_name,
 )
-from enginery.runtime.generation.operators import BestTokens, Operators, RowCopy, Values, ortvalue
+from enginery.runtime.generation.operators import (
+    BestTokens,
+    Operators,
+    RowCopy,
+    RowSums,
+    Values,
+    ortvalue,
+)
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.device_values import Device, new_buffer
 
@@ -166,6 +173,7 @@ class CacheBuffers:
     steps: tuple[BoundRun, BoundRun] = field(init=False)
     """The first reads the first turn and writes the second."""
     _prompts: dict[int, Prompt] = field(init=False, default_factory=dict)
+    _sums: RowSums | None = field(init=False, default=None)
     _best: dict[int, BestTokens] = field(init=False, default_factory=dict)
     _copies: dict[bool, RowCopy] = field(init=False, default_factory=dict)
 
@@ -252,6 +260,12 @@ class CacheBuffers:
         if rung not in self._best:
             self._best[rung] = operators.best_tokens(self.logits, rung)
         return self._best[rung].run()
+
+    def undefined(self, operators: Operators) -> NDArray[np.bool_]:
+        """Return whether a logit of the last run is NaN, for each row."""
+        if self._sums is None:
+            self._sums = operators.row_sums(self.logits)
+        return np.isnan(self._sums.run())
 
     def _new(self, specs: Iterable[TensorSpec]) -> Values:
         return {

@@ -64,6 +64,9 @@ class Decoder(Protocol[State]):
     def join(self, above: State, below: State) -> State:
         """Return the rows of two states as one; see `takes_more`."""
 
+    def undefined(self, state: State) -> list[int]:
+        """Return the rows whose logits of the last run are NaN, if only the best token was read."""
+
     def keep(self, state: State, rows: list[int]) -> State:
         """Return a state with some of its rows, in ascending order."""
 
@@ -83,6 +86,8 @@ class DecoderState:
     """What the decoder reads of the encoder, by the names of its inputs; empty without one."""
     sources: tuple[int, ...]
     """The encoder's input that each row is about."""
+    undefined: tuple[int, ...] = ()
+    """The rows whose best token has no probability, because logits are NaN."""
 
     @property
     def rows(self) -> int:
@@ -203,6 +208,10 @@ class CachedDecoder:
     def warm_up(self, rows: int) -> None:
         """Do nothing: a cache that grows has no buffers to prepare."""
 
+    def undefined(self, state: DecoderState) -> list[int]:
+        """Return the rows whose logits of the last run are NaN, if only the best token was read."""
+        return list(state.undefined)
+
     def keep(self, state: DecoderState, rows: list[int]) -> DecoderState:
         """Return a state with some of its rows, in ascending order."""
         return self._reordered(state, rows)
@@ -221,8 +230,9 @@ class CachedDecoder:
         names = [LOGITS, *self._presents]
         found = self._runner.run_values({**feeds, **state.cache, **state.encoded}, names)
         cache = {past: found[present] for present, past in self._presents.items()}
-        following = DecoderState(state.mask, cache, state.encoded, state.sources)
-        return following, self._candidates(found[LOGITS], need)
+        candidates, undefined = self._candidates(found[LOGITS], need)
+        following = DecoderState(state.mask, cache, state.encoded, state.sources, undefined)
+        return following, candidates
 
     def _encode(self, encoder: OrtRunner, inputs: Feeds) -> Values:
         """Run the encoder, and return what the decoder reads of it."""
@@ -251,18 +261,27 @@ class CachedDecoder:
         cache = self._operators.take(state.cache, parents)
         return DecoderState(state.mask[np.asarray(parents)], cache, encoded, sources)
 
-    def _candidates(self, logits: Any, need: Need) -> Candidates:
-        """Return what a search needs of a step's logits, at the last position."""
+    def _candidates(self, logits: Any, need: Need) -> tuple[Candidates, tuple[int, ...]]:
+        """Return what a search needs of a step's logits, at the last position.
+
+        With it, the rows whose logits are NaN, if only the best token is needed.
+        """
         rows, _, vocabulary = logits.shape()
         on_gpu = self._runner.device.kind != "cpu"
         if not need.logits and (need.best > 1 or on_gpu):
             log_probs, tokens = self._operators.best(logits, min(need.best, vocabulary))
-            return Candidates(tokens, log_probs)
+            return Candidates(tokens, log_probs), _nan_rows(log_probs[:, 0])
         last = logits.numpy()[:, -1]
         if need.logits:
             # On the host this is ONNX Runtime's memory: copy what outlives the value.
-            return Candidates(np.empty((rows, 0), np.int64), logits=np.array(last, np.float32))
-        return Candidates(last.argmax(axis=1)[:, None])
+            return Candidates(np.empty((rows, 0), np.int64), logits=np.array(last, np.float32)), ()
+        best = last.argmax(axis=1)  # of NaN, if there is one
+        return Candidates(best[:, None]), _nan_rows(last[np.arange(rows), best])
+
+
+def _nan_rows(values: NDArray[Any]) -> tuple[int, ...]:
+    """Return the indices of values that are NaN."""
+    return tuple(int(row) for row in np.flatnonzero(np.isnan(values)))
 
 
 def encoded_inputs(graphs: DecoderGraphs, record: GraphRecord) -> dict[str, str]:

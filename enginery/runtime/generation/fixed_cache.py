@@ -159,7 +159,6 @@ class FixedCacheDecoder:
         self._encoder = None if graphs.encoder is None else runners[graphs.encoder.file]
         self._pad_id, self._limit = pad_id, limit
         self._masks_encoder = ENCODER_MASK in self._specs
-        self._reads_whole_buffer = "seqlens_k" not in self._specs
         self.takes_more = self._encoder is None or self._masks_encoder
         """Whether rows may join those that have begun."""
         self._operators = Operators(self._runner.device)
@@ -199,10 +198,6 @@ class FixedCacheDecoder:
         buffers = self._take(sizes)
         state = FixedCacheState(buffers, list(range(len(prompts))), np.zeros(rows, np.int64))
         weakref.finalize(state, self._reclaim, state.lease).atexit = False
-        if self._reads_whole_buffer:
-            # What another batch left there counts nothing, but 0 times NaN would be NaN.
-            with _copy_errors():
-                self._operators.clear(buffers.cache)
         if encoded:
             self._copy(encoded, buffers.encoded, [(row, row) for row in range(rows)])
         if longest == 1:  # a step like any other, and perhaps recorded
@@ -288,6 +283,16 @@ class FixedCacheDecoder:
         self._select(state, rows)
         return state
 
+    def undefined(self, state: FixedCacheState) -> list[int]:
+        """Return the rows whose logits of the last run are NaN.
+
+        Raises:
+            InputError: they cannot be computed.
+        """
+        with _copy_errors():
+            is_undefined = state.buffers.undefined(self._operators)[state.index]
+        return [int(row) for row in np.flatnonzero(is_undefined)]
+
     def warm_up(self, rows: int) -> None:
         """Record the steps of the usual buffers, for up to this many rows, in the present thread.
 
@@ -320,8 +325,6 @@ class FixedCacheDecoder:
     def _record_steps(self, sizes: BufferSizes) -> None:
         buffers = self._take(sizes)
         try:
-            with _copy_errors():
-                self._operators.clear({**buffers.cache, **buffers.encoded})
             zeros = np.zeros(sizes.rows, np.int64)
             for turn, step in enumerate(buffers.steps):
                 with self._device_work():
@@ -503,11 +506,20 @@ class FixedCacheDecoder:
         return 0
 
     def _take(self, sizes: BufferSizes) -> CacheBuffers:
-        """Return buffers of these sizes that no batch uses.
+        """Return cleared buffers of these sizes that no batch uses.
+
+        What is behind the end of a row counts nothing, but kernels of attention multiply it by 0,
+        and memory that is new or of another batch may hold NaN.
 
         Raises:
             InputError: there is not enough memory.
         """
+        buffers = self._find_buffers(sizes)
+        with _copy_errors():
+            self._operators.clear({**buffers.cache, **buffers.encoded})
+        return buffers
+
+    def _find_buffers(self, sizes: BufferSizes) -> CacheBuffers:
         with self._lock:
             for index in reversed(range(len(self._idle))):
                 if self._idle[index].sizes == sizes:

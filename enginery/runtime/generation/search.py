@@ -240,13 +240,18 @@ class SequentialSearch(Search):
     def _choose(self, found: Candidates, row: int, tokens: Sequence[int]) -> int:
         if found.logits is None:
             if not self.options.do_sample:
+                if found.log_probs is not None and math.isnan(found.log_probs[row, 0]):
+                    raise undefined_logits()
                 return int(found.tokens[row, 0])
             return self._draw_of_best(found, row)
         scores = found.logits[row]
         for processor in self._processors:
             scores = processor(tokens, scores)
         if not self.options.do_sample:
-            return int(scores.argmax())
+            best = int(scores.argmax())
+            if math.isnan(scores[best]):
+                raise undefined_logits()
+            return best
         return self._draw(scores)
 
     def _draw_of_best(self, found: Candidates, row: int) -> int:
@@ -345,6 +350,8 @@ class BeamSearch(Search):
         scores = scores + np.array([[beam.score] for beam in self._running], np.float32)
         flat = scores.ravel()
         count = min(self._kept, len(flat))
+        if np.isnan(flat).any():
+            raise undefined_logits()
         if self.options.do_sample:
             _require_candidates(flat)
             shares = np.exp(log_softmax(flat).astype(np.float64))
@@ -463,12 +470,21 @@ def _search_kind(options: GenerationOptions) -> type[SequentialSearch | BeamSear
     return BeamSearch if options.num_beams > 1 else SequentialSearch
 
 
+def undefined_logits() -> InputError:
+    """Return the error of a sequence whose logits are NaN."""
+    return InputError(
+        "no token can be chosen: the logits are NaN.",
+        do="Run `enginery validate` to check the model; in FP16, values may overflow.",
+    )
+
+
 def _require_candidates(scores: Scores) -> None:
     """Raise InputError unless a token can be drawn."""
+    if np.isnan(scores).any():
+        raise undefined_logits()
     if not np.isfinite(scores.max()):
         raise InputError(
-            "no token can be drawn: the options exclude every token, or the logits are NaN.",
-            do="Exclude fewer tokens, or run `enginery validate` to check the model.",
+            "no token can be drawn: the options exclude every token.", do="Exclude fewer tokens."
         )
 
 

@@ -22,7 +22,7 @@ from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.generation.operators import Operators
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
-from enginery.runtime.onnxruntime.device_values import Device
+from enginery.runtime.onnxruntime.device_values import Device, new_buffer
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.tiny_fixed_cache import fixed_bart, fixed_gpt2, graph_record
 
@@ -210,12 +210,93 @@ def test_a_row_without_a_search_never_leaves_the_buffers(gpt2, fixed):
     assert all((given < length).all() for length, given in positions)
 
 
-def test_what_an_earlier_batch_left_changes_nothing(fixed):
-    wanted = run(fixed, CASES["greedy"])
-    for buffers in fixed._idle:
-        for value in buffers.cache.values():
-            value.update_inplace(np.full(value.shape(), np.nan, np.float32))
-    assert run(fixed, CASES["greedy"]) == wanted
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New memory is NaN, as that of a GPU may be."""
+
+    def make(dtype, shape, device):
+        value = new_buffer(dtype, shape, device)
+        if dtype == "float32":
+            value.update_inplace(np.full(shape, np.nan, np.float32))
+        return value
+
+    monkeypatch.setattr(cache_buffers, "new_buffer", make)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_buffers_are_cleared_before_their_first_use_and_after_another_batch(
+    gpt2, fixed, monkeypatch
+):
+    cleared = []
+    clear = Operators.clear
+
+    def watched(self, values):
+        clear(self, values)
+        cleared.append(values)
+        assert not any(value.numpy().any() for value in values.values())
+
+    monkeypatch.setattr(Operators, "clear", watched)
+    monkeypatch.setattr(fixed_cache, "_ROOM", 8)
+    for options in CASES.values():
+        assert run(fixed, options) == run(gpt2[0], options)
+        for buffers in fixed._idle:
+            assert any(buffers.cache["past_key_values.0.key"] in v.values() for v in cleared)
+            for value in buffers.cache.values():
+                value.update_inplace(np.full(value.shape(), np.nan, np.float32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"do_sample": True},
+        {"do_sample": True, "top_k": 0},
+        {"repetition_penalty": 1.2},
+    ],
+)
+@pytest.mark.parametrize("growing", [False, True])
+def test_logits_that_are_not_numbers_are_an_error_of_their_row(gpt2, fixed, growing, options):
+    decoder = gpt2[0] if growing else fixed
+    options = {"eos_token_id": (), "seed": 1, **options}
+    wanted = run(decoder, [options], PROMPTS[:1])
+    searches = [search(prompt, **options) for prompt in PROMPTS[:2]]
+    batch = RunningBatch(decoder)
+    batch.add(searches)
+    cache = batch._state.cache if growing else batch._state.buffers.cache
+    for name, value in cache.items():
+        if name.endswith("value"):
+            array = value.numpy().copy()
+            array[1] = np.nan
+            value.update_inplace(array)
+    while batch.searches:
+        batch.step()
+    assert "the logits are NaN" in str(searches[1].error)
+    assert searches[0].error is None
+    assert [(h.tokens, h.finish) for h in searches[0].results()] == wanted[0]
+
+
+def test_a_prompt_whose_logits_are_not_numbers_fails_at_once(fixed):
+    session = fixed._runner.session
+
+    class Overflowing:
+        def io_binding(self):
+            return session.io_binding()
+
+        def run_with_iobinding(self, bound, *_):
+            session.run_with_iobinding(bound)
+            outputs = dict(zip(names, bound.get_outputs(), strict=True))
+            array = outputs["logits"].numpy().copy()
+            array[0] = np.nan
+            outputs["logits"].update_inplace(array)
+
+    names = [spec.name for spec in fixed._record.outputs]
+    fixed._runner.session = Overflowing()
+    searches = [search(prompt) for prompt in PROMPTS[:2]]
+    batch = RunningBatch(fixed)
+    batch.add(searches)
+    assert "the logits are NaN" in str(searches[0].error)
+    assert batch.searches == searches[1:]
 
 
 def test_buffers_come_back_from_a_batch_that_is_given_up(fixed):
