@@ -20,7 +20,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError
 from enginery.core.shapes import Profile
 from enginery.runtime.providers.selection import Provider
-from enginery.runtime.tasks.task import Row, RowTask
+from enginery.runtime.tasks.task import Row, RowTask, TaskOptions
 from enginery.serve.batching.queue import ClosedError, OverloadedError, QueueEntry
 from enginery.serve.batching.scheduler import RowScheduler
 from enginery.serve.batching.workers import BatchResult
@@ -29,7 +29,7 @@ from enginery.serve.device import wire
 from enginery.serve.generation.jobs import Progress
 from enginery.serve.models.backend import ModelFiles
 from enginery.serve.models.registry import ModelRegistry, ReloadResult
-from enginery.serve.models.served_model import ServedModel, UnavailableError
+from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
 
 _log = logging.getLogger("enginery.serve")
 
@@ -37,6 +37,8 @@ _CONNECT_SECONDS = 0.05
 """Time between two attempts to connect to a device process."""
 _ANSWER_SECONDS = 1.0
 """Time to wait for a device process to say what it is doing."""
+_OPEN_SECONDS = 2.0
+"""Maximum time that a request waits until the server is ready."""
 _FOLLOW_SECONDS = 30.0
 """Maximum time for this front to open models that were reloaded."""
 _RETRY_SECONDS = 1.0
@@ -108,6 +110,7 @@ class FrontModel(ServedModel):
         super().__init__(name, path, config, loop)
         self._files: ModelFiles | None = None
         self._scheduler = RowScheduler(DeviceQueue(self, config), loop)
+        self._is_ready = asyncio.Event()
         self.content = ""
         """Content hash of the artifact that was opened."""
         self.numbers: dict[DeviceLink, int] = {}
@@ -134,8 +137,21 @@ class FrontModel(ServedModel):
 
     @property
     def is_serving(self) -> bool:
-        """True if requests are accepted, which is shortly before `state` is ready."""
+        """True if requests are accepted; those that come before `state` is ready wait for it."""
         return bool(self.numbers) and self.state in ("ready", "loading")
+
+    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+        """Run inference on the inputs of a request; see `ServedModel.infer`.
+
+        When one front has answered, no other one refuses: it is told that all are ready at the
+        same time, but not in the same millisecond.
+        """
+        if self.state == "loading" and self.numbers:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_ready.wait(), _OPEN_SECONDS)
+            if self.state == "loading":
+                raise UnavailableError(f"{self.name}: {self.reason}.")
+        return await super().infer(task, inputs, options)
 
     @property
     def queued_rows(self) -> int:
@@ -183,7 +199,9 @@ class FrontModel(ServedModel):
             "max_wait": config.max_wait,
         }
         own = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
-        return {**described[0], **own} if described else own
+        if not described:
+            return own
+        return {**described[0], **own, "devices": [each["providers"] for each in described]}
 
     def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Progress]:
         """Raise AssertionError: models that generate texts are not served by fronts."""
@@ -239,8 +257,10 @@ class FrontModel(ServedModel):
         """Set `state` to `ready` if the model can be asked in every front, else to `loading`."""
         if self.state not in ("loading", "ready"):
             return
+        self._is_ready.clear()
         if self.numbers and is_open:
             self.state, self.reason = "ready", ""
+            self._is_ready.set()
         elif self.numbers:
             self.state, self.reason = "loading", "other processes of the server are starting"
         else:

@@ -33,7 +33,7 @@ from prometheus_client.samples import Sample
 
 from enginery.core.errors import ProviderError
 from enginery.runtime.nvml import Nvml
-from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX
+from enginery.runtime.providers.known import NVIDIA
 from enginery.serve.batching.scheduler import BatchStatistics
 from enginery.serve.observability.record import RequestRecord, refusal_reason
 
@@ -392,12 +392,13 @@ class _ModelCollector(Collector):
 
     def gpus(self) -> list[int]:
         """Return the CUDA device ids of the providers of all loaded models."""
+        infos = [model.info() for model in self.models() if model.state in _LOADED]
         providers = [
             provider
-            for model in self.models()
-            if model.state in _LOADED
-            for provider in model.info()["providers"]
-            if provider["name"] in (CUDA, TENSORRT, TENSORRT_RTX)
+            for info in infos
+            for device in info.get("devices", [info["providers"]])
+            for provider in device
+            if provider["name"] in NVIDIA
         ]
         return sorted({int(provider["options"].get("device_id", 0)) for provider in providers})
 

@@ -8,6 +8,7 @@ import pytest
 
 from enginery.core.errors import InputError
 from enginery.runtime.model import load_model
+from enginery.runtime.providers.known import CPU
 from enginery.runtime.tasks.task import TaskOptions
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig
@@ -241,11 +242,24 @@ def test_server_is_ready_once_every_front_is(exported, socket):
             model = one.get("m")
             assert (model.state, one.ready) == ("loading", False)
             assert model.reason == "other processes of the server are starting"
-            assert len((await ask(model, ["a"])).results) == 1  # whoever asks is answered
+            asked = asyncio.create_task(ask(model, ["a"]))  # it waits
+            await asyncio.sleep(0.1)
+            assert not asked.done()
             async with front(paths, socket) as two:
                 await until(lambda: one.ready and two.ready)
+                assert len((await asked).results) == 1
 
-    asyncio.run(scenario())
+
+def test_request_does_not_wait_long_for_other_fronts(exported, socket, monkeypatch):
+    monkeypatch.setattr("enginery.serve.device.front._OPEN_SECONDS", 0.05)
+
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with device(paths, socket, fronts=2), front(paths, socket) as registry:
+            await ask(registry.get("m"), ["a"])
+
+    with pytest.raises(UnavailableError, match="m: other processes of the server are starting"):
+        asyncio.run(scenario())
 
 
 def test_reload_is_done_by_the_device_and_followed_by_fronts(exported, socket, tmp_path):
@@ -304,6 +318,7 @@ def test_rows_go_to_the_device_with_the_fewest(exported, tmp_path):
             waiting = [sum(len(c.waiting) for c in p.registry.fronts) for p in (one, two)]
             assert waiting == [3, 3]
             assert model.queued_rows == 6
+            assert [device[0]["name"] for device in model.info()["devices"]] == [CPU, CPU]
             for free, _ in held:
                 free.set()
             await asyncio.gather(*asked)
