@@ -93,7 +93,7 @@ class InferencePool(Closeable):
 
 
 class PooledBatchRunner(BatchRunner):
-    """A session of which every batch runs in a pool, whatever thread asks for it."""
+    """A session that runs in a pool, while the threads that ask for batches prepare them."""
 
     def __init__(self, task: Task, runner: OrtRunner, pool: InferencePool) -> None:
         super().__init__(task, runner)
@@ -101,7 +101,8 @@ class PooledBatchRunner(BatchRunner):
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
-        return self._pool.call(partial(super().run, rows))
+        feeds = self.feeds(rows)
+        return list(self.split(rows, feeds, self._pool.call(partial(self.runner, feeds))))
 
 
 def _until(is_stopped: threading.Event, items: Generator[Item]) -> Generator[Item]:
@@ -154,10 +155,13 @@ class WindowRunner:
             settings = {f.name: getattr(task.tokenizer, f.name) for f in fields(TextTokenizer)}
             task = replace(task, tokenizer=WatchedTokenizer(**settings))
         on_cpu = runner.device.kind == "cpu"
+        batches = BatchRunner(task, runner)
+        if isinstance(task, MediaTask) and not on_cpu:
+            batches = PooledBatchRunner(task, runner, pool)
         return cls(
             task,
             read_options(definition, config),
-            BatchRunner(task, runner) if on_cpu else PooledBatchRunner(task, runner, pool),
+            batches,
             pool,
             max_rows=config.batch_rows or (MAX_ROWS if on_cpu else GPU_MAX_ROWS),
             max_tokens=config.batch_tokens or (MAX_TOKENS if on_cpu else GPU_MAX_TOKENS),
@@ -244,7 +248,11 @@ class WindowRunner:
             return 0
         limit = self.task.tokenizer.limit if isinstance(self.task, TextTask) else _PROBE_TOKENS
         work = ModelInputs([self.task.probe(min(_PROBE_TOKENS, limit))])
-        (vector,) = self.task.postprocess(work, self.batches.run(work.rows), self.options)
+        if isinstance(self.task, MediaTask):
+            outputs = self.batches.run(work.rows)
+        else:
+            outputs = self.pool.call(partial(self.batches.run, work.rows))
+        (vector,) = self.task.postprocess(work, outputs, self.options)
         return len(vector)
 
     @property

@@ -25,7 +25,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Literal
@@ -275,27 +276,30 @@ def _leaves(schema: Any) -> list[str]:
 
 def _json_lines(batch: Any) -> Iterator[bytes]:
     names = batch.schema.names
-    is_raw = names[0] == RAW_LINE
-    labels = [f"{_json(name)}: ".encode() for name in names]
-    columns = [_json_cells(column) for column in batch.columns[is_raw:]]
-    pairs = [
-        [label + cell for cell in cells]
-        for label, cells in zip(labels[is_raw:], columns, strict=True)
-    ]
-    objects = (b", ".join(row) for row in zip(*pairs, strict=True))
-    if not is_raw:
-        for members in objects:
-            yield b"{%b}\n" % members
-        return
-    for line, members in zip(batch.column(0).to_pylist(), objects, strict=True):
+    # The pieces of all lines: cells, and what is between them.
+    pieces: list[Iterable[bytes]] = []
+    between = b"{"
+    if names[0] == RAW_LINE:
         # The line is a JSON object: insert the prediction before its closing brace.
-        opened = line.rstrip()[:-1].rstrip()
-        separator = b"" if opened == "{" else b", "
-        yield b"%b%b%b}\n" % (opened.encode(), separator, members)
+        lines = [line.rstrip()[:-1].rstrip() for line in batch.column(0).to_pylist()]
+        pieces.append([f"{line}, ".encode() if line != "{" else b"{" for line in lines])
+        names, between = names[1:], b""
+    for name, column in zip(names, batch.columns[-len(names) :], strict=True):
+        pieces.append(repeat(b"%b%b: " % (between, _json(name).encode())))
+        pieces.append(_json_cells(column))
+        between = b", "
+    pieces.append(repeat(b"}\n"))
+    return map(b"".join, zip(*pieces, strict=False))
 
 
 def _json_cells(column: Any) -> list[bytes]:
     """Return each value of a column as JSON."""
+    import pyarrow as pa
+
+    if column.null_count == len(column):
+        return [b"null"] * len(column)
+    if pa.types.is_string(column.type):
+        return [_ENCODER.encode(cell).encode() for cell in column.to_pylist()]
     return [
         _vector_json(cell) if isinstance(cell, np.ndarray) else _json(cell).encode()
         for cell in _cells(column)
