@@ -41,6 +41,7 @@ class BatchRunner:
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
         """The graph's fixed batch size; 0 if it is dynamic."""
         dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
+        self._pads_rows = task.can_pad and len(self._spec.dims) == 2
         self._batch_cost = 0
         if runner.ladder is not None:
             self._batch_cost = GPU_BATCH_COST
@@ -53,12 +54,19 @@ class BatchRunner:
         Raises:
             ShapeError: no engine accepts a row of this length.
         """
+        if not self.runner.pads:
+            return row.tokens
+        if self.runner.profiles:
+            return self._length_in_profile(row)
+        if not self._pads_rows:
+            return row.tokens
+        return self.runner.padded_shape(self._spec, (1, max(row.tokens, 1)))[1]
+
+    def _length_in_profile(self, row: Row) -> int:
         shape = self.task.row_shape(row)
-        if not self.runner.pads or len(shape) != 1:
+        if len(shape) != 1:
             return row.tokens
         rows, width = self.runner.padded_shape(self._spec, (1, *shape))
-        if not self.runner.profiles:
-            return width if self.task.can_pad else row.tokens
         names = (canonical_dim(dim) for dim in self._spec.dims if isinstance(dim, str))
         # If no profile accepts the row, this raises an error that names the nearest one.
         choose_profile(self.runner.profiles, dict(zip(names, (rows, width), strict=False)))

@@ -43,7 +43,7 @@ from enginery.serve.observability.metrics import Metrics
 
 _log = logging.getLogger("enginery.serve")
 
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 """Interval after which a thread that holds the GIL yields it to one that waits. With Python's 5 ms,
 a worker whose batch is done could wait that long while frames are read."""
 _OPEN_AFTER_SECONDS = 10.0

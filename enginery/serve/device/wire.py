@@ -53,6 +53,7 @@ _BATCH = struct.Struct("<dfIB")
 """When the batch started, by `time.perf_counter`; its seconds; rows; 1 if one array follows."""
 _COUNT = struct.Struct("<I")
 _IDS16, _IDS32, _VALUE = range(3)
+_IDS_DTYPES = (np.dtype(np.uint16), np.dtype(np.int32))
 _TRUNCATED = 1
 _ROW_FIELDS = frozenset({"content", "tokens", "prompt_tokens", "truncated"})
 _FURTHER = tuple(name for name in Row.__dataclass_fields__ if name not in _ROW_FIELDS)
@@ -152,8 +153,8 @@ def read_rows(received: Frame) -> list[Row]:
         if kind == _VALUE:
             content = _read_value(data, at)[0]
         else:
-            dtype: Any = np.uint16 if kind == _IDS16 else np.int32
-            ids = np.frombuffer(data, dtype, size // dtype().itemsize, at)
+            dtype = _IDS_DTYPES[kind]
+            ids = np.frombuffer(data, dtype, size // dtype.itemsize, at)
             types = np.frombuffer(data, np.uint8, type_size, at + size) if type_size else None
             content = TokenArray(ids, types)
         at += size + type_size
