@@ -352,10 +352,17 @@ class ModelBackend(ModelFiles):
                 "seconds_per_token": cost.seconds_per_token,
             },
         }
+        if (captures := self.runner.captures) is not None:
+            found["cuda_graphs"] = {
+                "recorded": captures.recorded,
+                "seconds": captures.seconds,
+                "buffer_bytes": captures.buffer_bytes,
+                "unrecorded_runs": captures.unrecorded_runs,
+            }
         if self.limit:
             found["max_tokens"] = self.limit
         if self.task:
-            found["notes"] = list(self.task.notes)
+            found["notes"] = [*self.task.notes, *self.runner.notes]
         if self.dim:
             found["dim"] = self.dim
         if self.plan is not None:

@@ -421,6 +421,16 @@ class _ModelCollector(Collector):
             "Requests for texts of which none is being generated.",
             labels=_BY_MODEL,
         )
+        graphs = GaugeMetricFamily(
+            "enginery_cuda_graphs",
+            "CUDA graphs that the model's batches replay.",
+            labels=_BY_MODEL,
+        )
+        unrecorded = CounterMetricFamily(
+            "enginery_unrecorded_batches",
+            "Batches that ran without a CUDA graph, if the model has any.",
+            labels=_BY_MODEL,
+        )
         about = GaugeMetricFamily(
             "enginery_model_info",
             "Task, provider, precision and engines of the model; always 1.",
@@ -438,6 +448,9 @@ class _ModelCollector(Collector):
             if generation := info.get("running"):
                 running.add_metric([name], generation["rows"])
                 waiting.add_metric([name], generation["waiting"])
+            if captures := info.get("cuda_graphs"):
+                graphs.add_metric([name], captures["recorded"])
+                unrecorded.add_metric([name], captures["unrecorded_runs"])
             engines = ",".join(str(engine["key"]) for engine in info["engines"])
             # ONNX Runtime assigns nodes to the first provider, and the rest to those after it.
             provider = str(info["providers"][0]["name"])
@@ -445,6 +458,8 @@ class _ModelCollector(Collector):
                 [name, str(info["task"]), provider, str(info["precision"]), engines], 1.0
             )
         yield from (ready, inputs, tokens, running, waiting, about)
+        if graphs.samples:  # only of models that run on CUDA
+            yield from (graphs, unrecorded)
         yield CounterMetricFamily(
             "enginery_access_log_dropped",
             "Lines of the access log that were dropped.",

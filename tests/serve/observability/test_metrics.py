@@ -213,6 +213,19 @@ def test_process_metrics_exist_and_created_series_do_not(metrics):
     assert not [name for name in names if name.endswith("_created")]
 
 
+def test_cuda_graphs_are_counted_only_for_models_that_have_any():
+    class Recorded(Hosted):
+        def info(self):
+            return {**super().info(), "cuda_graphs": {"recorded": 75, "unrecorded_runs": 2}}
+
+    metrics = Metrics()
+    metrics.watch_models(lambda: [Recorded("minilm"), Hosted("other")])
+    assert value(metrics, "cuda_graphs", model="minilm") == 75
+    assert value(metrics, "unrecorded_batches_total", model="minilm") == 2
+    names = [name for name, labels in samples(metrics) if labels == (("model", "other"),)]
+    assert "enginery_cuda_graphs" not in names
+
+
 def test_text_from_clients_never_becomes_a_label(metrics):
     for number in range(1000):
         name = f"no-such-model-{number}"
