@@ -517,6 +517,12 @@ class FixedCacheDecoder:
         buffers = self._find_buffers(sizes)
         with _copy_errors():
             self._operators.clear({**buffers.cache, **buffers.encoded})
+            if self._masks_encoder:  # rows without an input attend to something, too
+                mask = buffers.encoded[ENCODER_MASK]
+                array = np.zeros(mask.shape(), self._specs[ENCODER_MASK].dtype)
+                array[:, 0] = 1
+                with self._device_work():
+                    mask.update_inplace(array)
         return buffers
 
     def _find_buffers(self, sizes: BufferSizes) -> CacheBuffers:
