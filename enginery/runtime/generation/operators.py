@@ -26,6 +26,7 @@ from enginery.core.errors import MissingPackageError
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
+from enginery.runtime.onnxruntime.native_log import silence_default_logger
 from enginery.runtime.onnxruntime.runner import run_values
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS
@@ -36,8 +37,6 @@ Values = dict[str, Any]
 """`onnxruntime.OrtValue` by name."""
 
 _OPSET, _IR_VERSION = 20, 9
-_ERRORS = 3
-"""Severity of ONNX Runtime's log that leaves warnings out."""
 _FLOAT, _INT64, _BOOL = (ELEMENTS[name] for name in ("float32", "int64", "bool"))
 _TWO_BYTES = (ELEMENTS["float16"], ELEMENTS["bfloat16"])
 
@@ -215,9 +214,7 @@ class Operators:
             if records:
                 option, value = CUDA_GRAPH_OPTIONS[CUDA]
                 provider[1][option] = value
-            # ONNX Runtime 1.31 warns for each session, in the log of the process, that CUDA's
-            # provider is no plugin. It is built in.
-            ort.set_default_logger_severity(_ERRORS)
+            silence_default_logger()  # it warns for each session that CUDA is no plugin
         with self._device_work():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0
