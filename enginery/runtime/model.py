@@ -40,6 +40,7 @@ from enginery.runtime.tasks.row_stream import (
     run_here,
 )
 from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row, RowValues, Task, TaskOptions
+from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 
 _FIRST_WINDOW, _WINDOW = 512, 4096
@@ -121,12 +122,20 @@ class Model(Closeable):
         return [*super().__dir__(), self.method]
 
     def warm_up(self) -> None:
-        """Run every engine once at its optimal shape. `load_model` does this.
+        """Run every engine once at its optimal shape, and every rung of the ladder.
+
+        On CUDA this takes some seconds, and records the CUDA graphs of the current thread, so that
+        no later call does. `load_model` runs the engines, and leaves the rungs to their first use.
 
         Raises:
             ProviderError: an engine fails at its own optimal shape.
+            InputError: the graph fails.
         """
         self._runner.warm_up()
+        task = self.definition
+        self._batches.record_rungs(
+            longest=task.tokenizer.limit if isinstance(task, TextTask) else 0
+        )
 
     def close(self) -> None:
         """Free the session."""
@@ -290,9 +299,8 @@ def load_model(
         return TextGenerator(opened, open_graph, fixed_cache=specs[0].full_name == CUDA)
     runner = open_graph()
     try:
-        model = Model(opened, runner)
-        model.warm_up()
-        return model
+        runner.warm_up()
+        return Model(opened, runner)
     except BaseException:
         runner.close()
         raise

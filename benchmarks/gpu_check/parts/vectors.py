@@ -53,7 +53,8 @@ def _measure(work: Work, model: Any, point: Point) -> None:
     feeds = {name: np.repeat(array, batch, axis=0) for name, array in feeds.items()}
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
-        runner = stack.enter_context(OrtRunner(artifact, providers=[work.provider]))
+        runner = OrtRunner(artifact, providers=[work.provider], ladder=True)
+        stack.enter_context(runner)
         task = require_task(artifact.manifest, runner.record).open(artifact, runner.record)
         rows = task.preprocess([_text(length)] * batch, task.Options())
         batches = BatchRunner(task, runner)

@@ -81,6 +81,15 @@ class BatchRunner:
             return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
         return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
 
+    def record_rungs(self, *, max_rows: int = GPU_MAX_ROWS, longest: int = 0) -> int:
+        """Run each rung of the ladder once in the current thread; see `OrtRunner.record_rungs`."""
+        final = self.task.final_output
+        return self.runner.record_rungs(
+            max_rows=max_rows,
+            longest=longest,
+            outputs=(final,) if final else self.task.raw_outputs,
+        )
+
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, padded to the shape of its graph, engine or rung."""
         longest = max(rows, key=lambda row: row.tokens)

@@ -275,13 +275,9 @@ class ModelBackend(ModelFiles):
         CUDA graphs, and no request then waits for it.
         """
         self.warm_up()
-        if self.options.warm_up and self.runner.ladder is not None:
-            outputs: tuple[str, ...] = ()
-            if isinstance(self.task, TextTask):
-                outputs = self.task.outputs_for([self.task.probe(1)])
-            self.runner.record_rungs(
-                max_rows=self.options.batch_rows, longest=self.limit, outputs=outputs
-            )
+        if self.options.warm_up and self.task is not None:
+            batches = self._batches[type(self.task)]
+            batches.record_rungs(max_rows=self.options.batch_rows, longest=self.limit)
         self._measure_cost()
 
     def measure(self) -> None:

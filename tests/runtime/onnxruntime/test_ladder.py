@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from enginery import load_model
 from enginery.core.errors import ProviderError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime import runner as runner_module
@@ -271,3 +272,15 @@ def test_convolutions_of_dynamic_sizes_are_chosen_by_heuristics():
     assert with_dynamic_shapes([cuda], dynamic=False) == [cuda]
     own = Provider(CUDA, "requested", {"cudnn_conv_algo_search": "EXHAUSTIVE"})
     assert with_dynamic_shapes([own], dynamic=True) == [own]
+
+
+@pytest.mark.usefixtures("recording")
+def test_a_model_that_is_warm_records_nothing_more(tiny, monkeypatch):
+    monkeypatch.setattr(OrtRunner, "_choose_ladder", lambda self, ladder, **_: SMALL)
+    with load_model(tiny.artifact("bert", "text-classification")) as model:
+        assert model._runner.captures.recorded == 0
+        model.warm_up()
+        recorded = model._runner.captures.recorded
+        assert recorded == len(list(SMALL.rungs(max_rows=256)))
+        model.classify(["The engine is warm.", "A cat."])
+        assert model._runner.captures.recorded == recorded
