@@ -47,7 +47,17 @@ _log = logging.getLogger("enginery.serve")
 MODELS_VARIABLE = "ENGINERY_MODELS"
 OPTION_PREFIX = "ENGINERY_SERVE_"
 SERVER_OPTIONS = frozenset(
-    {"host", "port", "grace", "drain_delay", "restart", "idle_timeout", "processes"}
+    {
+        "host",
+        "port",
+        "grace",
+        "drain_delay",
+        "restart",
+        "idle_timeout",
+        "processes",
+        "fronts",
+        "gpus",
+    }
 )
 """Options of `enginery serve` that other ASGI servers have themselves."""
 ENDPOINTS: tuple[Endpoint, ...] = (
