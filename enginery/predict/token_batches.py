@@ -102,7 +102,8 @@ class PooledBatchRunner(BatchRunner):
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
         feeds = self.feeds(rows)
-        return list(self.split(rows, feeds, self._pool.call(partial(self.runner, feeds))))
+        run = partial(self.runner, feeds, self.task.outputs_for(rows))
+        return list(self.split(rows, feeds, self._pool.call(run)))
 
 
 def _until(is_stopped: threading.Event, items: Generator[Item]) -> Generator[Item]:

@@ -165,7 +165,8 @@ class Model(Closeable):
         ):
             for window in stream.run(prepared):
                 if window.error is not None:
-                    task.preprocess(inputs, options)  # raises it with the index among all inputs
+                    if not window.work.rows:
+                        task.preprocess(inputs, options)  # raises it with the index among all
                     raise window.error
                 for row in window.work.rows:
                     self._count(row)

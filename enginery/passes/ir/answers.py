@@ -90,6 +90,9 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         weights = op("Mul", weights, at(last))
     elif mode == "weightedmean":
         weights = op("Mul", weights, positions())
+    # Kernels may leave anything at padding, NaN as well, and 0 times NaN is NaN.
+    counts = op("Cast", op("Unsqueeze", weights, constant([2])), to=ir.DataType.BOOL)
+    vectors = op("Where", counts, vectors, constant(0.0))
     # A matrix product is one kernel on a GPU, and needs no second array of the vectors' size.
     total = op("MatMul", op("Unsqueeze", weights, constant([1])), vectors)
     pooled = op("Squeeze", total, constant([1]))

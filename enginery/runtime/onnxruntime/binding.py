@@ -51,6 +51,9 @@ Key = tuple[tuple[int, ...], ...]
 
 _NO_CAPTURE = "-1"
 _GRAPH_ID = "gpu_graph_id"
+_MAX_UNRECORDED_BYTES = 1 << 30
+"""Maximum size of the buffers of shapes that are not recorded, except for the last one."""
+_COUNTED_SHAPES = 1024
 UNRECORDED = {_GRAPH_ID: _NO_CAPTURE}
 """Run option for a run without a CUDA graph, in a session that records them."""
 
@@ -73,12 +76,17 @@ class _Bucket:
     graph: str = _NO_CAPTURE
     options: Any = None
     """`onnxruntime.RunOptions` of the bucket; None for the defaults."""
+    bytes: int = 0
+    """Size of the inputs, and of the outputs of known shape."""
 
 
 @dataclass
 class CaptureStatistics:
     """What the recording of CUDA graphs in one session took, and how many runs had none."""
 
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by each run of the session's bindings: a replay writes to memory that another run may
+    have got in the meantime."""
     graphs: int = 0
     """Number of graphs so far, which is the id of the last; that of a failed capture is not used
     again."""
@@ -111,6 +119,8 @@ class DeviceBinding(Closeable):
         *,
         buckets: int = BUCKETS,
         capture: bool = False,
+        lenient: bool = False,
+        capture_at: int = 1,
         max_captured_bytes: float = math.inf,
         statistics: CaptureStatistics | None = None,
         run_config: Mapping[str, str] | None = None,
@@ -127,6 +137,10 @@ class DeviceBinding(Closeable):
             capture: record each bucket as a CUDA graph; the session must have the provider's option
                 for it. Shapes beyond the number of buckets run without a CUDA graph; recorded ones
                 are never discarded.
+            lenient: run without a CUDA graph what cannot be recorded: outputs of unknown shape, a
+                shape that takes more than a sixteenth of `max_captured_bytes`, a failed recording,
+                or more recordings of all threads than buckets. Otherwise they are errors.
+            capture_at: the run of a shape that is recorded, from 1; those before it are not.
             max_captured_bytes: maximum size of the buffers of recorded buckets; shapes beyond it
                 run without a CUDA graph.
             statistics: those of the session, if it has several bindings; None for a new one.
@@ -156,12 +170,17 @@ class DeviceBinding(Closeable):
         self._limit = buckets
         self._run_config = dict(run_config or {})
         self._max_captured_bytes = max_captured_bytes
+        self._lenient, self._capture_at = lenient, capture_at
         self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
         self._captured: dict[Key, _Bucket] = {}
+        self._runs: OrderedDict[Key, int] = OrderedDict()
+        """Number of runs of shapes that are not recorded yet."""
+        self._unrecordable: set[Key] = set()
         self.statistics = statistics or CaptureStatistics()
         """Counts of the session's CUDA graphs, if runs are captured."""
         self._recorded = _Recorded()
-        self._lock = threading.Lock()
+        self._lock = self.statistics.lock
+        self._unrecorded = run_options(self._run_config | UNRECORDED) if capture else None
         self._shapes_vary = False
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -199,10 +218,11 @@ class DeviceBinding(Closeable):
             return self._run(feeds)
 
     def close(self) -> None:
-        """Free the buffers and release the session."""
-        self._buckets.clear()
-        self._captured.clear()
-        self._session = None
+        """Free the buffers and release the session, after the run in progress."""
+        with self._lock:
+            self._buckets.clear()
+            self._captured.clear()
+            self._session = None
 
     @property
     def shapes(self) -> tuple[Key, ...]:
@@ -246,6 +266,8 @@ class DeviceBinding(Closeable):
         if bucket is None or bucket.graph not in self._recorded.graphs:
             return None
         with self._lock, CAPTURE_LOCK.running():
+            if self._session is None:
+                raise ProviderError("the binding is closed.")
             bound = bucket.bound
             for name, buffer in bucket.inputs.items():
                 array = feeds[name]
@@ -284,6 +306,11 @@ class DeviceBinding(Closeable):
         try:
             self._run_bound(bucket)
         except Exception as error:  # ONNX Runtime raises many unrelated types
+            if self._lenient and bucket.graph != _NO_CAPTURE:
+                # Other CUDA work in the process breaks a recording, and so do nodes that wait.
+                self._failure(key, error)
+                self._unrecordable.add(key)
+                return self._run(feeds)
             if self._try_without_buffers(bucket):
                 return self._found(bucket)
             raise self._failure(key, error) from error
@@ -292,7 +319,8 @@ class DeviceBinding(Closeable):
     def _failure(self, key: Key, error: Exception) -> InputError:
         """Discard the bucket of a failed run, whose outputs may be incomplete."""
         self._buckets.pop(key, None)
-        self._captured.pop(key, None)
+        if (failed := self._captured.pop(key, None)) is not None:
+            self.statistics.buffer_bytes -= failed.bytes
         shapes = ", ".join(
             f"{spec.name} {shape}" for spec, shape in zip(self._inputs, key, strict=True)
         )
@@ -302,15 +330,18 @@ class DeviceBinding(Closeable):
         """Run the session, alone in this process if the run records a CUDA graph."""
         recorded, statistics = self._recorded.graphs, self.statistics
         records = bucket.graph != _NO_CAPTURE and bucket.graph not in recorded
+        options = bucket.options
+        if records and self._lenient and statistics.recorded >= self._limit:
+            records, options = False, self._unrecorded  # many threads, each with its own graphs
         started = time.perf_counter()
         with CAPTURE_LOCK.capturing() if records else CAPTURE_LOCK.running():
-            self._session.run_with_iobinding(bucket.bound, bucket.options)
+            self._session.run_with_iobinding(bucket.bound, options)
             bucket.bound.synchronize_outputs()
         if records:
             recorded.add(bucket.graph)
             statistics.recorded += 1
             statistics.seconds += time.perf_counter() - started
-        statistics.unrecorded_runs += bucket.graph == _NO_CAPTURE
+        statistics.unrecorded_runs += bucket.graph not in recorded
 
     def _found(self, bucket: _Bucket) -> dict[str, Any]:
         # Outputs come in the order of binding, which is that of the graph.
@@ -331,13 +362,15 @@ class DeviceBinding(Closeable):
     def _bucket(self, key: tuple[tuple[int, ...], ...], given: Mapping[str, Any]) -> _Bucket:
         if key in self._captured:
             return self._captured[key]
-        if key in self._buckets:
-            self._buckets.move_to_end(key)
-            return self._buckets[key]
-        bucket = _Bucket(self._session.io_binding())
         shapes = {name: shape_only_array(value) for name, value in given.items()}
         sizes = dim_sizes(self._inputs, shapes)
         captures = self._captures(key, sizes)
+        if key in self._buckets:
+            if not captures:
+                self._buckets.move_to_end(key)
+                return self._buckets[key]
+            del self._buckets[key]
+        bucket = _Bucket(self._session.io_binding(), bytes=self._bytes(key, sizes))
         self._bind_outputs(bucket, sizes, required=captures)
         if captures:
             self.statistics.graphs += 1
@@ -347,13 +380,18 @@ class DeviceBinding(Closeable):
                 for name, value in given.items()
                 if isinstance(value, np.ndarray) and not value.any()
             }
-            self.statistics.buffer_bytes += self._bytes(key, sizes)
+            self.statistics.buffer_bytes += bucket.bytes
             bucket.options = self._run_options(bucket)
             self._captured[key] = bucket
+            self._runs.pop(key, None)
             return bucket
         bucket.options = self._run_options(bucket)
         self._buckets[key] = bucket
-        if len(self._buckets) > min(self._limit, BUCKETS):
+        limit = min(self._limit, BUCKETS) if self.capture else self._limit
+        while len(self._buckets) > 1 and (
+            len(self._buckets) > limit
+            or sum(kept.bytes for kept in self._buckets.values()) > _MAX_UNRECORDED_BYTES
+        ):
             self._buckets.popitem(last=False)
         return bucket
 
@@ -370,17 +408,40 @@ class DeviceBinding(Closeable):
         if spec.name not in bucket.inputs:
             bucket.inputs[spec.name] = new_buffer(spec.dtype, shape_of(value), self.device)
         buffer = bucket.inputs[spec.name]
+        if not isinstance(value, np.ndarray) or value.any():
+            bucket.zeros.discard(spec.name)
         buffer.update_inplace(value)
         # Bind after every update: if the first node that reads the input is on the CPU, ONNX
         # Runtime copies the buffer when it is bound, and does not see what is written later.
         bucket.bound.bind_ortvalue_input(spec.name, buffer)
         bucket.held.pop(spec.name, None)
 
+    def can_capture(self, feeds: Mapping[str, NDArray[Any]]) -> bool:
+        """Return True if runs on inputs of these shapes are or will be recorded."""
+        key = tuple(feeds[spec.name].shape for spec in self._inputs)
+        return key in self._captured or self._has_room(key, dim_sizes(self._inputs, feeds))
+
     def _captures(self, key: Key, sizes: Mapping[str, int]) -> bool:
-        """Return True if a new bucket is recorded: there is room for it."""
-        if not self.capture or len(self._captured) >= self._limit:
+        """Return True if this run of a shape is recorded."""
+        if not self._has_room(key, sizes):
             return False
-        return self.statistics.buffer_bytes + self._bytes(key, sizes) <= self._max_captured_bytes
+        if self._capture_at > 1:
+            self._runs[key] = self._runs.pop(key, 0) + 1
+            if len(self._runs) > _COUNTED_SHAPES:
+                self._runs.popitem(last=False)
+            return self._runs[key] >= self._capture_at
+        return True
+
+    def _has_room(self, key: Key, sizes: Mapping[str, int]) -> bool:
+        """Return True if another shape can be recorded."""
+        if not self.capture or len(self._captured) >= self._limit or key in self._unrecordable:
+            return False
+        size, limit = self._bytes(key, sizes), self._max_captured_bytes
+        if self._lenient:
+            shapes = [_known_shape(spec, sizes) for spec in self._outputs]
+            if self._shapes_vary or None in shapes or size > limit / 16:
+                return False
+        return self.statistics.buffer_bytes + size <= limit
 
     def _bytes(self, key: Key, sizes: Mapping[str, int]) -> int:
         """Return the size of a bucket's inputs, and of its outputs of known shape."""
@@ -419,7 +480,7 @@ class DeviceBinding(Closeable):
 
     def _try_without_buffers(self, bucket: _Bucket) -> bool:
         """Run without output buffers, in case the graph declares wrong dims; True if it runs."""
-        if self.capture or not bucket.outputs:
+        if bucket.graph != _NO_CAPTURE or not bucket.outputs:
             return False
         bucket.outputs.clear()
         bucket.bound.clear_binding_outputs()

@@ -16,7 +16,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from enginery.core.errors import InputError, ProviderError
-from enginery.runtime.onnxruntime.placement import Placement, read_placement
+from enginery.core.model.onnx_structure import read_structure
+from enginery.runtime.onnxruntime.placement import WAITING, Placement, read_placement
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import CUDA_GRAPH_OPTIONS, require_cuda_graphs
@@ -61,6 +62,18 @@ def capture_obstacles(
         ProviderError: the file cannot be loaded.
     """
     return _reasons(_placed(path, providers, feeds))
+
+
+def waiting_nodes(path: Path) -> list[str]:
+    """Return the nodes of a graph that wait for the GPU's result, which a capture cannot record."""
+    nodes = read_structure(path).graph.nodes
+    return [f"{n.name or 'unnamed'} ({n.op_type})" for n in nodes if n.op_type in WAITING][:_SHOWN]
+
+
+def has_attention(path: Path) -> bool:
+    """Return True if a graph has fused attention, or will have it after ONNX Runtime's fusions."""
+    op_types = {node.op_type for node in read_structure(path).graph.nodes}
+    return any("Attention" in name for name in op_types) or "Softmax" in op_types
 
 
 def _placed(

@@ -44,8 +44,8 @@ class Ladder:
     def of(cls, inputs: Sequence[TensorSpec], *, longest: int | None = None) -> Ladder | None:
         """Return the ladder of a graph; None if its batch is fixed.
 
-        Lengths are rounded only if the graph has a mask of (batch, sequence), so that padding has
-        no effect.
+        Lengths are rounded only if the graph takes token ids with a mask of (batch, sequence), so
+        that padding has no effect.
 
         Args:
             inputs: inputs of the graph.
@@ -60,7 +60,7 @@ class Ladder:
             and [canonical_dim(d) for d in spec.dims if isinstance(d, str)] == [BATCH, SEQUENCE]
             for spec in inputs
         )
-        if masked:
+        if masked and any(spec.name == "input_ids" for spec in inputs):
             sizes[SEQUENCE] = _lengths(longest)
         return cls(sizes)
 

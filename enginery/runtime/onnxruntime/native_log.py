@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -100,28 +100,31 @@ def silence_default_logger() -> None:
 def reading_log() -> Iterator[NativeLog]:
     """Collect what the process's logger writes in the block; afterwards its warnings are off.
 
-    While another thread reads, or without a standard error, nothing is collected.
+    While another thread reads, without a standard error or a directory for temporary files,
+    nothing is collected.
     """
     log = NativeLog()
     if not _reading.acquire(blocking=False):
         yield log
         return
     try:
-        try:
-            kept = os.dup(_STDERR)
-        except OSError:  # closed
-            silence_default_logger()
-            yield log
-            return
-        with os.fdopen(kept, "wb", closefd=True) as stderr, tempfile.TemporaryFile() as file:
+        with ExitStack() as opened:
             try:
-                with _redirected(file, kept):
+                file = opened.enter_context(tempfile.TemporaryFile())
+                stderr = opened.enter_context(os.fdopen(os.dup(_STDERR), "wb"))
+            except OSError:  # nothing can be written there, or standard error is closed
+                silence_default_logger()
+                yield log
+                return
+            try:
+                with _redirected(file, stderr.fileno()):
                     yield log
             finally:
                 file.seek(0)
                 log.messages, others = _parse(file.read())
                 with suppress(OSError):
                     stderr.write(others)
+                    stderr.flush()
     finally:
         _reading.release()
 

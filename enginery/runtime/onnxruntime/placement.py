@@ -37,7 +37,7 @@ RECORD = "session.record_ep_graph_assignment_info"
 
 _COPIES = ("MemcpyFromHost", "MemcpyToHost")
 _CONTROL = ("If", "Loop", "Scan")
-_WAITING = ("RemovePadding",)  # for the number of tokens, the size of its output
+WAITING = ("RemovePadding",)  # for the number of tokens, the size of its output
 _SHOWN = 5
 # A fused node is named after one of the nodes that it replaces: `…/MatMulAddFusion`.
 _FUSED = "/"
@@ -119,7 +119,7 @@ class Placement:
         return tuple(
             node
             for node in self.nodes
-            if node.op_type in (*_CONTROL, *_WAITING)
+            if node.op_type in (*_CONTROL, *WAITING)
             or (node.provider != self.head and not node.for_shapes)
         )
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,12 @@ from enginery.runtime.onnxruntime.binding import (
     run_options,
 )
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
-from enginery.runtime.onnxruntime.cuda_graphs import capture_obstacles, with_cuda_graph
+from enginery.runtime.onnxruntime.cuda_graphs import (
+    capture_obstacles,
+    has_attention,
+    waiting_nodes,
+    with_cuda_graph,
+)
 from enginery.runtime.onnxruntime.device_values import (
     Device,
     device_of,
@@ -72,8 +77,10 @@ _SHRINK = "memory.enable_memory_arena_shrinkage"
 _TOKENS = 16
 _SHAPES = 4096
 """Number of shapes whose padded ones are remembered."""
-_ABOVE = -1
-"""Stands for the session above the ladder among the indices of sessions."""
+_OFF_LADDER = -1
+"""Stands for the session of inputs off the ladder among the indices of sessions."""
+_REPEATED = 3
+"""Run of a shape from which it is recorded, if not every size has rungs."""
 _KERNELS_WITHOUT_PLANS = "3"
 """ONNX Runtime's flash and memory-efficient attention; where neither takes the mask, unfused."""
 _NOT_RECORDED = "cannot use the graph capture feature"
@@ -184,32 +191,20 @@ class OrtRunner(Closeable):
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
                 self.providers,
             )
+        self._open = partial(open_session, threads=threads, spinning=spinning, record=self.record)
+        kept = optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
         if self.engines:
             self._sessions = [
                 open_engine(engine, self.providers, threads=threads, record=self.record)
                 for engine in self.engines
             ]
         else:
-            kept = (
-                optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
-            )
             records = self.ladder is not None and io_binding and not cuda_graph
-            session = None
-            if records or has_steps:
-                session = self._open_recording(path, threads=threads, spinning=spinning)
+            session = self._open_recording(path) if records or has_steps else None
             self._capture = session is not None and not has_steps
             self.records_steps = session is not None and has_steps
-            self._sessions = [
-                session
-                or open_session(
-                    kept or path,
-                    self.providers,
-                    threads=threads,
-                    optimize=kept is None,
-                    spinning=spinning,
-                    record=self.record,
-                )
-            ]
+            session = session or self._open(kept or path, self.providers, optimize=kept is None)
+            self._sessions = [session]
             if kept and lone_threads > threads and has_packed_weights(kept):
                 self._lone_session = open_session(
                     kept,
@@ -220,15 +215,31 @@ class OrtRunner(Closeable):
                     record=self.record,
                 )
         self._capture = self._capture or (cuda_graph and not has_steps)
-        self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
         self._shrink = shrink_arena
+        self._prepare_bindings(buckets, strict=cuda_graph, io_binding=io_binding)
+
+    def _prepare_bindings(self, buckets: int, *, strict: bool, io_binding: bool) -> None:
+        """Prepare the bindings of the sessions, which the first runs make; see `__init__`.
+
+        Args:
+            buckets: number of shapes that keep their buffers.
+            strict: what cannot be recorded is an error.
+            io_binding: bind inputs and outputs on a GPU.
+        """
+        self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
         # For a small batch this would take longer than padding it.
         self._cached_padded_shape = lru_cache(_SHAPES)(self._padded_shape)
-        self._statistics = [CaptureStatistics() for _ in self._sessions]
+        self._statistics = [CaptureStatistics() for _ in (*self._sessions, None)]
+        """Of each session; the last one of that for inputs off the ladder."""
         self._bindings: dict[tuple[int, tuple[str, ...]], DeviceBinding] = {}
         """Bindings by session and outputs."""
-        self._above: Any = None
-        """The session for inputs above the ladder, opened by the first of them."""
+        self._other_session: Any = None
+        """The session for inputs off the ladder, opened by the first of them."""
+        self._strict = strict
+        self._rungs_are_all = self.ladder is not None and all(
+            canonical_dim(name) in self.ladder.sizes for name in dynamic_dims(self.record.inputs)
+        )
+        """Whether every dynamic size is rounded, so that no shape comes only once."""
         self._binding_lock = threading.Lock()
         self._on_gpu = self.device.kind != "cpu"
         self._binds = io_binding and self._on_gpu
@@ -433,7 +444,8 @@ class OrtRunner(Closeable):
     ) -> int:
         """Run each rung of the ladder once on made-up inputs, in the current thread.
 
-        On CUDA this records the CUDA graphs, which are those of this thread.
+        On CUDA this records the CUDA graphs, which are those of this thread. Rungs that are not
+        recorded, because of their memory, are left out.
 
         Args:
             max_rows: maximum batch size of the inputs to come.
@@ -455,31 +467,36 @@ class OrtRunner(Closeable):
             if seconds and time.monotonic() > until:
                 break
             named = {name: rung.get(canonical_dim(name), size) for name, size in others.items()}
-            self(make_feeds(self.record.inputs, named, self._limits, seed=0), outputs)
+            feeds = make_feeds(self.record.inputs, named, self._limits, seed=0)
+            if self._capture and not self._binding(0, tuple(outputs)).can_capture(feeds):
+                continue  # outputs of gigabytes
+            self(feeds, outputs)
             count += 1
         return count
 
     def _choose_ladder(self, ladder: Ladder | bool, *, shrink_arena: bool) -> Ladder | None:
+        # A decoder with a fixed cache has rungs of its own, an engine its profile. CUDA graphs
+        # replay in the arena's memory, which must not shrink.
+        if not ladder or has_fixed_cache(self.record) or self.engines or shrink_arena:
+            return None
         if isinstance(ladder, Ladder):
             return ladder
-        if has_fixed_cache(self.record):  # its decoder has rungs of its own
-            return None
-        on_cuda = self.providers[0].name == CUDA and not self.engines
-        if not ladder or not on_cuda or shrink_arena:
+        if self.providers[0].name != CUDA:
             return None
         return Ladder.of(self.record.inputs, longest=self._limits.position_limit)
 
-    def _open_recording(self, path: Path, *, threads: int, spinning: bool) -> Any:
+    def _open_recording(self, path: Path) -> Any:
         """Return a session whose runs are recorded as CUDA graphs; None if it cannot be."""
         head, *below = self.providers
         if head.name not in CUDA_GRAPH_OPTIONS:
             return None
         option, on = CUDA_GRAPH_OPTIONS[head.name]
         providers = [replace(head, options={**head.options, option: on}), *below]
+        if waiting := waiting_nodes(path):
+            self.notes.append(f"runs are not recorded as CUDA graphs: {', '.join(waiting)}")
+            return None
         try:
-            session = open_session(
-                path, providers, threads=threads, spinning=spinning, record=self.record
-            )
+            session = self._open(path, providers)
         except ProviderError as error:
             if _NOT_RECORDED not in error.message:
                 raise
@@ -502,7 +519,7 @@ class OrtRunner(Closeable):
             return binding
         if self.ladder.is_rung(dim_sizes(self.record.inputs, arrays)):
             return binding
-        return self._binding(_ABOVE, outputs)
+        return self._binding(_OFF_LADDER, outputs)
 
     def _binding(self, index: int, outputs: tuple[str, ...]) -> DeviceBinding:
         """Return the binding of a session to outputs; the first call makes it."""
@@ -515,44 +532,54 @@ class OrtRunner(Closeable):
             return self._bindings[index, outputs]
 
     def _bind(self, index: int, outputs: tuple[str, ...]) -> DeviceBinding:
-        above = index == _ABOVE
-        if above and self._above is None:
-            self._above = self._open_above()
-        session = self._above if above else self._sessions[index]
+        off_ladder = index == _OFF_LADDER
+        if off_ladder and self._other_session is None:
+            self._other_session = self._open_other_session()
+        session = self._other_session if off_ladder else self._sessions[index]
+        shares_session = session is self._sessions[0]
+        captures = self._capture and not off_ladder
         config = self._run_config(session)
-        captures = self._capture and not above
-        if self._capture and session is self._sessions[0] and above:
+        if self._capture and off_ladder and shares_session:
             config |= UNRECORDED
         return DeviceBinding(
             session,
             self.record.inputs,
             self._output_specs(outputs),
             capture=captures,
+            lenient=self.ladder is not None and not self._strict,
+            capture_at=1 if self.ladder is None or self._rungs_are_all else _REPEATED,
             run_config=config,
             buckets=self._buckets if captures else BUCKETS,
             max_captured_bytes=self.ladder.max_bytes if self.ladder else math.inf,
-            statistics=None if above else self._statistics[index],
+            statistics=self._statistics[0 if shares_session else index],
         )
 
-    def _open_above(self) -> Any:
-        """Return the session for inputs above the ladder, whose shapes are new.
+    def _open_other_session(self) -> Any:
+        """Return the session for inputs that are no rung, whose shapes are new.
 
         cuDNN's attention plans each new shape for tens of milliseconds, so that kernels without
         plans are faster there. The user's own choice of kernels applies to every shape.
         """
         head, *below = self.providers
-        if head.name != CUDA or "sdpa_kernel" in head.options:
+        path = self._paths[0]
+        if head.name != CUDA or "sdpa_kernel" in head.options or not has_attention(path):
             return self._sessions[0]
         option, _ = CUDA_GRAPH_OPTIONS[CUDA]
         options = {name: value for name, value in head.options.items() if name != option}
         options["sdpa_kernel"] = _KERNELS_WITHOUT_PLANS
+        providers = [replace(head, options=options), *below]
+        try:
+            session = self._open(path, providers)
+        except ProviderError as error:  # the weights may not fit into memory twice
+            self.notes.append(
+                f"inputs off the ladder have no session of their own: {error.message}"
+            )
+            return self._sessions[0]
         self.notes.append(
-            f"inputs above the ladder run in a second session, with sdpa_kernel="
+            f"inputs off the ladder run in a second session, with sdpa_kernel="
             f"{_KERNELS_WITHOUT_PLANS}"
         )
-        return open_session(
-            self._paths[0], [replace(head, options=options), *below], record=self.record
-        )
+        return session
 
     def _output_specs(self, outputs: Sequence[str]) -> list[TensorSpec]:
         """Return the specs of outputs by name; empty for all."""
@@ -623,9 +650,11 @@ class OrtRunner(Closeable):
 
     def close(self) -> None:
         """Free the sessions and their memory."""
-        for binding in self._bindings.values():
+        with self._binding_lock:
+            bindings, self._bindings = list(self._bindings.values()), {}
+        for binding in bindings:
             binding.close()
-        self._bindings, self._above = {}, None
+        self._other_session = None
         self._sessions = []
         self._lone_session = None
 

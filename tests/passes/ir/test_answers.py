@@ -59,6 +59,16 @@ def test_vectors_are_those_of_the_pooling(mode, normalize, padding, opset, dtype
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_padding_that_is_not_a_number_counts_nothing(mode):
+    mask = np.array([[1, 1, 0], [0, 1, 1]], np.int64)
+    tokens = np.where(mask[..., None] > 0, np.float32(2), np.float32(np.nan)).repeat(4, axis=2)
+    model = identity()
+    append_pooling(model, pooling(mode), tokens="last_hidden_state")
+    _, vectors = run(model, tokens, mask)
+    np.testing.assert_array_equal(vectors, 2)
+
+
 def test_other_inputs_outputs_and_opset_stay():
     model = identity()
     append_pooling(model, pooling("mean"), tokens="last_hidden_state")

@@ -1,5 +1,7 @@
 """Sizes that are rounded up, and runs of a rung: answers, CUDA graphs, sizes above the top."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -196,13 +198,98 @@ def test_inputs_above_the_ladder_run_without_a_cuda_graph(tiny):
 
 @pytest.mark.usefixtures("recording")
 def test_rungs_beyond_the_memory_bound_run_without_a_cuda_graph(tiny):
-    ladder = Ladder(SMALL.sizes, max_tokens=32, max_bytes=3000)
+    """The bound is on all of them together; one alone may take a sixteenth."""
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+        runner(feeds_of(runner, 1, 8))
+        size = runner.captures.buffer_bytes
+    ladder = Ladder(SMALL.sizes, max_tokens=32, max_bytes=16 * size)
     with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+        assert runner.record_rungs(max_rows=4) == 1
         runner(feeds_of(runner, 1, 8))
         runner(feeds_of(runner, 4, 8))
         assert runner.captures.recorded == 1
         assert runner.captures.unrecorded_runs == 1
-        assert runner.captures.buffer_bytes <= 3000
+        assert runner.captures.buffer_bytes == size
+
+
+class Failing:
+    """A session whose recordings fail, as they do beside other CUDA work."""
+
+    def __init__(self, session):
+        self._session = session
+        self.failures = 0
+
+    def run_with_iobinding(self, bound, options=None):
+        if options.get_run_config_entry("gpu_graph_id") != "-1":
+            self.failures += 1
+            raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+        self._session.run_with_iobinding(bound, options)
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+
+@pytest.mark.usefixtures("recording")
+def test_a_failed_recording_is_a_run_without_a_cuda_graph(tiny):
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+        runner._sessions = [session] = [Failing(runner._sessions[0])]
+        for _ in range(3):
+            assert runner(feeds_of(runner, 2, 8))
+        assert session.failures == 1
+        assert (runner.captures.recorded, runner.captures.buffer_bytes) == (0, 0)
+        assert runner.captures.unrecorded_runs == 3
+
+
+@pytest.mark.usefixtures("recording")
+def test_threads_record_no_more_graphs_together_than_the_ladder_allows(tiny):
+    ladder = Ladder(SMALL.sizes, max_tokens=32, max_graphs=8)
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+        feeds = feeds_of(runner, 2, 8)
+
+        def work():
+            assert runner(feeds)
+
+        for _ in range(12):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert runner.captures.recorded == 8
+        assert runner.captures.unrecorded_runs == 4
+
+
+@pytest.mark.usefixtures("recording")
+def test_another_threads_token_types_do_not_stay(tiny):
+    artifact = tiny.artifact("bert", "feature-extraction")
+    with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=SMALL) as runner:
+        single, pair = feeds_of(runner, 2, 8), feeds_of(runner, 2, 8)
+        pair["token_type_ids"][:] = 1
+        expected = plain(single)
+        runner(single)
+        thread = threading.Thread(target=lambda: runner(pair))
+        thread.start()
+        thread.join()
+        for name, values in runner(single).items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=OUTPUTS)
+
+
+@pytest.mark.usefixtures("recording")
+def test_sizes_without_rungs_are_recorded_when_they_come_again(tiny):
+    ladder = Ladder({"batch": (1, 2, 4)})
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+        for length in range(3, 9):
+            runner(feeds_of(runner, 2, length))
+        assert runner.captures.recorded == 0
+        for _ in range(3):
+            runner(feeds_of(runner, 2, 8))
+        assert runner.captures.recorded == 1
+
+
+@pytest.mark.usefixtures("recording")
+def test_a_graph_that_waits_for_the_gpu_is_not_recorded(tiny, monkeypatch):
+    monkeypatch.setattr(runner_module, "waiting_nodes", lambda path: ["unpad (RemovePadding)"])
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+        assert runner.captures is None
+        assert runner.notes == ["runs are not recorded as CUDA graphs: unpad (RemovePadding)"]
 
 
 @pytest.mark.usefixtures("recording")
