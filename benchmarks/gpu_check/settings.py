@@ -304,7 +304,7 @@ def settings_for(*, quick: bool) -> Settings:
         pooled=((1, 16), (1, 128), (32, 512), (32, 128)),
         shapes=300,
         clients=(64, 256, 1, 16),
-        load_seconds=4.0,
+        load_seconds=3.0,
         sentences=20_000,
         rows=(50_000, 500_000),
         large_texts=256,

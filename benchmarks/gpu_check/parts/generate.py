@@ -23,7 +23,7 @@ from enginery import load_model
 from enginery.core.artifact.artifact import Artifact
 
 PROMPT = 16
-_TURNS = 5
+_TURNS = 4
 _TURNS_BESIDE = 2
 """PyTorch takes ten times as long, and varies less."""
 _ROUNDING = 3.0
