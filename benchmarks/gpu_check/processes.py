@@ -89,10 +89,13 @@ def _run_process(unit: Unit, path: Path, *, until: float, module: str) -> tuple[
     seconds = until - time.monotonic()
     # It sees what this process sees, wherever it was started.
     imports = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": imports}
+    if unit.part.name == "models":  # exports fork, which tokenizers that use threads warn about
+        environment["TOKENIZERS_PARALLELISM"] = "false"
     with subprocess.Popen(
         [sys.executable, "-m", module, str(path), unit.name, f"{seconds:.1f}"],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": imports, "TOKENIZERS_PARALLELISM": "false"},
+        env=environment,
         start_new_session=True,
     ) as child:
         try:
