@@ -8,7 +8,6 @@ makes responses from the outputs.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -76,6 +75,7 @@ class DeviceQueue:
 
         Raises:
             OverloadedError: this front already has too many rows in progress.
+            InputError: a row cannot be sent.
             UnavailableError: no device process is connected.
         """
         if self.rows and not admitted and self.rows + len(entries) > self.max_rows:
@@ -83,7 +83,7 @@ class DeviceQueue:
                 f"the queue is full: {self.rows} inputs wait, expected at most {self.max_rows}.",
                 retry_after_seconds=1.0,
             )
-        link, number = self._model.choose_link()
+        link, number = self._model.choose_link(admitted=admitted)
         link.send_rows(entries, model=number, admitted=admitted)
         self.rows += len(entries)
 
@@ -167,11 +167,15 @@ class FrontModel(ServedModel):
             for index, row in enumerate(rows)
         ]
 
-    def choose_link(self) -> tuple[DeviceLink, int]:
+    def choose_link(self, *, admitted: bool = False) -> tuple[DeviceLink, int]:
         """Return the connection with the fewest rows in progress, and the model's number there.
 
+        Args:
+            admitted: earlier rows of the request were accepted, so these are not rejected.
+
         Raises:
-            UnavailableError: no device process runs the model, or they do not read what is sent.
+            UnavailableError: no device process runs the model.
+            OverloadedError: the device process does not read what is sent.
         """
         if len(self.numbers) == 1:
             ((link, number),) = self.numbers.items()
@@ -179,7 +183,7 @@ class FrontModel(ServedModel):
             link, number = min(self.numbers.items(), key=lambda item: len(item[0].sent))
         else:
             raise UnavailableError(f"{self.name}: {self.reason}.")
-        if link.unsent_bytes > _MAX_UNSENT_BYTES:
+        if link.unsent_bytes > _MAX_UNSENT_BYTES and not admitted:
             raise OverloadedError(
                 f"{link.unsent_bytes} bytes of other requests wait to be sent to the device.",
                 retry_after_seconds=1.0,
@@ -292,7 +296,7 @@ class DeviceLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._unsent: list[Any] = []
-        self._numbers = itertools.count(1)
+        self._next_number = 1
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.sent: dict[int, SentRow] = {}
         """The rows without output, by their number."""
@@ -335,24 +339,23 @@ class DeviceLink(asyncio.Protocol):
     # -- sending ------------------------------------------------------------------------------
 
     def send_rows(self, entries: Sequence[SentRow], *, model: int, admitted: bool) -> None:
-        """Send rows of one request to a model of the device process."""
-        first = 0
-        for entry in entries:
-            number = next(self._numbers) & 0xFFFFFFFF
-            if first and number != first + len(entries):  # the numbers start again
-                first = 0
-            entry.link, entry.number = self, number
-            first = first or number
-            self.sent[number] = entry
-        self.send(
-            wire.rows_frame(
-                [entry.row for entry in entries],
-                first=entries[0].number,
-                model=model,
-                admitted=admitted,
-                raw=bool(entries[0].key),
-            )
+        """Send rows of one request to a model of the device process.
+
+        Raises:
+            InputError: a row cannot be sent; none is.
+        """
+        first = self._next_numbers(len(entries))
+        frames = wire.rows_frames(
+            [entry.row for entry in entries],
+            first=first,
+            model=model,
+            admitted=admitted,
+            raw=bool(entries[0].key),
         )
+        for number, entry in enumerate(entries, first):
+            entry.link, entry.number = self, number
+            self.sent[number] = entry
+        self.send(frames)
 
     def send(self, parts: list[Any]) -> None:
         """Send a frame, together with those of the same turn of the event loop."""
@@ -370,7 +373,7 @@ class DeviceLink(asyncio.Protocol):
         Raises:
             UnavailableError: the device process has ended or does not answer.
         """
-        number = next(self._numbers) & 0xFFFFFFFF
+        number = self._next_numbers(1)
         answer = self._questions[number] = self._loop.create_future()
         try:
             if self._transport is None:
@@ -382,9 +385,17 @@ class DeviceLink(asyncio.Protocol):
         finally:
             del self._questions[number]
 
+    def _next_numbers(self, count: int) -> int:
+        """Return the first of `count` consecutive numbers; after the largest they start again."""
+        if self._next_number + count - 1 > wire.MAX_NUMBER:
+            self._next_number = 1
+        first = self._next_number
+        self._next_number += count
+        return first
+
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
 
     # -- receiving ----------------------------------------------------------------------------

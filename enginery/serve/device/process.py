@@ -89,15 +89,18 @@ class DeviceScheduler(BatchScheduler):
                     outputs.append(output)
             model = result.batch[0].request.model.number
             for front, (numbers, outputs) in done.items():
-                front.send(
-                    wire.outputs_frame(
+                try:
+                    frame = wire.outputs_frame(
                         numbers,
                         outputs,
                         model=model,
                         started=result.started,
                         seconds=result.seconds,
                     )
-                )
+                except Exception as error:  # a bug, which must not leave rows without an answer
+                    _log.exception("the outputs of %d rows could not be sent", len(numbers))
+                    frame = [wire.failed_frame(numbers, error, model=model)]
+                front.send(frame)
         finally:
             self._loop.call_soon(self._report_batch, result)
 
@@ -165,7 +168,9 @@ class DeviceModel(LocalModel):
             for number, entry in zip(numbers, entries, strict=True):
                 entry.request, entry.index = group, number
             queue.put(entries, now=now, admitted=admitted)
-        except EngineryError as error:
+        except Exception as error:
+            if not isinstance(error, EngineryError):  # a bug, which must not end the connection
+                _log.exception("%s: %d rows could not be queued", self.name, len(rows))
             front.send([wire.failed_frame(numbers, error, model=self.number)])
             return
         for entry in entries:

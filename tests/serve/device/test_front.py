@@ -9,9 +9,12 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.providers.known import CPU
-from enginery.runtime.tasks.task import TaskOptions
+from enginery.runtime.tasks.task import Row, TaskOptions
+from enginery.runtime.text.tokenizer import TokenIds
 from enginery.serve.batching.queue import OverloadedError
+from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
+from enginery.serve.device import wire
 from enginery.serve.device.front import FrontRegistry
 from enginery.serve.device.process import DeviceProcess
 from enginery.serve.models.served_model import UnavailableError
@@ -296,6 +299,79 @@ def test_reload_is_done_by_the_device_and_followed_by_fronts(exported, socket, t
             assert not outcomes["m"].swapped
             assert outcomes["m"].message.startswith("not reloaded: ")
             assert len((await ask(one.get("m"), ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_numbers_start_again_after_the_largest(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            ((link, _),) = model.numbers.items()
+            link._next_number = wire.MAX_NUMBER - 4
+            for _ in range(4):  # the second request does not fit
+                assert len((await ask(model, ["a", "b", "the pump"])).results) == 3
+            assert link._next_number == 10
+            assert not link.sent
+
+    asyncio.run(scenario())
+
+
+def test_row_that_cannot_be_sent_fails_its_request_alone(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            entries = model.entries(model.task, [Row(TokenIds([1]), 1), Row(TokenIds([2**31]), 1)])
+            with pytest.raises(InputError, match="cannot be passed"):
+                await model.scheduler.run(entries, Timings())
+            assert model.queued_rows == 0
+            assert not any(link.sent for link in model.numbers)
+            assert len((await ask(model, ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_parts_of_accepted_requests_are_sent_however_much_waits(exported, socket, monkeypatch):
+    monkeypatch.setattr("enginery.serve.device.front._MAX_UNSENT_BYTES", -1)
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            with pytest.raises(OverloadedError, match="bytes of other requests wait"):
+                await ask(model, ["a"])
+            link, number = model.choose_link(admitted=True)
+            assert model.numbers == {link: number}
+
+    asyncio.run(scenario())
+
+
+def test_outputs_that_cannot_be_sent_fail_their_requests(exported, socket, monkeypatch):
+    def broken(*_, **__):
+        raise OverflowError("too large")
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, process):
+            with monkeypatch.context() as patch:
+                patch.setattr(wire, "outputs_frame", broken)
+                with pytest.raises(RuntimeError, match="OverflowError: too large"):
+                    await asyncio.wait_for(ask(model, ["a", "b"]), WAIT)
+                patch.undo()
+            assert model.queued_rows == 0
+            assert not any(connection.waiting for connection in process.registry.fronts)
+            assert len((await ask(model, ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_the_device_cannot_queue_fail_alone(exported, socket, monkeypatch):
+    def broken(*_):
+        raise KeyError("length")
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, process):
+            backend = process.registry.get("m").backend
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "entries", broken)
+                with pytest.raises(RuntimeError, match="KeyError"):
+                    await asyncio.wait_for(ask(model, ["a"]), WAIT)
+            assert len((await ask(model, ["a"])).results) == 1  # over the same connection
 
     asyncio.run(scenario())
 
