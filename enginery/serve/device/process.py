@@ -155,13 +155,15 @@ class DeviceModel(LocalModel):
         try:
             if not self.is_serving:
                 raise UnavailableError(f"{self.name}: {self.reason}.")
+            admitted = bool(frame.flags & wire.ADMITTED)
+            if self.registry.refuses_requests and not admitted:
+                raise UnavailableError(f"model '{self.name}' is being restarted.")
             backend, queue = self.backend, self.scheduler.queue
             task = backend.task
             if task is None or frame.flags & wire.RAW:
                 entries = backend.entries(backend.tensors, rows)
             else:
                 entries = backend.entries(task, rows)
-            admitted = bool(frame.flags & wire.ADMITTED)
             now = time.perf_counter()
             backlog_seconds = 0.0 if admitted else queue.backlog_seconds
             group = RowGroup(front, self, now, backlog_seconds, len(entries))
@@ -177,11 +179,18 @@ class DeviceModel(LocalModel):
             front.waiting[entry.index] = entry
 
     async def retire(self, *, timeout_seconds: float) -> None:
-        """Close a model that was replaced, once all fronts use its successor."""
-        ends = time.perf_counter() + _PREPARE_SECONDS
-        while not self.registry.all_prepared and time.perf_counter() < ends:
+        """Close a model that was replaced, once all fronts use its successor, and only that."""
+        ends = time.perf_counter() + _PREPARE_SECONDS + timeout_seconds
+        registry = self.registry
+        while (
+            not registry.all_prepared or self.number in registry.used_numbers
+        ) and time.perf_counter() < ends:
             await asyncio.sleep(_TICK_SECONDS)
         await super().retire(timeout_seconds=timeout_seconds)
+
+    async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
+        """Close the model, which fronts can no longer name then; see `ServedModel.close`."""
+        await super().close(drain=drain, timeout_seconds=timeout_seconds)
         self.registry.by_number.pop(self.number, None)
 
 
@@ -193,6 +202,8 @@ class DeviceRegistry(ModelRegistry):
         self.fronts: set[FrontConnection] = set()
         self.by_number: dict[int, DeviceModel] = {}
         self._numbers = itertools.count(1)
+        self.refuses_requests = False
+        """True if this process alone ends: fronts get 503 for what they have not begun to send."""
         super().__init__(*args, **options)
 
     @property
@@ -200,6 +211,11 @@ class DeviceRegistry(ModelRegistry):
         """True if every front that is connected can send rows to the present models."""
         present = {cast("DeviceModel", model).number for model in self}
         return all(front.prepared >= present for front in self.fronts)
+
+    @property
+    def used_numbers(self) -> set[int]:
+        """Numbers of the models that fronts send rows to, replaced ones included."""
+        return {number for front in self.fronts for number in front.prepared}
 
     def _new(self, name: str, path: Path) -> DeviceModel:
         model = DeviceModel(name, path, self._config, self._loop, on_batch=self._on_batch)
@@ -418,6 +434,9 @@ class DeviceProcess:
         return task
 
     async def _reload(self) -> None:
+        if self._server is None:
+            _log.error("not reloaded: the models are still being loaded.")
+            return
         try:
             await reload(self.registry)
         except EngineryError as error:
@@ -458,6 +477,7 @@ class DeviceProcess:
         self.registry.begin_drain()
         while self.registry.fronts and self._server_ends():
             await asyncio.sleep(_TICK_SECONDS)
+        self.registry.refuses_requests = True
         while any(front.waiting for front in self.registry.fronts):
             await asyncio.sleep(_TICK_SECONDS)
         await self.close()
