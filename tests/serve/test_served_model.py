@@ -240,10 +240,10 @@ def test_invalid_input_does_not_affect_its_batch(exported):
         async with serving(exported("bert", "text-classification")) as served:
             run = served.backend.runner._run
 
-            def fails_on_seven(index, arrays):
+            def fails_on_seven(index, arrays, outputs):
                 if (arrays["input_ids"] == 7).any():
                     raise InputError("the graph fails on seven")
-                return run(index, arrays)
+                return run(index, arrays, outputs)
 
             served.backend.runner._run = fails_on_seven
             good = {
@@ -262,9 +262,9 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
         async with serving(exported("bert", "text-classification"), batch_tokens=32) as served:
             shapes, run = [], served.backend.runner._run
 
-            def seen(index, arrays):
+            def seen(index, arrays, outputs):
                 shapes.append(arrays["input_ids"].shape)
-                return run(index, arrays)
+                return run(index, arrays, outputs)
 
             served.backend.runner._run = seen
             feeds = {

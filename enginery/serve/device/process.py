@@ -49,8 +49,11 @@ a worker whose batch is done could wait that long while frames are read."""
 _OPEN_AFTER_SECONDS = 10.0
 """Time after which the server is open even if some of its fronts are not prepared."""
 _PREPARE_SECONDS = 60.0
-"""Maximum time that a replaced model waits for fronts to prepare its successor."""
+"""Maximum time that a replaced model waits for fronts to prepare its successor, in addition to the
+time that they have to send the rest of their requests to it."""
 _TICK_SECONDS = 0.02
+_QUIET_TICKS = 5
+"""Ticks without a row after which a process that ends alone has answered what was begun."""
 _SPARE_SECONDS = 3.0
 """Time beyond all others after which a process that does not exit is killed."""
 
@@ -203,7 +206,7 @@ class DeviceRegistry(ModelRegistry):
         self.by_number: dict[int, DeviceModel] = {}
         self._numbers = itertools.count(1)
         self.refuses_requests = False
-        """True if this process alone ends: fronts get 503 for what they have not begun to send."""
+        """True if this process alone ends: rows are accepted of requests that were begun only."""
         super().__init__(*args, **options)
 
     @property
@@ -478,8 +481,10 @@ class DeviceProcess:
         while self.registry.fronts and self._server_ends():
             await asyncio.sleep(_TICK_SECONDS)
         self.registry.refuses_requests = True
-        while any(front.waiting for front in self.registry.fronts):
+        quiet = 0  # a front may be about to send the next part of a request
+        while self.registry.fronts and quiet < _QUIET_TICKS:
             await asyncio.sleep(_TICK_SECONDS)
+            quiet = 0 if any(front.waiting for front in self.registry.fronts) else quiet + 1
         await self.close()
         exit_process(0)
 

@@ -511,7 +511,10 @@ def test_replaced_model_answers_the_rest_of_a_large_request(exported, socket, tm
     asyncio.run(scenario())
 
 
-def test_process_that_ends_alone_answers_only_what_was_begun(exported, socket):
+def test_process_that_ends_alone_answers_only_what_was_begun(exported, socket, monkeypatch):
+    statuses = []
+    monkeypatch.setattr("enginery.serve.device.process.exit_process", statuses.append)
+
     async def scenario():
         async with serving(
             exported("bert", "feature-extraction"), socket, queue_inputs=16, workers=1
@@ -519,13 +522,17 @@ def test_process_that_ends_alone_answers_only_what_was_begun(exported, socket):
             free, batches = hold(process)
             large = asyncio.create_task(ask(model, ["the pump runs"] * 20))
             await until(lambda: batches)
-            process.registry.refuses_requests = True
+            process._server_ends = lambda: False
+            ending = asyncio.create_task(process._drain())
+            await until(lambda: process.registry.refuses_requests)
             with pytest.raises(UnavailableError, match="'m' is being restarted"):
                 await ask(model, ["a"])
             free.set()
             assert len((await large).results) == 20
+            await asyncio.wait_for(ending, WAIT)
 
     asyncio.run(scenario())
+    assert statuses == [0]
 
 
 def test_sighup_while_the_models_are_loaded_is_reported(tmp_path, caplog):
