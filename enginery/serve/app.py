@@ -227,6 +227,7 @@ async def _lifespan(
         registry.begin_drain()
         with suppress(TimeoutError):  # a model may hang
             await asyncio.wait_for(registry.close(), CLOSE_SECONDS)
+        state.metrics.count()  # the last requests, for the other processes
         if state.access_log is not None:
             state.access_log.close()
         if state.tracing is not None:

@@ -171,6 +171,11 @@ def check_options(config: ServeConfig) -> None:
                 "'restart'.",
                 do=f"Remove --no-restart or --{name}.",
             )
+    if config.gpus and not config.restart:
+        raise OptionError(
+            f"option 'gpus' is {config.gpus!r}, but without 'restart' there is only one process.",
+            do="Remove --no-restart or --gpus.",
+        )
     if config.processes and (config.fronts or config.gpus):
         other = "fronts" if config.fronts else "gpus"
         raise OptionError(

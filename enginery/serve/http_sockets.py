@@ -44,14 +44,18 @@ def bind_each(host: str, port: int, count: int) -> list[list[socket.socket]]:
     Raises:
         OptionError, EngineryError: see `bind`.
     """
-    sockets = bind(host, port)  # fails if another server has the port, unlike those that share it
+    # Bound without SO_REUSEPORT, so that it fails if another server has the port, even one that
+    # shares it among its own processes.
+    first = bind(host, port)
     if sys.platform != "linux" or count == 1:
-        return [sockets] * count
-    port = sockets[0].getsockname()[1]
-    close(sockets)
+        return [first] * count
+    port = first[0].getsockname()[1]
     with ExitStack() as undo:
-        bound = []
-        for _ in range(count):
+        undo.callback(close, first)
+        for each in first:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound = [first]
+        for _ in range(count - 1):
             own = bind(host, port, shares_port=True)
             undo.callback(close, own)
             bound.append(own)
@@ -151,7 +155,8 @@ class JoiningTransport:
     def _send(self) -> None:
         if self._held:
             held, self._held = self._held, []
-            self._transport.write(b"".join(held))
+            if not self._transport.is_closing():  # the client may have reset the connection
+                self._transport.write(b"".join(held))
 
 
 def joining_protocol() -> type[asyncio.Protocol]:

@@ -161,6 +161,14 @@ def plan_devices(
             "generates texts, which fronts do not serve.",
             do="Serve it from a server of its own, without the option.",
         )
+    if not hasattr(os, "fork"):  # the server is one process
+        if config.fronts or config.gpus:
+            raise OptionError(
+                f"option '{'fronts' if config.fronts else 'gpus'}' is set, but a server on this "
+                "operating system is one process.",
+                do="Remove it; --provider-option cuda.device_id=N chooses a GPU.",
+            )
+        return []
     if config.processes or generating or not (config.fronts or (on_gpu and config.restart)):
         return []
     ids = gpu_ids(config)
@@ -448,6 +456,10 @@ class DeviceWorker(Worker):
             startup_status=startup_status,
             server_ends=self._server_ends,
         )
+
+    def _server_ends(self) -> bool:
+        """Return True if the whole server shuts down, or may do so: then the fronts end first."""
+        return self._shutdown_flag is None or super()._server_ends()
 
     def _again(self, *, failures: int) -> Worker:
         return DeviceWorker(

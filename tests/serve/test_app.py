@@ -455,6 +455,18 @@ def test_factory_serves_models(tiny_paths):
         assert client.get("/health/ready").json() == {"status": "ready"}
 
 
+def test_last_requests_are_counted_when_the_process_ends(tiny_paths, monkeypatch):
+    monkeypatch.setattr("enginery.serve.observability.metrics._COUNT_SECONDS", 60.0)
+    (path,) = tiny_paths("vectors").values()
+    app = create_app({"ENGINERY_MODELS": str(path), "ENGINERY_SERVE_ACCESS_LOG": "off"})
+    metrics = app.state.metrics
+    metrics.watch_activity(lambda: True)
+    with TestClient(app) as client:
+        assert client.post("/embed", json={"inputs": "warm"}).status_code == 200
+        assert metrics._uncounted
+    assert not metrics._uncounted
+
+
 def test_model_that_cannot_be_loaded_fails_the_lifespan(tiny_paths, tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     app = create_app({"ENGINERY_MODELS": str(tmp_path), "ENGINERY_SERVE_ACCESS_LOG": "off"})

@@ -140,6 +140,19 @@ def test_head_and_body_are_sent_in_one_piece():
     assert asyncio.run(scenario()) == [b"headbody", b"event", b"last", "closed"]
 
 
+def test_nothing_is_sent_after_the_client_has_reset_the_connection():
+    async def scenario():
+        sent = Sent()
+        transport = JoiningTransport(sent, asyncio.get_running_loop())
+        transport.write(b"head")
+        sent.close()  # by the event loop
+        await asyncio.sleep(0)
+        transport.close()
+        return sent.pieces
+
+    assert asyncio.run(scenario()) == ["closed", "closed"]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share their sockets")
 def test_each_process_gets_a_share_of_the_connections():
     each = bind_each("127.0.0.1", 0, 4)
@@ -158,6 +171,29 @@ def test_each_process_gets_a_share_of_the_connections():
             client.close()
         assert sum(accepted) == 200
         assert min(accepted) > 20
+    finally:
+        for own in each:
+            close(own)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes share their sockets")
+def test_port_is_never_free_while_processes_bind_it(monkeypatch):
+    """A second server that starts at the same time must not get the port, too."""
+    from enginery.serve import http_sockets
+
+    original, refused = http_sockets.bind, []
+
+    def rival(host, port, **options):
+        if options:
+            with pytest.raises(EngineryError, match="is in use"):
+                original(host, port)
+            refused.append(port)
+        return original(host, port, **options)
+
+    monkeypatch.setattr(http_sockets, "bind", rival)
+    each = bind_each("127.0.0.1", 0, 3)
+    try:
+        assert refused == [each[0][0].getsockname()[1]] * 2
     finally:
         for own in each:
             close(own)

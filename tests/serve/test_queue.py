@@ -399,6 +399,15 @@ def test_workers_prepare_one_after_another_before_their_first_batch():
     assert workers.join(10)
 
 
+def test_workers_do_not_prepare_after_the_queue_was_closed():
+    prepared = []
+    queue = new_queue()
+    queue.close(drain=False)
+    workers = Workers(queue, list, lambda _: None, count=2, prepare=lambda: prepared.append(1))
+    assert workers.join(10)
+    assert not prepared
+
+
 def test_worker_that_cannot_be_prepared_reports_why():
     def prepare():
         raise ProviderError("no GPU")

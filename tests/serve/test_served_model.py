@@ -1,13 +1,14 @@
 import asyncio
 import io
 import threading
+import time
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from enginery.core.errors import EngineryError, InputError
+from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.runtime.model import load_model
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.audio import example_wav
@@ -35,6 +36,42 @@ async def serving(artifact, **options):
         yield model
     finally:
         await model.close(drain=False)
+
+
+def test_sessions_are_freed_after_the_worker_that_uses_them(exported, monkeypatch):
+    """The first worker cannot be prepared; the second one may just be doing it."""
+    artifact, events, threads = exported("bert", "feature-extraction"), [], []
+    opened, closed = ModelBackend.open, ModelBackend.close
+
+    def open_on_gpu(*args):
+        backend = opened(*args)
+        backend.on_cpu = False
+        return backend
+
+    def prepare(_):
+        threads.append(threading.current_thread())
+        if len(threads) == 1:
+            raise ProviderError("no memory")
+        time.sleep(0.2)
+        events.append("prepared")
+
+    def close(backend):
+        events.append("closed")
+        closed(backend)
+
+    monkeypatch.setattr(ModelBackend, "open", open_on_gpu)
+    monkeypatch.setattr(ModelBackend, "prepare", prepare)
+    monkeypatch.setattr(ModelBackend, "close", close)
+
+    async def scenario():
+        async with serving(artifact, workers=2):
+            pass
+
+    with pytest.raises(ProviderError, match="no memory"):
+        asyncio.run(scenario())
+    assert events[-1] == "closed"
+    assert events.count("closed") == 1
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def ask(model, inputs, **options):
@@ -203,10 +240,10 @@ def test_invalid_input_does_not_affect_its_batch(exported):
         async with serving(exported("bert", "text-classification")) as served:
             run = served.backend.runner._run
 
-            def fails_on_seven(index, arrays):
+            def fails_on_seven(index, arrays, outputs):
                 if (arrays["input_ids"] == 7).any():
                     raise InputError("the graph fails on seven")
-                return run(index, arrays)
+                return run(index, arrays, outputs)
 
             served.backend.runner._run = fails_on_seven
             good = {
@@ -225,9 +262,9 @@ def test_rows_of_tensors_run_within_the_bounds_of_a_batch(exported):
         async with serving(exported("bert", "text-classification"), batch_tokens=32) as served:
             shapes, run = [], served.backend.runner._run
 
-            def seen(index, arrays):
+            def seen(index, arrays, outputs):
                 shapes.append(arrays["input_ids"].shape)
-                return run(index, arrays)
+                return run(index, arrays, outputs)
 
             served.backend.runner._run = seen
             feeds = {

@@ -123,6 +123,11 @@ class BatchQueue:
         its data are still in the caches of its core."""
 
     @property
+    def is_closed(self) -> bool:
+        """True if no more rows are accepted."""
+        return self._state != "open"
+
+    @property
     def estimated_wait_seconds(self) -> float:
         """Wait in seconds that most requests which arrive now will not exceed."""
         return self.backlog_seconds * self._stretch

@@ -95,7 +95,8 @@ class Workers:
         if self._prepare is not None:
             try:
                 with self._preparing:
-                    self._prepare()
+                    if not self._queue.is_closed:  # another thread could not be prepared
+                        self._prepare()
             except BaseException as error:
                 self._prepared[index].set_exception(error)
                 return

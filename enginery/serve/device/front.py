@@ -8,7 +8,6 @@ makes responses from the outputs.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -76,6 +75,7 @@ class DeviceQueue:
 
         Raises:
             OverloadedError: this front already has too many rows in progress.
+            InputError: a row cannot be sent.
             UnavailableError: no device process is connected.
         """
         if self.rows and not admitted and self.rows + len(entries) > self.max_rows:
@@ -83,7 +83,7 @@ class DeviceQueue:
                 f"the queue is full: {self.rows} inputs wait, expected at most {self.max_rows}.",
                 retry_after_seconds=1.0,
             )
-        link, number = self._model.choose_link()
+        link, number = self._model.choose_link(admitted=admitted)
         link.send_rows(entries, model=number, admitted=admitted)
         self.rows += len(entries)
 
@@ -114,7 +114,9 @@ class FrontModel(ServedModel):
         self.content = ""
         """Content hash of the artifact that was opened."""
         self.numbers: dict[DeviceLink, int] = {}
-        """The model's number in each device process that runs this content."""
+        """The model's number in each device process where it can be asked."""
+        self.followed: dict[DeviceLink, int] = {}
+        """Its number in each device process that runs this content, whatever its state is."""
         self._info: dict[DeviceLink, dict[str, Any]] = {}
         """What each device process last said about the model."""
 
@@ -167,11 +169,15 @@ class FrontModel(ServedModel):
             for index, row in enumerate(rows)
         ]
 
-    def choose_link(self) -> tuple[DeviceLink, int]:
+    def choose_link(self, *, admitted: bool = False) -> tuple[DeviceLink, int]:
         """Return the connection with the fewest rows in progress, and the model's number there.
 
+        Args:
+            admitted: earlier rows of the request were accepted, so these are not rejected.
+
         Raises:
-            UnavailableError: no device process runs the model, or they do not read what is sent.
+            UnavailableError: no device process runs the model.
+            OverloadedError: the device process does not read what is sent.
         """
         if len(self.numbers) == 1:
             ((link, number),) = self.numbers.items()
@@ -179,7 +185,7 @@ class FrontModel(ServedModel):
             link, number = min(self.numbers.items(), key=lambda item: len(item[0].sent))
         else:
             raise UnavailableError(f"{self.name}: {self.reason}.")
-        if link.unsent_bytes > _MAX_UNSENT_BYTES:
+        if link.unsent_bytes > _MAX_UNSENT_BYTES and not admitted:
             raise OverloadedError(
                 f"{link.unsent_bytes} bytes of other requests wait to be sent to the device.",
                 retry_after_seconds=1.0,
@@ -239,6 +245,7 @@ class FrontModel(ServedModel):
     def follow(self, link: DeviceLink, described: Mapping[str, Any]) -> None:
         """Take over what a device process says about the model."""
         self.observe(link, described["info"])
+        self.followed[link] = described["number"]
         if described["state"] == "ready":
             self.numbers[link] = described["number"]
         else:
@@ -251,14 +258,19 @@ class FrontModel(ServedModel):
     def lose(self, link: DeviceLink) -> None:
         """Forget a device process that has ended."""
         self.numbers.pop(link, None)
+        self.followed.pop(link, None)
         self._info.pop(link, None) if len(self._info) > 1 else None
 
-    def update_state(self, *, is_open: bool) -> None:
-        """Set `state` to `ready` if the model can be asked in every front, else to `loading`."""
+    def update_state(self, *, was_open: bool) -> None:
+        """Set `state` to `ready` if the model can be asked in every front, else to `loading`.
+
+        Args:
+            was_open: the server has been ready.
+        """
         if self.state not in ("loading", "ready"):
             return
         self._is_ready.clear()
-        if self.numbers and is_open:
+        if was_open and any(link.is_open for link in self.numbers):
             self.state, self.reason = "ready", ""
             self._is_ready.set()
         elif self.numbers:
@@ -292,7 +304,7 @@ class DeviceLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._unsent: list[Any] = []
-        self._numbers = itertools.count(1)
+        self._next_number = 1
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.sent: dict[int, SentRow] = {}
         """The rows without output, by their number."""
@@ -335,24 +347,23 @@ class DeviceLink(asyncio.Protocol):
     # -- sending ------------------------------------------------------------------------------
 
     def send_rows(self, entries: Sequence[SentRow], *, model: int, admitted: bool) -> None:
-        """Send rows of one request to a model of the device process."""
-        first = 0
-        for entry in entries:
-            number = next(self._numbers) & 0xFFFFFFFF
-            if first and number != first + len(entries):  # the numbers start again
-                first = 0
-            entry.link, entry.number = self, number
-            first = first or number
-            self.sent[number] = entry
-        self.send(
-            wire.rows_frame(
-                [entry.row for entry in entries],
-                first=entries[0].number,
-                model=model,
-                admitted=admitted,
-                raw=bool(entries[0].key),
-            )
+        """Send rows of one request to a model of the device process.
+
+        Raises:
+            InputError: a row cannot be sent; none is.
+        """
+        first = self._next_numbers(len(entries))
+        frames = wire.rows_frames(
+            [entry.row for entry in entries],
+            first=first,
+            model=model,
+            admitted=admitted,
+            raw=bool(entries[0].key),
         )
+        for number, entry in enumerate(entries, first):
+            entry.link, entry.number = self, number
+            self.sent[number] = entry
+        self.send(frames)
 
     def send(self, parts: list[Any]) -> None:
         """Send a frame, together with those of the same turn of the event loop."""
@@ -370,7 +381,7 @@ class DeviceLink(asyncio.Protocol):
         Raises:
             UnavailableError: the device process has ended or does not answer.
         """
-        number = next(self._numbers) & 0xFFFFFFFF
+        number = self._next_numbers(1)
         answer = self._questions[number] = self._loop.create_future()
         try:
             if self._transport is None:
@@ -382,9 +393,17 @@ class DeviceLink(asyncio.Protocol):
         finally:
             del self._questions[number]
 
+    def _next_numbers(self, count: int) -> int:
+        """Return the first of `count` consecutive numbers; after the largest they start again."""
+        if self._next_number + count - 1 > wire.MAX_NUMBER:
+            self._next_number = 1
+        first = self._next_number
+        self._next_number += count
+        return first
+
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
 
     # -- receiving ----------------------------------------------------------------------------
@@ -474,6 +493,13 @@ class FrontRegistry(ModelRegistry):
         self._told: dict[DeviceLink, dict[str, Any]] = {}
         """What each device process said last and has not been followed yet."""
         self._was_open: set[DeviceLink] = set()
+        """The device processes that have said that all fronts are ready."""
+        self._heard: set[DeviceLink] = set()
+        """The device processes that have said anything."""
+        self._failures: dict[str, str] = {}
+        """Why the files of models could not be opened, by name."""
+        self._retiring: set[FrontModel] = set()
+        """The models that were replaced and still have requests."""
         self._news = asyncio.Event()
         """Set if there is something to follow."""
         self._progress = asyncio.Event()
@@ -482,15 +508,15 @@ class FrontRegistry(ModelRegistry):
         self._connecting: list[asyncio.Task[None]] = []
 
     async def connect(self) -> bool:
-        """Try to connect to the device processes; return True if all accept connections."""
-        return all([await link.connect() for link in self._links])
+        """Try to connect to the device processes; return True if one accepts connections."""
+        return any([await link.connect() for link in self._links])
 
     async def load(self) -> None:
-        """Wait until the device processes have loaded all models, and open their files."""
+        """Wait until a device process has loaded all models, and open their files."""
         self._connecting = [self._loop.create_task(link.stay_connected()) for link in self._links]
         self._following = self._loop.create_task(self._follow_all())
         self._watching = self._loop.create_task(self._watch())
-        await self._wait_until(lambda: all(self._is_prepared(link) for link in self._links))
+        await self._wait_until(lambda: any(self._is_prepared(link) for link in self._links))
 
     async def refresh(self) -> None:
         """Ask the device processes for their present figures."""
@@ -531,14 +557,16 @@ class FrontRegistry(ModelRegistry):
         """Note what a device process says about its models."""
         self._told[link] = told
         if told["open"]:
-            self._was_open.add(link)
+            # At first only to a front that replaces another one: then the server has been ready.
+            self._was_open.update([link] if link in self._heard else self._links)
+        self._heard.add(link)
         link.is_open = told["open"]
         self._news.set()
 
     def on_lost(self, link: DeviceLink) -> None:
         """Note that a device process has ended."""
         self._told.pop(link, None)
-        for model in self._models.values():
+        for model in (*self._models.values(), *self._retiring):
             cast("FrontModel", model).lose(link)
         self._update_states()
 
@@ -547,41 +575,92 @@ class FrontRegistry(ModelRegistry):
         while True:
             await self._news.wait()
             self._news.clear()
-            for link in list(self._told):
-                told = self._told.get(link)
-                prepared = await self._follow(link, told) if told else None
-                if self._told.get(link) is not told:
-                    continue  # it has said something else meanwhile, or has ended
-                if prepared is None:
-                    self._loop.call_later(_RETRY_SECONDS, self._news.set)
-                    continue
-                del self._told[link]
-                link.send([wire.json_frame(wire.PREPARED, prepared)])
-                self._update_states()
-
-    async def _follow(self, link: DeviceLink, told: dict[str, Any]) -> list[int] | None:
-        """Open what has changed; return the models' numbers, or None to try again later."""
-        numbers = []
-        for described in told["models"]:
-            name = described["name"]
-            model = cast("FrontModel", self._models[name])
-            if "content" in described and described["content"] != model.content:
-                successor = model if not model.is_loaded else self._new(name, model.path)
+            for link, told in list(self._told.items()):
                 try:
-                    await self._loop.run_in_executor(None, successor.open_files, described)
-                except EngineryError as error:
-                    _log.error("%s: not opened: %s", name, error)
-                    return None
-                if not link.is_connected:
-                    return None
-                if successor is not model:
-                    self._models[name] = successor
-                    self._spawn(model.retire(timeout_seconds=max(self._config.grace, 30.0)))
-                    model = successor
-            if model.is_loaded:
+                    await self._follow(link, told)
+                except Exception:  # a bug, which must not end the following of later messages
+                    _log.exception("what a device process said could not be followed")
+
+    async def _follow(self, link: DeviceLink, told: dict[str, Any]) -> None:
+        """Open what has changed, then take over the state of all models at once."""
+        opened = await self._open_changed(told["models"])
+        if self._told.get(link) is not told:
+            return  # it has said something else meanwhile, or has ended
+        is_complete = True
+        for described in told["models"]:
+            model = opened.get(described["name"]) or self._of_name(described["name"])
+            if "content" not in described:
+                model.lose(link)  # it runs nowhere there
+            elif model.content == described["content"]:
+                self._replace(model)
                 model.follow(link, described)
-                numbers.append(described["number"])
-        return numbers
+            else:  # the one before it goes on, as long as the device process runs that
+                is_complete = False
+        if is_complete:
+            del self._told[link]
+            self._failures.clear()
+        else:
+            self._loop.call_later(_RETRY_SECONDS, self._news.set)
+        self._report(link)
+        self._update_states()
+
+    async def _open_changed(self, models: Sequence[Mapping[str, Any]]) -> dict[str, FrontModel]:
+        """Open the files of models whose content has changed.
+
+        Args:
+            models: see `DeviceModel.describe`.
+
+        Returns:
+            Those that could be opened, by name.
+        """
+        changed: dict[str, FrontModel] = {}
+        opening = []
+        for described in models:
+            name = described["name"]
+            model = self._of_name(name)
+            if described.get("content", model.content) != model.content:
+                changed[name] = self._new(name, model.path) if model.is_loaded else model
+                opening.append(
+                    self._loop.run_in_executor(None, changed[name].open_files, described)
+                )
+        results = await asyncio.gather(*opening, return_exceptions=True)
+        for (name, _), result in zip(list(changed.items()), results, strict=True):
+            if not isinstance(result, BaseException):
+                continue
+            del changed[name]
+            if self._failures.get(name) != str(result):  # tried again often, and said once
+                is_expected = isinstance(result, EngineryError | OSError)
+                _log.error(
+                    "%s: not opened: %s", name, result, exc_info=None if is_expected else result
+                )
+            self._failures[name] = str(result)
+        return changed
+
+    def _of_name(self, name: str) -> FrontModel:
+        return cast("FrontModel", self._models[name])
+
+    def _replace(self, model: FrontModel) -> None:
+        """Let a model that was opened take the requests from now on."""
+        old = self._of_name(model.name)
+        if old is not model:
+            self._models[model.name] = model
+            self._retiring.add(old)
+            self._spawn(self._retire(old))
+
+    async def _retire(self, model: FrontModel) -> None:
+        """Close a model that was replaced, and tell the device processes to close theirs."""
+        try:
+            await model.retire(timeout_seconds=max(self._config.grace, 30.0))
+        finally:
+            self._retiring.discard(model)
+            for link in list(model.followed):
+                self._report(link)
+
+    def _report(self, link: DeviceLink) -> None:
+        """Tell a device process which of its models this front sends rows to."""
+        models = cast("Sequence[FrontModel]", (*self._models.values(), *self._retiring))
+        numbers = [model.followed[link] for model in models if link in model.followed]
+        link.send([wire.json_frame(wire.PREPARED, numbers)])
 
     async def _refresh(self, link: DeviceLink) -> None:
         with suppress(UnavailableError):
@@ -597,9 +676,8 @@ class FrontRegistry(ModelRegistry):
     def _update_states(self) -> None:
         """Set the state of each model: ready once all device processes have been open."""
         was_open = len(self._was_open) == len(self._links)
-        is_open = was_open and any(link.is_open for link in self._links)
         for model in self._models.values():
-            cast("FrontModel", model).update_state(is_open=is_open)
+            cast("FrontModel", model).update_state(was_open=was_open)
         self._progress.set()
 
     def _new(self, name: str, path: Path) -> FrontModel:

@@ -49,8 +49,11 @@ a worker whose batch is done could wait that long while frames are read."""
 _OPEN_AFTER_SECONDS = 10.0
 """Time after which the server is open even if some of its fronts are not prepared."""
 _PREPARE_SECONDS = 60.0
-"""Maximum time that a replaced model waits for fronts to prepare its successor."""
+"""Maximum time that a replaced model waits for fronts to prepare its successor, in addition to the
+time that they have to send the rest of their requests to it."""
 _TICK_SECONDS = 0.02
+_QUIET_TICKS = 5
+"""Ticks without a row after which a process that ends alone has answered what was begun."""
 _SPARE_SECONDS = 3.0
 """Time beyond all others after which a process that does not exit is killed."""
 
@@ -89,15 +92,18 @@ class DeviceScheduler(BatchScheduler):
                     outputs.append(output)
             model = result.batch[0].request.model.number
             for front, (numbers, outputs) in done.items():
-                front.send(
-                    wire.outputs_frame(
+                try:
+                    frame = wire.outputs_frame(
                         numbers,
                         outputs,
                         model=model,
                         started=result.started,
                         seconds=result.seconds,
                     )
-                )
+                except Exception as error:  # a bug, which must not leave rows without an answer
+                    _log.exception("the outputs of %d rows could not be sent", len(numbers))
+                    frame = [wire.failed_frame(numbers, error, model=model)]
+                front.send(frame)
         finally:
             self._loop.call_soon(self._report_batch, result)
 
@@ -152,31 +158,42 @@ class DeviceModel(LocalModel):
         try:
             if not self.is_serving:
                 raise UnavailableError(f"{self.name}: {self.reason}.")
+            admitted = bool(frame.flags & wire.ADMITTED)
+            if self.registry.refuses_requests and not admitted:
+                raise UnavailableError(f"model '{self.name}' is being restarted.")
             backend, queue = self.backend, self.scheduler.queue
             task = backend.task
             if task is None or frame.flags & wire.RAW:
                 entries = backend.entries(backend.tensors, rows)
             else:
                 entries = backend.entries(task, rows)
-            admitted = bool(frame.flags & wire.ADMITTED)
             now = time.perf_counter()
             backlog_seconds = 0.0 if admitted else queue.backlog_seconds
             group = RowGroup(front, self, now, backlog_seconds, len(entries))
             for number, entry in zip(numbers, entries, strict=True):
                 entry.request, entry.index = group, number
             queue.put(entries, now=now, admitted=admitted)
-        except EngineryError as error:
+        except Exception as error:
+            if not isinstance(error, EngineryError):  # a bug, which must not end the connection
+                _log.exception("%s: %d rows could not be queued", self.name, len(rows))
             front.send([wire.failed_frame(numbers, error, model=self.number)])
             return
         for entry in entries:
             front.waiting[entry.index] = entry
 
     async def retire(self, *, timeout_seconds: float) -> None:
-        """Close a model that was replaced, once all fronts use its successor."""
-        ends = time.perf_counter() + _PREPARE_SECONDS
-        while not self.registry.all_prepared and time.perf_counter() < ends:
+        """Close a model that was replaced, once all fronts use its successor, and only that."""
+        ends = time.perf_counter() + _PREPARE_SECONDS + timeout_seconds
+        registry = self.registry
+        while (
+            not registry.all_prepared or self.number in registry.used_numbers
+        ) and time.perf_counter() < ends:
             await asyncio.sleep(_TICK_SECONDS)
         await super().retire(timeout_seconds=timeout_seconds)
+
+    async def close(self, *, drain: bool = True, timeout_seconds: float = 30.0) -> None:
+        """Close the model, which fronts can no longer name then; see `ServedModel.close`."""
+        await super().close(drain=drain, timeout_seconds=timeout_seconds)
         self.registry.by_number.pop(self.number, None)
 
 
@@ -188,6 +205,8 @@ class DeviceRegistry(ModelRegistry):
         self.fronts: set[FrontConnection] = set()
         self.by_number: dict[int, DeviceModel] = {}
         self._numbers = itertools.count(1)
+        self.refuses_requests = False
+        """True if this process alone ends: rows are accepted of requests that were begun only."""
         super().__init__(*args, **options)
 
     @property
@@ -195,6 +214,11 @@ class DeviceRegistry(ModelRegistry):
         """True if every front that is connected can send rows to the present models."""
         present = {cast("DeviceModel", model).number for model in self}
         return all(front.prepared >= present for front in self.fronts)
+
+    @property
+    def used_numbers(self) -> set[int]:
+        """Numbers of the models that fronts send rows to, replaced ones included."""
+        return {number for front in self.fronts for number in front.prepared}
 
     def _new(self, name: str, path: Path) -> DeviceModel:
         model = DeviceModel(name, path, self._config, self._loop, on_batch=self._on_batch)
@@ -413,6 +437,9 @@ class DeviceProcess:
         return task
 
     async def _reload(self) -> None:
+        if self._server is None:
+            _log.error("not reloaded: the models are still being loaded.")
+            return
         try:
             await reload(self.registry)
         except EngineryError as error:
@@ -453,8 +480,11 @@ class DeviceProcess:
         self.registry.begin_drain()
         while self.registry.fronts and self._server_ends():
             await asyncio.sleep(_TICK_SECONDS)
-        while any(front.waiting for front in self.registry.fronts):
+        self.registry.refuses_requests = True
+        quiet = 0  # a front may be about to send the next part of a request
+        while self.registry.fronts and quiet < _QUIET_TICKS:
             await asyncio.sleep(_TICK_SECONDS)
+            quiet = 0 if any(front.waiting for front in self.registry.fronts) else quiet + 1
         await self.close()
         exit_process(0)
 

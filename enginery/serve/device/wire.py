@@ -29,7 +29,7 @@ from enginery.serve.models.served_model import UnavailableError
 ROWS, CANCEL, ASK, PREPARED, OUTPUTS, FAILED, ANSWER, MODELS = range(1, 9)
 """Kinds of frames.
 
-    ROWS        rows of one request for a model; the first has the header's number
+    ROWS        rows of one request for a model, numbered from the header's number on
     CANCEL      the numbers of rows whose outputs nobody waits for
     ASK         JSON for the device process, which answers with the same number
     PREPARED    the front can take requests for the model of this number
@@ -43,6 +43,12 @@ ADMITTED = 1
 """Flag of ROWS: earlier rows of the request were accepted, so these are not rejected."""
 RAW = 2
 """Flag of ROWS: tensors for the graph itself instead of rows of the model's task."""
+
+MAX_NUMBER = 2**32 - 1
+"""Largest number of a row or question."""
+FRAME_BYTES = 1024**2
+"""Size after which further rows of a request go into a frame of their own, so that frames of other
+requests pass between them."""
 
 _HEADER = struct.Struct("<IBBHI")
 """Size of the payload in bytes, kind, flags, number of the model, number."""
@@ -132,15 +138,31 @@ def json_frame(kind: int, value: Any, *, model: int = 0, number: int = 0) -> byt
 # -- rows ----------------------------------------------------------------------------------------
 
 
-def rows_frame(
+def rows_frames(
     rows: Sequence[Row], *, first: int, model: int, admitted: bool, raw: bool
 ) -> list[Any]:
-    """Return the frame of rows that are numbered from `first` on."""
+    """Return the frames of rows of one request, numbered from `first` on, as bytes-like parts.
+
+    Raises:
+        InputError: a row has an id, a type id or a string that cannot be sent.
+    """
+    frames: list[Any] = []
     parts: list[Any] = []
-    for row in rows:
-        _add_row(parts, row)
-    flags = (ADMITTED if admitted else 0) | (RAW if raw else 0)
-    return frame(ROWS, *parts, flags=flags, model=model, number=first)
+    flags, size, number = (ADMITTED if admitted else 0) | (RAW if raw else 0), 0, first
+    for index, row in enumerate(rows, first):
+        if size >= FRAME_BYTES:
+            frames += frame(ROWS, *parts, flags=flags, model=model, number=number)
+            parts, size, number = [], 0, index
+            flags |= ADMITTED
+        try:
+            size += _add_row(parts, row)
+        except (OverflowError, ValueError, orjson.JSONEncodeError) as error:
+            raise InputError(
+                f"an input cannot be passed to the model: {error}.",
+                do="Token ids are below 2147483648, token type ids below 256, and strings valid "
+                "Unicode.",
+            ) from error
+    return frames + frame(ROWS, *parts, flags=flags, model=model, number=number)
 
 
 def read_rows(received: Frame) -> list[Row]:
@@ -167,7 +189,8 @@ def read_rows(received: Frame) -> list[Row]:
     return rows
 
 
-def _add_row(parts: list[Any], row: Row) -> None:
+def _add_row(parts: list[Any], row: Row) -> int:
+    """Append the parts of a row; return their size in bytes."""
     content, types = row.content, b""
     ids = getattr(content, "ids", None)
     if ids is None:
@@ -197,6 +220,7 @@ def _add_row(parts: list[Any], row: Row) -> None:
         parts.append(types)
     if further:
         parts.append(further)
+    return _ROW.size + sum(sizes)
 
 
 # -- outputs -------------------------------------------------------------------------------------
@@ -265,7 +289,8 @@ def failed_frame(numbers: Iterable[int], error: BaseException, *, model: int) ->
             (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS),
             "UnavailableError",
         )
-        described |= {"kind": kind, "message": error.message, "do": error.do}
+        message = error.message.encode(errors="backslashreplace").decode()  # as JSON requires
+        described |= {"kind": kind, "message": message, "do": error.do}
         described["retry_after_seconds"] = getattr(error, "retry_after_seconds", 1.0)
     else:
         described |= {"kind": "", "message": f"{type(error).__name__}: {error}"}

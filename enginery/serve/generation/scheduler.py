@@ -319,9 +319,11 @@ class GenerationScheduler:
         started = time.perf_counter()
         for entry, progress in events:
             entry.request.events.put_nowait(progress)
-        for statistics in steps:
-            self._on_batch(statistics)
-        self._loop.call_soon(self._note_sent, started, _HOPS)
+        try:
+            for statistics in steps:
+                self._on_batch(statistics)
+        finally:  # else nothing more would be passed on
+            self._loop.call_soon(self._note_sent, started, _HOPS)
 
     def _note_sent(self, started: float, hops: int) -> None:
         """Wait until the tasks of the requests have run, and set when the next delivery is due."""

@@ -63,6 +63,8 @@ _RETIRE_SECONDS = 0.5
 _DRAIN_EVERY_SECONDS = 0.01
 _QUICK_INPUTS = 8
 """Maximum number of texts of a request that is tokenized in the event loop's thread."""
+_UNPREPARED_SECONDS = 300.0
+"""Maximum time to wait for a worker that warms up after another one could not."""
 _PROBE_SECONDS = 1.0
 """Minimum time between two checks whether the provider still works."""
 
@@ -450,6 +452,7 @@ class LocalModel(ServedModel):
         """Open the artifact, run it once, and start its workers; see `ServedModel.load`."""
         try:
             backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
+            scheduler = None
             try:
                 # A CUDA graph is replayed by the thread that has recorded it.
                 in_worker = not backend.on_cpu and backend.generator is None
@@ -458,7 +461,11 @@ class LocalModel(ServedModel):
                 scheduler = self._open_scheduler(backend, prepare=in_worker)
                 scheduler.workers.wait_prepared()
             except BaseException:
-                backend.close()
+                if scheduler is not None:
+                    scheduler.close(drain=False)
+                # A session must not be freed while a worker uses it.
+                if scheduler is None or scheduler.join(_UNPREPARED_SECONDS):
+                    backend.close()
                 raise
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)

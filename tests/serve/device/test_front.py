@@ -1,6 +1,7 @@
 """A front's models, connected to device processes that run in the same event loop."""
 
 import asyncio
+import errno
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.providers.known import CPU
-from enginery.runtime.tasks.task import TaskOptions
+from enginery.runtime.tasks.task import Row, TaskOptions
+from enginery.runtime.text.tokenizer import TokenIds
 from enginery.serve.batching.queue import OverloadedError
+from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
-from enginery.serve.device.front import FrontRegistry
+from enginery.serve.device import wire
+from enginery.serve.device.front import FrontModel, FrontRegistry
 from enginery.serve.device.process import DeviceProcess
 from enginery.serve.models.served_model import UnavailableError
 from tests.serve.test_served_model import ASKED, near, photo
@@ -295,9 +299,246 @@ def test_reload_is_done_by_the_device_and_followed_by_fronts(exported, socket, t
             outcomes = await one.reload()
             assert not outcomes["m"].swapped
             assert outcomes["m"].message.startswith("not reloaded: ")
+            numbers = {model.number for model in process.registry}
+            await until(lambda: process.registry.by_number.keys() == numbers)
             assert len((await ask(one.get("m"), ["a"])).results) == 1
 
     asyncio.run(scenario())
+
+
+def test_numbers_start_again_after_the_largest(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            ((link, _),) = model.numbers.items()
+            link._next_number = wire.MAX_NUMBER - 4
+            for _ in range(4):  # the second request does not fit
+                assert len((await ask(model, ["a", "b", "the pump"])).results) == 3
+            assert link._next_number == 10
+            assert not link.sent
+
+    asyncio.run(scenario())
+
+
+def test_row_that_cannot_be_sent_fails_its_request_alone(exported, socket):
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            entries = model.entries(model.task, [Row(TokenIds([1]), 1), Row(TokenIds([2**31]), 1)])
+            with pytest.raises(InputError, match="cannot be passed"):
+                await model.scheduler.run(entries, Timings())
+            assert model.queued_rows == 0
+            assert not any(link.sent for link in model.numbers)
+            assert len((await ask(model, ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_parts_of_accepted_requests_are_sent_however_much_waits(exported, socket, monkeypatch):
+    monkeypatch.setattr("enginery.serve.device.front._MAX_UNSENT_BYTES", -1)
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, _):
+            with pytest.raises(OverloadedError, match="bytes of other requests wait"):
+                await ask(model, ["a"])
+            link, number = model.choose_link(admitted=True)
+            assert model.numbers == {link: number}
+
+    asyncio.run(scenario())
+
+
+def test_outputs_that_cannot_be_sent_fail_their_requests(exported, socket, monkeypatch):
+    def broken(*_, **__):
+        raise OverflowError("too large")
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, process):
+            with monkeypatch.context() as patch:
+                patch.setattr(wire, "outputs_frame", broken)
+                with pytest.raises(RuntimeError, match="OverflowError: too large"):
+                    await asyncio.wait_for(ask(model, ["a", "b"]), WAIT)
+                patch.undo()
+            assert model.queued_rows == 0
+            assert not any(connection.waiting for connection in process.registry.fronts)
+            assert len((await ask(model, ["a"])).results) == 1
+
+    asyncio.run(scenario())
+
+
+def test_rows_that_the_device_cannot_queue_fail_alone(exported, socket, monkeypatch):
+    def broken(*_):
+        raise KeyError("length")
+
+    async def scenario():
+        async with serving(exported("bert", "feature-extraction"), socket) as (model, process):
+            backend = process.registry.get("m").backend
+            with monkeypatch.context() as patch:
+                patch.setattr(backend, "entries", broken)
+                with pytest.raises(RuntimeError, match="KeyError"):
+                    await asyncio.wait_for(ask(model, ["a"]), WAIT)
+            assert len((await ask(model, ["a"])).results) == 1  # over the same connection
+
+    asyncio.run(scenario())
+
+
+def linked(tmp_path, **artifacts):
+    """Directories of models that `link` can replace."""
+    paths = {name: tmp_path / name for name in artifacts}
+    for name, artifact in artifacts.items():
+        link(paths[name], artifact)
+    return paths
+
+
+def link(path, artifact):
+    path.unlink(missing_ok=True)
+    path.symlink_to(artifact.path)
+
+
+def test_model_that_cannot_be_opened_keeps_its_old_one_and_others_are_replaced(
+    exported, socket, tmp_path, monkeypatch, caplog
+):
+    first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
+    monkeypatch.setattr("enginery.serve.device.front._FOLLOW_SECONDS", 0.2)
+    monkeypatch.setattr("enginery.serve.device.front._RETRY_SECONDS", 0.1)
+    original = FrontModel.open_files
+
+    def too_many_files(model, described):
+        if model.name == "b":
+            raise OSError(errno.EMFILE, "Too many open files")
+        original(model, described)
+
+    async def scenario():
+        paths = linked(tmp_path, a=first, b=first)
+        async with device(paths, socket) as process, front(paths, socket) as registry:
+            await until(lambda: registry.ready)
+            before = registry.get("b")
+            for path in paths.values():
+                link(path, second)
+            with monkeypatch.context() as patch:
+                patch.setattr(FrontModel, "open_files", too_many_files)
+                await registry.reload()
+                assert registry.get("a").content == second.content_sha256()
+                assert registry.get("b") is before
+                assert registry.ready
+                for name in ("a", "b"):
+                    assert len((await ask(registry.get(name), ["x"])).results) == 1
+                await asyncio.sleep(0.5)
+            await until(lambda: registry.get("b").content == second.content_sha256())
+            assert len((await ask(registry.get("b"), ["x"])).results) == 1
+            present = {model.number for model in process.registry}
+            await until(lambda: process.registry.by_number.keys() == present)
+
+    asyncio.run(scenario())
+    assert caplog.text.count("b: not opened: [Errno 24] Too many open files") == 1
+
+
+def test_following_goes_on_after_a_bug(exported, socket, monkeypatch, caplog):
+    def broken(*_):
+        raise KeyError("info")
+
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        with monkeypatch.context() as patch:
+            patch.setattr(FrontModel, "follow", broken)
+            async with device(paths, socket) as process:
+                registry = FrontRegistry(
+                    paths, ServeConfig(), asyncio.get_running_loop(), sockets=[socket]
+                )
+                loading = asyncio.create_task(registry.load())
+                await until(lambda: "could not be followed" in caplog.text)
+                patch.undo()
+                process.tell_fronts()
+                await until(lambda: registry.ready)
+                await loading
+                await registry.close()
+
+    asyncio.run(scenario())
+
+
+def test_front_that_replaces_another_one_is_ready_with_one_of_two_devices(exported, tmp_path):
+    sockets = [tmp_path / "0", tmp_path / "1"]
+
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with device(paths, sockets[0]) as process:
+            async with front(paths, sockets[0]) as first:
+                await until(lambda: first.ready)
+            await until(lambda: not process.registry.fronts)
+            async with front(paths, *sockets) as second:
+                await until(lambda: second.ready)
+                assert len((await ask(second.get("m"), ["a"])).results) == 1
+                async with device(paths, sockets[1]):
+                    await until(lambda: len(second.get("m").numbers) == 2)
+
+    asyncio.run(scenario())
+
+
+def test_new_server_is_ready_once_all_devices_are(exported, tmp_path):
+    sockets = [tmp_path / "0", tmp_path / "1"]
+
+    async def scenario():
+        paths = {"m": exported("bert", "feature-extraction").path}
+        async with device(paths, sockets[0]), front(paths, *sockets) as registry:
+            await asyncio.sleep(0.3)
+            assert registry.get("m").state == "loading"
+            async with device(paths, sockets[1]):
+                await until(lambda: registry.ready)
+
+    asyncio.run(scenario())
+
+
+def test_replaced_model_answers_the_rest_of_a_large_request(exported, socket, tmp_path):
+    first, second = (exported("bert", "feature-extraction", opset=opset) for opset in (20, 19))
+
+    async def scenario():
+        paths = linked(tmp_path, m=first)
+        async with (
+            device(paths, socket, queue_inputs=16, workers=1) as process,
+            front(paths, socket, queue_inputs=16) as registry,
+        ):
+            await until(lambda: registry.ready)
+            old = process.registry.get("m")
+            free, batches = hold(process)
+            large = asyncio.create_task(ask(registry.get("m"), ["the pump runs"] * 100))
+            await until(lambda: batches)
+            link(paths["m"], second)
+            await registry.reload()
+            await asyncio.sleep(1.5)  # longer than replaced models take new requests
+            assert old.number in process.registry.by_number
+            free.set()
+            assert len((await large).results) == 100
+            await until(lambda: old.number not in process.registry.by_number)
+            assert old.state == "closed"
+
+    asyncio.run(scenario())
+
+
+def test_process_that_ends_alone_answers_only_what_was_begun(exported, socket, monkeypatch):
+    statuses = []
+    monkeypatch.setattr("enginery.serve.device.process.exit_process", statuses.append)
+
+    async def scenario():
+        async with serving(
+            exported("bert", "feature-extraction"), socket, queue_inputs=16, workers=1
+        ) as (model, process):
+            free, batches = hold(process)
+            large = asyncio.create_task(ask(model, ["the pump runs"] * 20))
+            await until(lambda: batches)
+            process._server_ends = lambda: False
+            ending = asyncio.create_task(process._drain())
+            await until(lambda: process.registry.refuses_requests)
+            with pytest.raises(UnavailableError, match="'m' is being restarted"):
+                await ask(model, ["a"])
+            free.set()
+            assert len((await large).results) == 20
+            await asyncio.wait_for(ending, WAIT)
+
+    asyncio.run(scenario())
+    assert statuses == [0]
+
+
+def test_sighup_while_the_models_are_loaded_is_reported(tmp_path, caplog):
+    process = DeviceProcess({}, ServeConfig(), tmp_path / "d", fronts=1)
+    asyncio.run(process._reload())
+    assert "not reloaded: the models are still being loaded." in caplog.text
 
 
 def test_rows_go_to_the_device_with_the_fewest(exported, tmp_path):

@@ -15,11 +15,12 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import uvicorn
 
 from enginery.core.errors import OptionError
 from enginery.runtime.model import load_model
 from enginery.serve.config import ServeConfig, check_options, gpu_ids
-from enginery.serve.server import plan_devices
+from enginery.serve.server import DeviceWorker, plan_devices
 from tests.serve.processes import gone, wait_until
 from tests.serve.test_service import WAIT, serving
 from tests.tolerances import OUTPUTS
@@ -267,3 +268,23 @@ def test_fronts_and_processes_exclude_each_other():
         check_options(ServeConfig(processes=1, gpus="0"))
     with pytest.raises(OptionError, match="'fronts' is 1, expected 0 without 'restart'"):
         check_options(ServeConfig(fronts=1, restart=False))
+    with pytest.raises(OptionError, match="'gpus' is '0', but without 'restart'"):
+        check_options(ServeConfig(gpus="0", restart=False))
+
+
+def test_systems_that_cannot_fork_have_one_process(monkeypatch):
+    monkeypatch.delattr(os, "fork")
+    assert plan_devices(ServeConfig(), CUDA, {}) == []
+    with pytest.raises(OptionError, match="'fronts' is set, but a server on this"):
+        plan_devices(ServeConfig(fronts=2), CPU, {})
+    with pytest.raises(OptionError, match="'gpus' is set, but a server on this"):
+        plan_devices(ServeConfig(gpus="0"), CUDA, {})
+
+
+@pytest.mark.parametrize(("flag", "ends"), [(None, True), ([0], False), ([1], True)])
+def test_device_process_waits_for_its_fronts_if_the_server_may_end(flag, ends):
+    """A spawned process cannot see whether the server or it alone is to end."""
+    worker = DeviceWorker(
+        lambda **_: None, uvicorn.Config(lambda: None), ServeConfig(), flag, others=()
+    )
+    assert worker._server_ends() is ends

@@ -36,7 +36,7 @@ def joined(parts):
 
 
 def sent_rows(*rows, first=1, model=3, admitted=False, raw=False):
-    frame = wire.rows_frame(rows, first=first, model=model, admitted=admitted, raw=raw)
+    frame = wire.rows_frames(rows, first=first, model=model, admitted=admitted, raw=raw)
     (found,) = received(joined(frame))
     return found, wire.read_rows(found)
 
@@ -94,10 +94,41 @@ def test_arrays_of_strings_arrive(texts):
     assert row.content["text"].tolist() == [texts]
 
 
+def test_many_bytes_of_rows_are_sent_in_several_frames():
+    pixels = np.zeros((3, 300, 300), np.float32)  # 1.03 MiB
+    frames = wire.rows_frames([Row(pixels, 1)] * 3, first=7, model=1, admitted=False, raw=False)
+    found = received(joined(frames))
+    assert [(frame.number, frame.flags) for frame in found] == [
+        (7, 0),
+        (8, wire.ADMITTED),
+        (9, wire.ADMITTED),
+    ]
+    assert [len(wire.read_rows(frame)) for frame in found] == [1, 1, 1]
+
+
+class FarTypes(PairEncoding):
+    type_ids = (0, 0, 0, 256, 256)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [TokenIds([1, 2**31]), FarTypes(), {"text": np.array(["\ud800"], object)}],
+    ids=["id", "type id", "surrogate"],
+)
+def test_rows_that_cannot_be_sent_are_invalid_inputs(content):
+    with pytest.raises(InputError, match="an input cannot be passed to the model"):
+        sent_rows(Row(content, 2))
+
+
+def test_messages_with_invalid_unicode_arrive():
+    (found,) = received(wire.failed_frame([1], InputError("'\ud800' is unknown."), model=1))
+    assert wire.read_failure(found)[1].message == r"'\ud800' is unknown."
+
+
 def test_frames_arrive_whole_however_they_are_cut():
     frames = [
         joined(
-            wire.rows_frame(
+            wire.rows_frames(
                 [Row(TokenIds([1, 2]), 2)] * 2, first=1, model=1, admitted=False, raw=False
             )
         ),
