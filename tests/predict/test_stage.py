@@ -363,8 +363,8 @@ def test_rows_with_nan_are_bad(predict, rows, monkeypatch, bert, reviews):
 
     run = OrtRunner.__call__
 
-    def poisoned(self, feeds):
-        outputs = run(self, feeds)
+    def poisoned(self, feeds, names=()):
+        outputs = run(self, feeds, names)
         for values in outputs.values():
             values[0] = np.nan
         return outputs

@@ -401,6 +401,7 @@ def test_tensors_without_a_batch_axis_run_as_one_row(inputs, outputs):
     class Runner:
         profiles = ()
         pads = False
+        ladder = None
 
         def __call__(self, feeds, _outputs):
             assert {name: feed.shape for name, feed in feeds.items()} == {

@@ -41,6 +41,7 @@ class Hosted:
             "engines": [],
             "queue": {"inputs": 0, "tokens": 0},
             "running": {"rows": 0, "waiting": 0},
+            "cuda_graphs": {"recorded": 1, "unrecorded_runs": 1},
         }
 
 
