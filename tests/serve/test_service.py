@@ -261,7 +261,7 @@ def test_log_has_the_status_of_requests_cancelled_by_the_server(tiny_paths):
     path = tiny_paths("vectors")["vectors"]
     options = ("--queue-inputs", "5000", "--grace", "0", "--max-body-bytes", "2000000")
     with serving(path, options=options) as server:
-        texts = ["the pump runs and the valve is open " * 8] * 2000
+        texts = ["the pump runs and the valve is open " * 20] * 2000
         found = []
 
         def ask():
