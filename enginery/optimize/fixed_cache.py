@@ -93,8 +93,8 @@ class FixedCacheGraph:
 
 def wants_fixed_cache(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> bool:
     """Return True for a decoder that runs prompts and tokens, for CUDA."""
-    found = DecoderGraphs.find_all(artifact.manifest.graphs)
-    runs_all = any(graphs.first is graphs.later is record for graphs in found)
+    decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+    runs_all = any(graphs.first is graphs.later is record for graphs in decoders)
     return config.target == "cuda" and not config.packed and runs_all
 
 
@@ -232,9 +232,9 @@ def _compare(facts: DecoderFacts, decoder: DecoderFiles, model: ir.Model, max_er
     lengths = _row_lengths(facts)
     ids = facts.sizes.token_ids((len(lengths), max(lengths) + _STEPS), seed=1)
     encoder = _encoder_inputs(facts)
-    found = _run_fixed(fixed, ids, lengths, encoder)
+    logits = _run_fixed(fixed, ids, lengths, encoder)
     expected = _run_decoder(facts, decoder.fp32, ids, lengths, encoder)
-    error = float(np.abs(found - expected).max())
+    error = float(np.abs(logits - expected).max())
     largest = float(np.abs(expected).max())
     if not error <= max_error * largest:  # NaN included
         raise UnsuitableGraphError(
@@ -244,8 +244,8 @@ def _compare(facts: DecoderFacts, decoder: DecoderFiles, model: ir.Model, max_er
 
 def _row_lengths(facts: DecoderFacts) -> tuple[int, ...]:
     limit = facts.limits.position_limit
-    room = max(_LENGTHS) if limit is None else limit - _STEPS
-    return tuple(max(1, min(length, room)) for length in _LENGTHS)
+    longest = max(_LENGTHS) if limit is None else limit - _STEPS
+    return tuple(max(1, min(length, longest)) for length in _LENGTHS)
 
 
 def _encoder_inputs(facts: DecoderFacts) -> Arrays:

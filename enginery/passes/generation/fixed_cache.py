@@ -1,10 +1,10 @@
 """Give a decoder a cache of fixed size, which it writes to in place, and let it choose a token.
 
 A decoder as exported takes the keys and values of the past and returns them with the new ones
-behind: each step has other shapes, and copies the whole cache. Here the past is a buffer with room
-for later tokens, and the position of each token says where its keys and values are written and
-which of them it sees. All shapes of a step are then those of the step before, so that a GPU can
-record it once and replay it.
+behind: each step has other shapes, and copies the whole cache. Here the past is a buffer that is
+long enough for later tokens, and the position of each token says where its keys and values are
+written and which of them it sees. All shapes of a step are then those of the step before, so that a
+GPU can record it once and replay it.
 
 The attention to the buffer is ONNX Runtime's GroupQueryAttention, or ScatterND (which writes) and
 MultiHeadAttention (which reads). Masks disappear. Nothing is left that computes shapes: such nodes
@@ -490,10 +490,10 @@ class _Rewriter:
         # Not GatherND: its CUDA kernel copies from the host's memory, which a replay does not have.
         index = build("Unsqueeze", last, build.ints(1, 2))
         index = build("Expand", index, build.ints(1, 1, self._size(states, -1)))
-        taken = build("GatherElements", states, index, axis=1)
-        old, new = cut.outputs[0], taken
+        last_states = build("GatherElements", states, index, axis=1)
+        old, new = cut.outputs[0], last_states
         if head is not cut and cut.inputs[0] is not None:
-            head.replace_input_with(data_input(head), taken)
+            head.replace_input_with(data_input(head), last_states)
             new = cut.inputs[0]
         if old.is_graph_output():
             new.type, new.shape = old.type, old.shape
@@ -607,7 +607,7 @@ def add_choice(model: ir.Model) -> None:
     inputs = {value.name: value for value in graph.inputs}
     logits = next(value for value in graph.outputs if value.name == LOGITS)
     vocabulary = None if logits.shape is None else logits.shape[-1]
-    place = graph.outputs.index(logits)
+    logits_index = graph.outputs.index(logits)
     logits.name = build.names("logits_of_position")
     rows = build("Squeeze", logits, build.ints(1))
     if logits.dtype != _FLOAT:
@@ -623,7 +623,7 @@ def add_choice(model: ir.Model) -> None:
     if LENGTHS in inputs:
         longer = build("Add", inputs[LENGTHS], build.constant(np.array(1, np.int32)))
         outputs.append((longer, NEXT_LENGTHS, ir.DataType.INT32, ["batch"]))
-    graph.outputs[place] = rows
+    graph.outputs[logits_index] = rows
     for value, name, dtype, shape in ((rows, LOGITS, _FLOAT, ["batch", vocabulary]), *outputs):
         value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
         if value is not rows:

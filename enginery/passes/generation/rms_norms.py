@@ -64,15 +64,15 @@ def _normalized(node: ir.Node) -> tuple[ir.Value, ir.Value, float, list[ir.Node]
         if weight is None or tensor is None or len(tensor.shape) != 1 or ratio is None:
             continue
         source = ratio.inputs[0]
-        found = _chain_before(ratio, 1, ("Div", "Sqrt", "Add", "ReduceMean", "Pow"))
-        if found is None or source is None or found[-1].inputs[0] is not source:
+        chain = _chain_before(ratio, 1, ("Div", "Sqrt", "Add", "ReduceMean", "Pow"))
+        if chain is None or source is None or chain[-1].inputs[0] is not source:
             continue
-        _, _, add, mean, power = found
+        _, _, add, mean, power = chain
         epsilon, exponent = _number(add.inputs[1]), _number(power.inputs[1])
         axes = None if len(mean.inputs) < 2 else _number(mean.inputs[1])
-        kept = mean.attributes.get_int("keepdims", 1)
-        if epsilon is not None and (exponent, axes, kept) == (2.0, -1.0, 1):
-            return source, weight, epsilon, found
+        keepdims = mean.attributes.get_int("keepdims", 1)
+        if epsilon is not None and (exponent, axes, keepdims) == (2.0, -1.0, 1):
+            return source, weight, epsilon, chain
     return None
 
 

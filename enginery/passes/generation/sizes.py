@@ -196,9 +196,9 @@ class DecoderSizes:
             UnsuitableGraphError: a tensor depends on the cache or on the encoder.
         """
         model = self._part(names, sizes)
-        taken = [value.name or "" for value in model.graph.inputs]
-        feeds = self.feeds(sizes, names=taken)
-        feeds |= {name: array for name, array in (extra or {}).items() if name in taken}
+        input_names = [value.name or "" for value in model.graph.inputs]
+        feeds = self.feeds(sizes, names=input_names)
+        feeds |= {name: array for name, array in (extra or {}).items() if name in input_names}
         ir.external_data.load_to_model(model)
         session = open_in_memory(
             ir.to_proto(model).SerializeToString(),

@@ -82,17 +82,17 @@ def measure_visibility(
     extra = {"encoder_attention_mask": mask}
     short_arrays = sizes.evaluate(names, _SHORT, extra) if names else {}
     long_arrays = sizes.evaluate(names, long) if names else {}
-    found = {}
+    visibilities = {}
     for key, attention in own.items():
         scale, cap, bias = _scores(attention, short_arrays, _SHORT.total, _SHORT)
         _, _, long_bias = _scores(attention, long_arrays, long.total, long)
         where = attention.scores.name or key
-        found[key] = _own_visibility(where, scale, cap, bias, long_bias, position_limit)
+        visibilities[key] = _own_visibility(where, scale, cap, bias, long_bias, position_limit)
     for key, attention in cross.items():
         scale, cap, bias = _scores(attention, short_arrays, _SHORT.encoder, _SHORT)
         where = attention.scores.name or key
-        found[key] = Visibility(scale, cap, masks_encoder=_masks_encoder(where, bias, mask))
-    return found
+        visibilities[key] = Visibility(scale, cap, masks_encoder=_masks_encoder(where, bias, mask))
+    return visibilities
 
 
 def _operand_names(attentions: list[Attention]) -> list[str]:

@@ -107,7 +107,7 @@ class RunningBatch:
         self._leave_greedy()
         prompts = [search.prompt for search in searches]
         need, offset = _joined(searches), 0
-        state, found = self._decoder.begin(prompts, need, inputs)
+        state, candidates = self._decoder.begin(prompts, need, inputs)
         undefined = self._decoder.undefined(state) if need == Need() else []
         if self._running and self._state is not None:
             self._drop_rows()
@@ -117,7 +117,7 @@ class RunningBatch:
             if row in undefined:
                 search.error, search.done = undefined_logits(), True
                 continue
-            part = _part(found, range(row, row + 1))
+            part = _part(candidates, range(row, row + 1))
             self._advance(search, part, range(offset + row, offset + row + 1))
         self._state = state if self._running else None
 
@@ -139,12 +139,12 @@ class RunningBatch:
         tokens = [token for search in running for token in search.tokens]
         parents = [parent for search in running for parent in search.parents]
         need = _joined([search.search for search in running])
-        state, found = self._decoder.step(state, tokens, parents, need)
+        state, candidates = self._decoder.step(state, tokens, parents, need)
         start = 0
         for search in running:
-            place = range(start, start + len(search.tokens))
-            start = place.stop
-            self._advance(search.search, _part(found, place), place)
+            search_rows = range(start, start + len(search.tokens))
+            start = search_rows.stop
+            self._advance(search.search, _part(candidates, search_rows), search_rows)
         self._state = state if self._running else None
 
     def _drop_rows(self) -> None:
@@ -173,13 +173,13 @@ class RunningBatch:
     def _step_greedy(self, greedy: _GreedyRows) -> None:
         """Run one token of each row."""
         try:
-            self._state, found = self._decoder.step(
+            self._state, candidates = self._decoder.step(
                 self._state, greedy.tokens, greedy.parents, Need()
             )
         except BaseException:
             self._running, self._state, self._greedy = [], None, None
             raise
-        if not greedy.append(found.tokens[:, 0].tolist()):
+        if not greedy.append(candidates.tokens[:, 0].tolist()):
             return
         for search in greedy.searches:
             try:

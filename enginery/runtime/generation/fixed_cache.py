@@ -265,8 +265,8 @@ class FixedCacheDecoder:
         if sizes != mine:
             self._resize(above, sizes)
         above.settle()
-        taken = set(above.slots)
-        free = [slot for slot in range(sizes.rows) if slot not in taken][: len(below.slots)]
+        used_slots = set(above.slots)
+        free = [slot for slot in range(sizes.rows) if slot not in used_slots][: len(below.slots)]
         source = {**below.buffers.cache, **below.buffers.encoded}
         target = {**above.buffers.cache, **above.buffers.encoded}
         pairs = list(zip(below.slots, free, strict=True))

@@ -77,11 +77,11 @@ class NativeLog:
     def warnings(self) -> Counter[str]:
         """Number of warnings of each kind, by the first of the kind."""
         first: dict[str, str] = {}
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for message in self.messages:
             if message.severity == "W" and not message.text.startswith(_EXPECTED):
-                found[first.setdefault(_NAMES.sub("", message.text), message.text)] += 1
-        return found
+                counts[first.setdefault(_NAMES.sub("", message.text), message.text)] += 1
+        return counts
 
 
 _reading = threading.Lock()

@@ -129,10 +129,10 @@ def _take_waiting(
     first = max(oldest - max_rows, 0)
     near = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
     sums = [0, *accumulate(near)]
-    place = oldest - first
+    oldest_index = oldest - first
     rows = 1 << (min(max_rows, len(near)).bit_length() - 1)
     while rows > 1:
-        for start in (place - rows + 1, place):
+        for start in (oldest_index - rows + 1, oldest_index):
             low = min(max(start, 0), len(near) - rows)
             high = low + rows
             if _fits(rows, sums[high] - sums[low], near[high - 1], rules):

@@ -145,8 +145,8 @@ class FrontModel(ServedModel):
     async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
         """Run inference on the inputs of a request; see `ServedModel.infer`.
 
-        When one front has answered, no other one refuses: it is told that all are ready at the
-        same time, but not in the same millisecond.
+        A front that is still loading waits for its device instead of refusing: other fronts may
+        have become ready some milliseconds earlier, and clients take them for one server.
         """
         if self.state == "loading" and self.numbers:
             with suppress(TimeoutError):

@@ -322,10 +322,10 @@ def cancel_frame(numbers: Sequence[int]) -> list[Any]:
 
 def read_cancelled(received: Frame) -> list[int]:
     """Return the numbers of the cancelled rows."""
-    found: list[int] = np.frombuffer(
+    numbers: list[int] = np.frombuffer(
         received.data, np.uint32, (received.end - received.start) // 4, received.start
     ).tolist()
-    return found
+    return numbers
 
 
 # -- values: arrays, and lists, tuples and dicts of them ------------------------------------------
