@@ -188,8 +188,8 @@ async def _lifespan(
     """Load the models at startup, and free them at shutdown.
 
     Under `enginery serve` they load in the background, so that health routes respond meanwhile. A
-    front that replaces another one listens when it can answer, since the server is said to be
-    ready.
+    process beside others that may be ready listens when it can answer: connections are divided
+    among all, and the server has reported that it is ready.
     """
     state = app.state
     config: ServeConfig = state.config
@@ -200,7 +200,7 @@ async def _lifespan(
 
     registry: ModelRegistry
     loop = asyncio.get_running_loop()
-    loads_first = lifecycle is None
+    loads_first = lifecycle is not None and lifecycle.loads_first
     if devices:
         registry = fronts = FrontRegistry(paths, config, loop, sockets=devices, on_broken=on_broken)
         loads_first = await fronts.connect()
@@ -215,10 +215,14 @@ async def _lifespan(
             begin_drain=registry.begin_drain, reload=partial(reload, registry), activity=activity
         )
     loading = None
-    if loads_first:
+    if lifecycle is None:
         await load(registry)
-    elif lifecycle is not None:
+    else:
         loading = asyncio.create_task(_load_or_fail(registry, lifecycle))
+        if loads_first:
+            draining = asyncio.create_task(lifecycle.draining.wait())
+            await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
     try:
         yield
     finally:

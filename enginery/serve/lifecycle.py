@@ -85,6 +85,7 @@ class ProcessLifecycle:
         *,
         supervised: bool,
         startup_status: int = STARTUP_FAILURE,
+        loads_first: bool = False,
         server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
         """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost until then.
@@ -95,11 +96,15 @@ class ProcessLifecycle:
             config: the options; `grace`, `drain_delay` and `processes` are used.
             supervised: a parent process replaces this one when it exits.
             startup_status: exit status for `fail_startup`.
+            loads_first: load the models before the process listens.
             server_ends: returns True if the whole server shuts down, not only this process.
         """
         self._server, self._sockets, self._config = server, sockets, config
         self._supervised, self._startup_status = supervised, startup_status
         self._server_ends = server_ends
+        self.loads_first = loads_first
+        self.draining = asyncio.Event()
+        """Set once the process drains."""
         self._status = 0
         self._forcing_exit = False
         self._activity = Activity()
@@ -256,6 +261,7 @@ class ProcessLifecycle:
 
     def _turn_unready(self) -> None:
         self._activity.draining = True
+        self.draining.set()
         self._begin_drain()
 
     async def _drain(self) -> None:

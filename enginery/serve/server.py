@@ -318,6 +318,7 @@ class Worker(Process):
         ending: mmap.mmap | None,
         *,
         others: Sequence[socket.socket] = (),
+        loads_first: bool = False,
         failures: int = -1,
     ) -> None:
         """Create the process without starting it.
@@ -327,6 +328,7 @@ class Worker(Process):
             sockets: the listening sockets.
             config: the options of the server.
             others: listening sockets of other processes, which this one closes.
+            loads_first: load the models before the process listens.
             ending: a byte in memory shared with the parent, 1 once the server shuts down; None with
                 `spawn`.
             failures: number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for
@@ -335,7 +337,7 @@ class Worker(Process):
         super().__init__(server_config, sockets)
         self.failures = failures
         self._config, self._sockets, self._shutdown_flag = config, sockets, ending
-        self._others = others
+        self._others, self._loads_first = others, loads_first
         self._started_at = 0.0
         self._pinged_at: float | None = None
         # uvicorn spawns its processes. Forked ones share the parent's modules and need no resource
@@ -378,6 +380,7 @@ class Worker(Process):
             self._config,
             supervised=True,
             startup_status=startup_status,
+            loads_first=self._loads_first,
             server_ends=self._server_ends,
         )
         _run_worker(self.server, lifecycle)
@@ -420,6 +423,7 @@ class Worker(Process):
             self._config,
             self._shutdown_flag,
             others=self._others,
+            loads_first=self._config.processes > 1,
             failures=failures,
         )
 
@@ -518,7 +522,17 @@ class Supervisor(Multiprocess):
         for index in range(self.processes_num):
             own = self._own_sockets[index % len(self._own_sockets)]
             others = [each for each in self.sockets if each not in own]
-            self.processes.append(Worker(self.config, own, self._config, ending, others=others))
+            # The first of several answers health routes while they load; the server is ready as
+            # soon as it is, so the others listen when they are.
+            worker = Worker(
+                self.config,
+                own,
+                self._config,
+                ending,
+                others=others,
+                loads_first=self._config.processes > 1 and index > 0,
+            )
+            self.processes.append(worker)
         for process in self.processes:
             process.start()
 

@@ -53,10 +53,10 @@ class Server:
                     self.url = found[1]
                     self._listening.set()
 
-    def says(self, part):
+    def says(self, part, *, times=1):
         ends = time.monotonic() + WAIT
         while time.monotonic() < ends:
-            if any(part in line for line in self.lines):
+            if sum(part in line for line in self.lines) >= times:
                 return True
             time.sleep(0.02)
         raise AssertionError(f"{part!r} was not said: {self.lines}")

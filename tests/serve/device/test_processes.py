@@ -30,10 +30,11 @@ FRONTS = ("--fronts", "2", "--access-log", "off")
 
 
 class Clients:
-    """Threads that send requests over connections of their own until `stop`."""
+    """Threads that send requests over connections of their own, kept or new, until `stop`."""
 
-    def __init__(self, url, count, body=None):
+    def __init__(self, url, count, body=None, *, keeps_alive=True):
         self.statuses, self.lost = Counter(), 0
+        self._keeps_alive = keeps_alive
         self._address = urlsplit(url).netloc
         self._body = json.dumps(body or {"inputs": "the pump runs"})
         self._stop = threading.Event()
@@ -50,6 +51,8 @@ class Clients:
                     response = connection.getresponse()
                     response.read()
                     self.statuses[response.status] += 1
+                    if not self._keeps_alive:
+                        break
             except (OSError, http.client.HTTPException):
                 self.lost += 1
             finally:
@@ -160,13 +163,26 @@ def test_killed_front_loses_only_its_own_connections(exported):
         assert {device, other} < set(server.children)
 
 
-def test_there_is_no_503_after_the_server_was_ready(exported):
+@pytest.mark.parametrize("option", ["--fronts", "--processes"])
+def test_there_is_no_503_after_the_server_was_ready(exported, option):
     path = exported("bert", "feature-extraction").path
-    with serving(path, options=("--fronts", "3", "--access-log", "off")) as server:
+    with serving(path, options=(option, "3", "--access-log", "off")) as server:
         clients = Clients(server.url, 12)
         wait_until(lambda: clients.statuses.total() > 100)
         clients.stop()
         assert (set(clients.statuses), clients.lost) == ({200}, 0)
+
+
+def test_worker_that_replaces_another_listens_when_it_can_answer(exported):
+    path = exported("bert", "feature-extraction").path
+    with serving(path, options=("--processes", "2", "--access-log", "off")) as server:
+        server.says("ready: ", times=2)
+        clients = Clients(server.url, 8, keeps_alive=False)
+        for replaced in range(1, 4):
+            os.kill(server.children[0], signal.SIGKILL)
+            server.says("ready: ", times=2 + replaced)
+        clients.stop()
+        assert set(clients.statuses) == {200}
 
 
 def test_draining_answers_what_was_sent(exported):
