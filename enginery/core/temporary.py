@@ -32,6 +32,8 @@ from enginery.core.errors import EngineryError, os_errors_as
 
 PREFIX = ".tmp-"
 _NO_HANDLE = -1
+_MAX_REMOVED = 100
+"""Times that a new directory may be gone before it can be opened."""
 _ours: set[Path] = set()
 """What this process uses. Its lock may be missing, if the system could not lock it at that time."""
 _BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
@@ -212,9 +214,17 @@ def _size_bytes(path: Path) -> int:
 
 def _create_locked(new_name: Callable[[], Path], create: Callable[[Path], int]) -> tuple[Path, int]:
     """Create a directory or a file; return it with the file descriptor that holds its lock."""
+    removed = 0
     while True:
         path = new_name()
-        handle = create(path)
+        try:
+            handle = create(path)
+        except FileNotFoundError:
+            # Another process may have removed the directory before it was opened.
+            removed += 1
+            if removed == _MAX_REMOVED or not path.parent.is_dir():
+                raise
+            continue
         with suppress(OSError):  # without locks, no process removes it either
             _lock(handle, wait=True)
         if path.exists():
@@ -239,7 +249,8 @@ def _open_or_remove(directory: Path) -> int:
     try:
         return os.open(directory, os.O_RDONLY)
     except OSError:
-        directory.rmdir()
+        with suppress(FileNotFoundError):
+            directory.rmdir()
         raise
 
 

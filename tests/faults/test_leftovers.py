@@ -7,12 +7,15 @@ import os
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from enginery.cli import main
+from enginery.core.errors import EngineryError
 from enginery.core.temporary import remove_unlocked_scratch, temporary_directory
 from tests.core.artifacts import start
 from tests.faults.file_operations import FileOperations, Stop
@@ -155,3 +158,28 @@ def test_directories_of_others_in_the_temporary_folder_are_left_alone(sandbox):
     found = {path.name for path in (sandbox.root / "tmp").iterdir()}
     assert found == {*names, "enginery-child-0123456789ab"}
     assert (sandbox.root / "home").is_dir()
+
+
+def test_directory_that_another_process_removes_before_it_is_locked_is_made_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened = os.open
+    removed = []
+
+    def remove_first(path, flags, *options, **keywords):
+        if not removed and Path(path).name.startswith("enginery-race-"):
+            removed.append(path)
+            Path(path).rmdir()
+        return opened(path, flags, *options, **keywords)
+
+    monkeypatch.setattr(os, "open", remove_first)
+    with temporary_directory("race") as directory:
+        assert directory.is_dir()
+    assert removed and directory != removed[0]
+
+
+def test_temporary_folder_that_is_gone_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(EngineryError, match="cannot be used"), temporary_directory("gone"):
+        pass
