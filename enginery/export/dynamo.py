@@ -84,6 +84,7 @@ def export_with_dynamo(
         notes=[
             f"task {task}",
             "exported by torch's dynamo exporter",
+            *model.config_notes,
             *notes,
         ],
     )

@@ -79,7 +79,7 @@ def export_with_optimum(
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
     with _traced_inputs() as traced:
-        untrained = _export(
+        untrained, config_notes = _export(
             source, config, out, task=task, library=library, pickled=pickled, vocoder=vocoder
         )
     gc.collect()
@@ -104,7 +104,7 @@ def export_with_optimum(
         traced=traced,
         from_registry=True,
         config=with_image_size(settings, source),
-        notes=[f"task {task}", *notes],
+        notes=[f"task {task}", *config_notes, *notes],
     )
 
 
@@ -117,11 +117,11 @@ def _export(
     library: str,
     pickled: bool,
     vocoder: Path | None,
-) -> dict[str, NDArray[np.float32]]:
+) -> tuple[dict[str, NDArray[np.float32]], tuple[str, ...]]:
     """Export local files like Optimum's `main_export`, with less memory.
 
     Returns:
-        The weights by name that the files lack, which are random numbers.
+        The weights by name that the files lack, which are random numbers, and notes on config.json.
 
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
@@ -164,11 +164,12 @@ def _export(
             **shapes,
         )
     names = getattr(model, "untrained_weights", ())
-    return {
+    untrained = {
         n: weight.detach().cpu().float().numpy()
         for n, weight in model.named_parameters()
         if n in names
     }
+    return untrained, getattr(model, "config_notes", ())
 
 
 def _write_timm_processor(source: Path, out: Path) -> None:

@@ -46,12 +46,12 @@ try:
     from torch.overrides import TorchFunctionMode
     from transformers import (
         CONFIG_MAPPING,
-        AutoConfig,
         AutoModelForCausalLM,
         AutoTokenizer,
         GenerationMixin,
     )
 
+    from enginery.runtime.torch_config import load_config, restore_head
     from enginery.runtime.torch_decoder import TorchDecoder
     from enginery.runtime.torch_random import RandomNumbers
 except ImportError as error:
@@ -204,10 +204,13 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     """Load a model like Optimum's TasksManager.get_model_from_task, without its fallback.
 
     If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights. The
-    attribute `untrained_weights` has the names of weights that no file has, which are random.
+    attribute `untrained_weights` has the names of weights that no file has, which are random;
+    `config_notes` says what of config.json was translated.
     """
-    trust = options["trust_remote_code"]
-    config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust, local_files_only=True)
+    read = load_config(path, trust_remote_code=options["trust_remote_code"])
+    config = read.config
+    if read.is_newer:
+        options = {**options, "config": config}
     # For these tasks transformers has several classes per model type: take that of config.json.
     several = task in ("automatic-speech-recognition", "reinforcement-learning")
     named = (config.architectures or [None])[0] if several else None
@@ -222,9 +225,12 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     with torch.device(device):
         loader = AutoModelForCausalLM if score else model_class
         model, loaded = loader.from_pretrained(str(path), output_loading_info=True, **options)
+    missing = set(loaded["missing_keys"])
+    if read.is_newer:
+        missing -= restore_head(model, path, missing)
     if score:
         model = _as_classifier(model, model_class, score)
-    model.untrained_weights = tuple(sorted(loaded["missing_keys"]))
+    model.untrained_weights, model.config_notes = tuple(sorted(missing)), read.notes
     TasksManager.standardize_model_attributes(model, library_name="transformers")
     return model
 

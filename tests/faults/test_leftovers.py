@@ -176,7 +176,8 @@ def test_directory_that_another_process_removes_before_it_is_locked_is_made_agai
     monkeypatch.setattr(os, "open", remove_first)
     with temporary_directory("race") as directory:
         assert directory.is_dir()
-    assert removed and directory != removed[0]
+    assert removed
+    assert directory != removed[0]
 
 
 def test_temporary_folder_that_is_gone_is_an_error(tmp_path, monkeypatch):
