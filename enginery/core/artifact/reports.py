@@ -177,8 +177,6 @@ class LabelMetrics:
     accuracies: list[LabelAccuracy]
     changes: list[AccuracyChange]
     """Changes from the first of the classifiers to each other one."""
-    data_sha256: str = ""
-    """Digest of the file; empty in reports of `validate`, whose verdict has it."""
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each classifier."""
@@ -384,8 +382,8 @@ class UntracedWeight:
     graph: str
     weight: str
     shape: tuple[Count, ...]
-    dtype: str = ""
-    """As numpy names it; empty in reports of earlier versions."""
+    dtype: str
+    """As numpy names it."""
 
 
 @dataclass(frozen=True)
@@ -639,6 +637,11 @@ class ValidationReport(Report):
     tolerance: dict[str, Any]
     cases: list[ValidationCaseResult]
     embeddings: EmbeddingMetrics | None
+    weights: WeightMetrics
+    effort: str
+    """The option of the validation."""
+    coverage: list[GraphCoverage]
+    """The batch sizes and lengths that ran, for each graph."""
     notes: list[str]
     tools: dict[str, str]
     seconds: float
@@ -646,12 +649,6 @@ class ValidationReport(Report):
     """For a quantized artifact, on all real inputs together."""
     not_proven: list[str] = field(default_factory=list)
     """Reasons why agreement with the reference proves nothing; such a report has not passed."""
-    effort: str = ""
-    """The option of the validation; empty in reports of earlier versions, like the next member."""
-    coverage: list[GraphCoverage] = field(default_factory=list)
-    """The batch sizes and lengths that ran, for each graph."""
-    weights: WeightMetrics | None = None
-    """None in reports of earlier versions."""
     rounding: list[RoundingMetrics] = field(default_factory=list)
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
     layers: LayerMetrics | None = None
@@ -1172,6 +1169,8 @@ class BenchResult(Report):
     subjects: list[SubjectRecord]
     machine: Machine
     options: dict[str, Any]
+    fields: dict[str, str]
+    """Fields of the fingerprint, which tell whether the result still holds."""
     contenders: list[ContenderRecord]
     left_out: dict[str, str]
     """Contenders of `auto` that could not run -> reason."""

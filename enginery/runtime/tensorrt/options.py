@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from enginery.core.errors import OptionError, nearest
+from enginery.core.options import by_content
 
 FlavorName = Literal["tensorrt-rtx", "tensorrt"]
 HardwareCompatibility = Literal["none", "ampere-plus", "same-compute-capability"]
@@ -132,7 +133,7 @@ class BuildOptions:
     tf32: bool = True
     """Compute FP32 matrix products and convolutions on tensor cores, with mantissas of 10 instead
     of 23 bits; sums are FP32."""
-    timing_cache: str = ""
+    timing_cache: str = by_content()
     """File with the timings of kernels, which makes the next build faster. It is created if it is
     missing, and extended by each build. Empty: no file."""
     timing_cache_fixed: bool = False
