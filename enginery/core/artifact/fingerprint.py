@@ -113,7 +113,7 @@ def data_content(name: str | Path) -> str:
 
     >>> _ = (tmp_path / "reviews.csv").write_text("text")
     >>> data_content(tmp_path / "reviews.csv")[:16]
-    'csv 982d9e3eb996'
+    'csv 8542e4f98281'
     """
     if not name:
         return "none"

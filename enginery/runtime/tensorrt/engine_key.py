@@ -20,7 +20,7 @@ from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version
 from enginery.runtime.tensorrt.capabilities import current_gpu
 from enginery.runtime.tensorrt.library import require_tensorrt, tensorrt_version
-from enginery.runtime.tensorrt.options import RTX, BuildOptions, Flavor, check_options
+from enginery.runtime.tensorrt.options import CLASSIC_ONLY, RTX, BuildOptions, Flavor, check_options
 
 _VERBOSITY = "detailed"  # set in build.py
 
@@ -52,12 +52,11 @@ def key_fields(
         "capabilities": ",".join(capabilities) or "portable",
         "profiles": "; ".join(str(profile) for profile in profiles) or "none",
         "verbosity": _VERBOSITY,
-        # With TensorRT for RTX, those of classic TensorRT have their defaults.
-        **option_fields(options, timing_cache=timing_cache_content(options)),
     }
-    if flavor is not RTX:
-        fields |= {"gpu": current_gpu(flavor).name, "driver": _driver()}
-    return fields
+    counted = option_fields(options, timing_cache=timing_cache_content(options))
+    if flavor is RTX:
+        return fields | {n: value for n, value in counted.items() if n not in CLASSIC_ONLY}
+    return fields | counted | {"gpu": current_gpu(flavor).name, "driver": _driver()}
 
 
 def timing_cache_content(options: BuildOptions) -> str:

@@ -140,7 +140,7 @@ class BuildOptions:
     """Do not extend the file. Its content then decides which kernels are used."""
 
 
-_CLASSIC_ONLY = {
+CLASSIC_ONLY = {
     "optimization_level": "the optimization level",
     "sparsity": "sparsity",
     "auxiliary_streams": "the number of auxiliary streams",
@@ -150,6 +150,7 @@ _CLASSIC_ONLY = {
     "timing_cache": "a timing cache",
     "timing_cache_fixed": "a timing cache",
 }
+"""Options that TensorRT for RTX does not have -> what they set."""
 _LEVELS = range(6)
 
 
@@ -159,9 +160,9 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         changed = value != getattr(defaults, field.name)
-        if flavor is RTX and changed and field.name in _CLASSIC_ONLY:
+        if flavor is RTX and changed and field.name in CLASSIC_ONLY:
             raise OptionError(
-                f"option '{field.name}' is {value}, but {_CLASSIC_ONLY[field.name]} has no effect "
+                f"option '{field.name}' is {value}, but {CLASSIC_ONLY[field.name]} has no effect "
                 f"in {RTX.title}; {CLASSIC.title} has it.",
                 do=f"Leave it out, or build with --flavor {CLASSIC.name}.",
                 option=field.name,
