@@ -504,7 +504,7 @@ class AccuracyMetrics:
     label_accuracy: float | None
     """Share of rows whose argmax is the correct label; None without labels."""
     deviation: float | None = field(default=None, kw_only=True)
-    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
+    """Standard deviation of the cosine over rows; None for one row."""
     box_f1: float | None = field(default=None, kw_only=True)
     """F1 of a detector's boxes, those of the reference being the right ones; None for other models
     and if neither finds any."""
@@ -775,8 +775,8 @@ class EngineTrial:
     fused_attentions: Count
     plan_bytes: Count
     seconds: float
-    graph: str = ""
-    """The graph's file; empty in earlier reports."""
+    graph: str
+    """The graph's file."""
 
 
 @dataclass(frozen=True)
@@ -809,16 +809,16 @@ class QuantizationReport(Report):
     accuracy: AccuracyMetrics | None = None
     builtin: AccuracyMetrics | None = None
     """On built-in texts or images, which `validate` compares with its own measurement; None if the
-    model takes neither, and in earlier reports."""
+    model takes neither."""
     layer_errors: dict[str, LayerError] = field(default_factory=dict)
-    """Layer -> error of its output on held-out rows; empty if the ranges were reused, for dynamic
-    quantization, and in earlier reports."""
+    """Layer -> error of its output on held-out rows; empty if the ranges were reused, and for
+    dynamic quantization."""
     builtin_layer_errors: dict[str, LayerError] = field(default_factory=dict)
     """The same on built-in texts or images; empty if the model takes neither."""
     encoder_accuracy: AccuracyMetrics | None = None
     """Of a model with two graphs, the encoder's; `accuracy` and `search` are the decoder's."""
     layers_by_graph: dict[str, list[str]] = field(default_factory=dict)
-    """Graph -> its quantized layers; empty for dynamic quantization and in earlier reports."""
+    """Graph -> its quantized layers; empty for dynamic quantization."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 
@@ -978,8 +978,7 @@ class PlacementRecord(TypedDict):
 class ContenderFacts(TypedDict, total=False):
     """Facts about the session of a contender; some contenders have additional members."""
 
-    placement: PlacementRecord | list[Any]
-    """A list in results of early versions, which is ignored."""
+    placement: PlacementRecord
     no_placement: str
     """Reason why the placement is unknown."""
     provider_options: dict[str, dict[str, str]]
@@ -1014,8 +1013,7 @@ class ContenderRecord:
     @property
     def placement(self) -> PlacementRecord | None:
         """Providers of the nodes; None if unknown."""
-        found = self.facts.get("placement")
-        return None if isinstance(found, list) else found
+        return self.facts.get("placement")
 
 
 class CopyTimes(TypedDict):
@@ -1153,7 +1151,7 @@ class SubjectRecord(TypedDict):
     precision: str
     target: str
     size_bytes: NotRequired[Count]
-    """Size of the graph with its weights. Missing in earlier results, like the next members."""
+    """Size of the graph with its weights. Missing for an .onnx file, like the next members."""
     verdict: NotRequired[str]
     """Of its validation: `passed`, `failed` or `none`."""
     error: NotRequired[ErrorUse]

@@ -63,7 +63,7 @@ ENGINE = {
 }
 BUILD = BuildReport("1 engine", [], [ENGINE])
 BENCHMARK = make_result(
-    contenders=[make_backend_record("enginery", placement=[{"name": "of an early version"}])],
+    contenders=[make_backend_record("enginery")],
     cases=[
         make_case({"batch": 1}, {"enginery": 1.0, "pytorch": 2.0}, pairs=[("enginery", "pytorch")])
     ],
