@@ -60,8 +60,8 @@ GRAPHS = "onnx"
 """The folder of the graphs in the layout of the Hub; in other artifacts they are in the root."""
 _REMEDY = "Do not use it. Make it again from its source."
 _OPEN_ATTEMPTS = 20
-"""How often an artifact is read again whose reports another process writes meanwhile. A check writes
-one; a process that writes hundreds in a row may be as fast as the reader, a few times in a row."""
+"""How often an artifact is read whose reports another process writes meanwhile. A check writes one;
+of a process that writes hundreds, a reader on a busy machine may miss a few in a row."""
 
 
 @dataclass(frozen=True)
