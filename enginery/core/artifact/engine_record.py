@@ -168,7 +168,8 @@ class EngineRecord(_Record):
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.") from error
         try:
-            return cls.model_validate_json(verify_checksum(content))
+            content = verify_checksum(content)
+            return cls.model_validate_json(content)
         except ChecksumError as error:
             raise ArtifactError(f"{file} is damaged: {error}.") from error
         except ValidationError as error:
