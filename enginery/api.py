@@ -76,7 +76,6 @@ def optimize_model(
     *,
     out: str | Path = "",
     force: bool = False,
-    allow_failed: bool = False,
     progress: Progress = SILENT,
     config: OptimizeConfig | None = None,
     **options: Any,
@@ -87,7 +86,6 @@ def optimize_model(
         artifact: an FP32 artifact or its path.
         out: where the new artifact goes; empty for the store.
         force: optimize even if there is a finished artifact.
-        allow_failed: accept an artifact whose validation failed.
         progress: receives progress messages.
         config: the options.
         options: the options as keywords, in place of `config`; see `OptimizeConfig`.
@@ -98,14 +96,7 @@ def optimize_model(
             failed, see `Artifact.failed_verdict`.
     """
     config = _config(OptimizeConfig, "optimize", config, options)
-    return run_cached(
-        _open(artifact),
-        config,
-        out=out,
-        force=force,
-        allow_failed=allow_failed,
-        progress=progress,
-    ).artifact
+    return run_cached(_open(artifact), config, out=out, force=force, progress=progress).artifact
 
 
 def quantize_model(
@@ -135,8 +126,6 @@ def quantize_model(
         EngineryError: the artifact or the inputs cannot be used, no combination of quantized layers
             meets the accuracy budget, or TensorRT rejects the graph. Nothing is left then.
     """
-    if isinstance(data, str) and not data:
-        data = options.pop("calibration", data)  # its earlier name
     config = _config(QuantizeConfig, "quantize", config, options)
     inputs = None if isinstance(data, str | Path) else data
     if inputs is None and data:
@@ -468,9 +457,7 @@ def run_recipe(
         if artifact is None:
             result = run_cached(plan.model, options, force=force, progress=progress)
         elif isinstance(options, OptimizeConfig | QuantizeConfig | BuildConfig):
-            result = run_cached(
-                artifact, options, force=force, allow_failed=allow_failed, progress=progress
-            )
+            result = run_cached(artifact, options, force=force, progress=progress)
         elif isinstance(options, ValidateConfig):
             result = run_validate(artifact, options, force=force, progress=progress)
         else:

@@ -94,7 +94,6 @@ def run_cached(
     *,
     out: str | Path = "",
     force: bool = False,
-    allow_failed: bool = False,
     calibration: Iterable[Any] | None = None,
     progress: Progress = SILENT,
 ) -> StageResult:
@@ -105,7 +104,6 @@ def run_cached(
         config: the stage's options, which also say which stage it is.
         out: where a copy of the artifact goes; empty to keep it only in the store.
         force: run the stage even if the store has its result.
-        allow_failed: accept an artifact whose validation failed.
         calibration: inputs for quantize that no file holds.
         progress: receives progress messages.
 
@@ -125,10 +123,9 @@ def run_cached(
             plan = _plan_export(str(source), config, progress)
         else:
             artifact = cast("Artifact", source)
-            allow_failed = allow_failed or getattr(config, "allow_failed", False)
-            artifact.require_passed(allow_failed=allow_failed)
+            artifact.require_passed(allow_failed=config.allow_failed)
             if isinstance(config, OptimizeConfig):
-                plan = _plan_optimize(artifact, config, progress, allow_failed=allow_failed)
+                plan = _plan_optimize(artifact, config, progress)
             elif isinstance(config, QuantizeConfig):
                 plan = _plan_quantize(artifact, config, progress, calibration)
             else:
@@ -198,18 +195,14 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
     )
 
 
-def _plan_optimize(
-    artifact: Artifact, config: OptimizeConfig, progress: Progress, *, allow_failed: bool
-) -> _Plan:
+def _plan_optimize(artifact: Artifact, config: OptimizeConfig, progress: Progress) -> _Plan:
     from enginery.optimize import stage as optimize
 
     key = optimize.fingerprint(artifact, config)
     return _Plan(
         key,
         artifact.manifest.source.name,
-        lambda path: optimize.run(
-            artifact, config, path, allow_failed=allow_failed, key=key, progress=progress
-        ),
+        lambda path: optimize.run(artifact, config, path, key=key, progress=progress),
     )
 
 

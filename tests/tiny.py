@@ -375,6 +375,7 @@ def tiny_artifact(
                     key="tiny",
                     fields={},
                     options={"opset": 20},
+                    changed_options=(),
                     tools={},
                     finished="2026-01-01T00:00:00+00:00",
                     seconds=0.0,

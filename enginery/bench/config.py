@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from enginery.core.errors import OptionError, nearest
+from enginery.core.options import by_content, not_in_key
 
 ENGINERY = "enginery"
 """The backend that is always measured: the artifact in this package's own runner."""
@@ -29,12 +29,10 @@ AUTO = "auto"
 class BenchConfig:
     """Options of `bench`: the backends, the shapes and the length of the measurement."""
 
-    OLD_NAMES: ClassVar = {"provider": "providers"}
-
-    providers: str = ""
+    providers: str = by_content()
     """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
     them. Empty: those of the variable `ENGINERY_PROVIDERS`, or cpu."""
-    provider_option: tuple[str, ...] = ()
+    provider_option: tuple[str, ...] = not_in_key(())  # part of the content of `providers`
     """Provider option, such as `cuda.gpu_mem_limit=2GiB`. Repeat it for several."""
     allow_fallback: bool = False
     """If the first provider is not available, use the next one and report the reason."""
@@ -59,12 +57,12 @@ class BenchConfig:
     are taken from `batch` and `sequence`."""
     graph: str = ""
     """Graph to measure, for an artifact with several. Empty: the first."""
-    images: str = ""
+    images: str = by_content()
     """Folder of images. Each is run by itself at its own size, instead of generated inputs."""
     multiple: int = 32
     """Scale images to the nearest multiple of this size if height and width are dynamic, as
     convolutional detectors require."""
-    data: str = ""
+    data: str = by_content()
     """File of texts: report how much padding their lengths cause at each batch size."""
     column: str = "text"
     """Column of `data` with the text."""
@@ -94,7 +92,7 @@ class BenchConfig:
     """Time limit for the warm-up of a backend at a shape."""
     seed: int = 0
     """Seed of the generated inputs."""
-    allow_failed: bool = False
+    allow_failed: bool = not_in_key(False)  # a permission
     """Accept an artifact whose validation failed."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in PyTorch. Only for authors you trust."""

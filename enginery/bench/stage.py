@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from enginery.bench.backends.plan import (
     BackendPlan,
@@ -43,15 +43,17 @@ from enginery.bench.report.notes import fallback_notes, stage_notes
 from enginery.bench.report.page import store_reports, write_report
 from enginery.bench.target import Target, number_duplicate_names
 from enginery.core.artifact.artifact import REPORTS, Artifact
-from enginery.core.artifact.fingerprint import data_sha256
+from enginery.core.artifact.fingerprint import (
+    Fingerprint,
+    option_fields,
+    stage_fingerprint,
+)
 from enginery.core.artifact.reports import (
     BenchCase,
     BenchResult,
     ContenderFacts,
     ContenderRecord,
     ImagesResult,
-    Machine,
-    SubjectRecord,
 )
 from enginery.core.errors import ArtifactError, EngineryError, OptionError
 from enginery.core.options import options_dict
@@ -61,7 +63,31 @@ from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 
 STAGE = "bench"
+STAGE_VERSION = "1"
+"""Incremented when the same inputs are measured in another way; part of the fingerprint."""
 REPORT = f"{REPORTS}/{BenchResult.FILE}"
+
+
+def fingerprint(targets: Sequence[Target], config: BenchConfig) -> Fingerprint:
+    """Return the key of a measurement: the models, the options and the machine.
+
+    A new verdict on a model changes nothing of its speed, and is no part of it.
+
+    Raises:
+        ProviderError: the providers cannot be parsed.
+        OptionError: an option of a provider cannot be used.
+    """
+    providers = format_providers(providers_of(config))
+    machine = {name: fact for name, fact in describe_machine().items() if name != "load"}
+    tools = cast("Mapping[str, str]", machine.pop("tools"))
+    models = "; ".join(target.content_sha256() for target in targets)
+    return stage_fingerprint(
+        STAGE,
+        STAGE_VERSION,
+        {"models": models, "machine": json.dumps(machine, sort_keys=True)},
+        option_fields(config, providers=providers),
+        tools,
+    )
 
 
 def run(
@@ -95,6 +121,7 @@ def run(
     targets = number_duplicate_names(
         [Target.open(model, config.graph, allow_failed=config.allow_failed) for model in models]
     )
+    key = fingerprint(targets, config)
     by_name = {target.name: target for target in targets}
     inputs = ImageInputs.open(targets[0], config) if config.images else None
     if inputs:
@@ -130,6 +157,7 @@ def run(
         subjects=[target.as_json() for target in targets],
         machine=machine,
         options=options_dict(config),
+        fields=key.fields,
         contenders=records,
         left_out=left_out,
         cases=results,
@@ -150,37 +178,20 @@ def run(
 def finished(
     artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
 ) -> BenchResult | None:
-    """Return the stored result if it has the same artifact, options, labels and machine, or None.
+    """Return the stored result if it has the same fingerprint, or None.
 
     Raises:
         ProviderError: the providers cannot be parsed.
         OptionError: an option of a provider cannot be used.
     """
     try:
-        found = BenchResult.below(Path(out) if out else artifact.path)
+        stored = BenchResult.below(Path(out) if out else artifact.path)
     except ArtifactError:  # damaged, or written by another version
         return None
-    if found is None:
-        return None
-    if found.labels and found.labels.data_sha256 != data_sha256(Path(config.data).expanduser()):
+    if stored is None:
         return None
     target = Target.open(artifact, config.graph, allow_failed=True)
-    now = (
-        _identity(target.as_json()),
-        options_dict(_with_resolved_providers(config)),
-        _without_load(describe_machine()),
-    )
-    then = (*map(_identity, found.subjects), found.options, _without_load(found.machine))
-    return found if json.loads(json.dumps(now)) == json.loads(json.dumps(then)) else None
-
-
-def _identity(subject: SubjectRecord) -> dict[str, Any]:
-    """Return what tells a model from others: a new verdict changes nothing of its speed."""
-    return {n: value for n, value in subject.items() if n not in ("size_bytes", "verdict", "error")}
-
-
-def _without_load(machine: Machine) -> dict[str, Any]:
-    return {name: fact for name, fact in machine.items() if name != "load"}
+    return stored if stored.fields == fingerprint([target], config).fields else None
 
 
 def _with_resolved_providers(config: BenchConfig) -> BenchConfig:

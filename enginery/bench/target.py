@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
 from enginery.core.artifact.reports import SubjectRecord, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
@@ -77,6 +77,14 @@ class Target:
     def model(self) -> Path:
         """Path of the ONNX file."""
         return self.artifact.path / self.record.file
+
+    def content_sha256(self) -> str:
+        """Return a digest of what is measured: the graph's name and the files of the artifact."""
+        files = {self.record.file: sha256_of(self.model)}
+        source = self.artifact.manifest.source
+        if not self.is_onnx_file:
+            files |= {"artifact": self.artifact.content_sha256(), "source": source.sha256}
+        return combined_sha256(files)
 
     def count_convolutions(self) -> int | None:
         """Return the number of convolutions, or None if the package onnx is not installed."""

@@ -46,20 +46,6 @@ COMMANDS = {
 }
 """The module of each command. It imports its stage when the command runs, so that `enginery --help`
 stays fast."""
-_OLD_OPTIONS = {
-    "quantize": {"--calibration": "--data", "--capabilities": "--capability"},
-    "build": {"--profiles-from": "--data"},
-    "publish": {"--allow-unvalidated": "--allow-failed"},
-    "predict": {"--output": "--out", "--provider": "--providers"},
-    "validate": {"--provider": "--providers"},
-    "bench": {"--provider": "--providers"},
-    "serve": {"--provider": "--providers"},
-    "inspect": {"--provider": "--providers"},
-    "provider-options": {"--providers": "--provider"},  # which take one
-    "export-triton": {"--providers": "--provider"},
-    "export-kserve": {"--providers": "--provider"},
-}
-"""Other names of options, most of them earlier ones; the help does not have them."""
 _OPTIMUM_OPTIONS = {
     "export": {
         "--optimize": "Optimize is a stage of its own: enginery optimize OUT NEW --target cuda "
@@ -208,7 +194,7 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
-        given = _like_optimum_cli(_with_new_names(arguments))
+        given = _like_optimum_cli(list(arguments))
         commands(given)(given, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
@@ -233,18 +219,6 @@ def _run(arguments: Sequence[str]) -> int:
     with suppress(OSError):  # standard error may be closed
         Output(json="--json" in arguments).console().error(failure)
     return failure.exit_code
-
-
-def _with_new_names(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the names that options have now."""
-    command = arguments[0] if arguments else ""
-    renamed, found = _OLD_OPTIONS.get(command, {}), list(arguments)
-    for index, argument in enumerate(arguments):
-        if argument == "--":
-            break
-        name, equals, value = argument.partition("=")
-        found[index] = f"{renamed.get(name, name)}{equals}{value}"
-    return found
 
 
 def _like_optimum_cli(arguments: list[str]) -> list[str]:

@@ -21,7 +21,6 @@ def optimize(
     out: Out = "",
     *,
     force: Flag = False,
-    allow_failed: Flag = False,
     config: Annotated[OptimizeConfig, Parameter(name="*")] = _DEFAULT,
     output: Output = OUTPUT,
 ) -> None:
@@ -35,16 +34,12 @@ def optimize(
         Where the new artifact goes; empty for the store.
     force
         Optimize even if there is a finished artifact.
-    allow_failed
-        Accept an artifact whose validation failed.
     """
     from enginery.api import optimize_model
     from enginery.cli.render import show_new_artifact
 
     console = output.console()
-    made = optimize_model(
-        artifact, out=out, force=force, allow_failed=allow_failed, progress=console, config=config
-    )
+    made = optimize_model(artifact, out=out, force=force, progress=console, config=config)
     show_new_artifact(console, made, "Optimized")
     verdict = made.manifest.verdict("optimize")
     if verdict and not verdict.passed:

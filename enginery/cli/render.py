@@ -229,15 +229,15 @@ def report_lines(report: ValidationReport) -> list[str]:
     lines.extend(coverage.describe(report.reference_name) for coverage in report.coverage)
     if report.layers:
         lines.append(f"layers: {report.layers.describe()}")
-    if weights := report.weights:
-        lines.append(f"weights: {weights.describe()}")
-        lines += [
-            f"weight {found.weight} of {found.graph} differs: {found.parameter}: {found.problem}"
-            for found in weights.differences[:_LISTED_WEIGHTS]
-        ]
-        if weights.untraced:
-            names = [found.weight for found in weights.untraced[:_LISTED_WEIGHTS]]
-            lines.append(f"weights that are none of {report.reference_name}'s: {', '.join(names)}")
+    weights = report.weights
+    lines.append(f"weights: {weights.describe()}")
+    lines += [
+        f"weight {found.weight} of {found.graph} differs: {found.parameter}: {found.problem}"
+        for found in weights.differences[:_LISTED_WEIGHTS]
+    ]
+    if weights.untraced:
+        names = [found.weight for found in weights.untraced[:_LISTED_WEIGHTS]]
+        lines.append(f"weights that are none of {report.reference_name}'s: {', '.join(names)}")
     if skipped := [case for case in report.cases if case.skipped]:
         rejecting = f"{report.reference_name} rejects"
         lines.append(f"skipped: {len(skipped)} inputs that {rejecting} or no engine takes")

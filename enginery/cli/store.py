@@ -54,7 +54,7 @@ def prune(
     from enginery.cli import render
     from enginery.cli.console import human_bytes, parse_bytes
     from enginery.core.store.store import Store
-    from enginery.core.temporary import remove_scratch, remove_unlocked_scratch
+    from enginery.core.temporary import remove_scratch
     from enginery.predict.journal import remove_leftovers
 
     if bool(max_size) == everything:
@@ -68,7 +68,7 @@ def prune(
     before = store.size_bytes()
     removed = store.prune(max_size_bytes=kept)
     freed = before - store.size_bytes() + remove_leftovers()
-    freed += remove_scratch() + remove_unlocked_scratch()
+    freed += remove_scratch()
     console.json({"removed": render.store_json(removed), "freed_bytes": freed})
     console.table("Removed", render.store_rows(removed))
     console.line(f"Freed {human_bytes(freed)}." if removed or freed else "Nothing to remove.")

@@ -10,12 +10,52 @@ The command line builds the same dataclasses with cyclopts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 from enginery.core.errors import OptionError, nearest
 
 Options = TypeVar("Options")
+
+KeyPart = Literal["value", "content", "nothing"]
+"""How an option counts in the cache key of its stage: its value does, the content of what it names,
+or neither."""
+_KEY_PART = "enginery.key_part"
+
+
+def by_content(default: Any = "", *, default_factory: Callable[[], Any] | None = None) -> Any:
+    """Declare an option whose value names something, such as a file: the content is in the key.
+
+    The same rows at another path are then the same input, and other rows at the same path another.
+    """
+    return _field("content", default, default_factory)
+
+
+def not_in_key(default: Any = "", *, default_factory: Callable[[], Any] | None = None) -> Any:
+    """Declare an option that has no part in the key: it leaves the result as it is.
+
+    The reason stands beside the option. Any other option counts by its value.
+    """
+    return _field("nothing", default, default_factory)
+
+
+def _field(part: KeyPart, default: Any, default_factory: Callable[[], Any] | None) -> Any:
+    metadata = {_KEY_PART: part}
+    if default_factory is not None:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def key_parts(options: Any) -> dict[str, KeyPart]:
+    """Return how each option of a dataclass counts in the cache key, in order.
+
+    >>> from enginery.optimize.config import OptimizeConfig
+    >>> parts = key_parts(OptimizeConfig)
+    >>> parts["precision"], parts["data"], parts["allow_failed"]
+    ('value', 'content', 'nothing')
+    """
+    fields = dataclasses.fields(options)
+    return {field.name: field.metadata.get(_KEY_PART, "value") for field in fields}
 
 
 def option_names(options: type[Any]) -> list[str]:
@@ -23,46 +63,16 @@ def option_names(options: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(options)]
 
 
-def old_names(options: type[Any]) -> dict[str, str]:
-    """Return the earlier names of options -> their names, from `OLD_NAMES` of the dataclass."""
-    found: dict[str, str] = {}
-    for kind in options.__mro__:
-        found |= vars(kind).get("OLD_NAMES", {})
-    return found
-
-
-def with_new_names(options: type[Any], stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with the names that the options have now.
-
-    Raises:
-        OptionError: an option is given under both names.
-    """
-    renamed, found = old_names(options), dict[str, Any]()
-    for written, value in values.items():
-        name = renamed.get(written, written)
-        if name in found:
-            old = next(old for old, new in renamed.items() if new == name)
-            raise OptionError(
-                f"{stage} has both '{old}' and '{name}', which are the same option.",
-                do=f"Keep '{name}'.",
-                option=written,
-            )
-        found[name] = value
-    return found
-
-
 def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) -> Options:
     """Build `options` from plain values, which are converted to the types of the fields.
 
     Raises:
-        OptionError: a name is unknown or given twice, a required option is missing, or a value has
-            the wrong type.
+        OptionError: a name is unknown, a required option is missing, or a value has the wrong type.
     """
     # Importing pydantic takes as long as all of `enginery --help`.
     from pydantic import TypeAdapter, ValidationError
 
     known = option_names(options)
-    values = with_new_names(options, stage, values)
     for name in values:
         if name not in known:
             raise OptionError(

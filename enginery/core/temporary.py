@@ -21,7 +21,6 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,9 +37,6 @@ _ours: set[Path] = set()
 """What this process uses. Its lock may be missing, if the system could not lock it at that time."""
 _BESIDE = re.compile(r"^\.tmp-(?P<target>.+)-[0-9a-f]{12}$")
 _SCRATCH = re.compile(r"^enginery-(?P<target>[a-z-]+)-[0-9a-f]{12}$")
-# A name of `tempfile`. One in 17 consists of letters only; it may as well be a word of the user.
-_UNLOCKED_SCRATCH = re.compile(r"^enginery-([a-z-]+-)?(?=[a-z]*[0-9_])[a-z0-9_]{8}(\.log)?$")
-_DAY_SECONDS = 24 * 3600
 
 
 @contextmanager
@@ -125,35 +121,6 @@ def remove_leftovers(parent: Path, target: str = "") -> int:
 def remove_scratch() -> int:
     """Remove what killed runs have left in the temporary folder; return its size in bytes."""
     return _remove_unlocked(Path(tempfile.gettempdir()), _SCRATCH)
-
-
-def remove_unlocked_scratch() -> int:
-    """Remove what killed runs of earlier versions have left in the temporary folder.
-
-    These did not lock it. So it is removed if it belongs to this user, nobody else may read it, and
-    nothing in it has changed for a day.
-
-    Returns:
-        The size of what was removed, in bytes.
-    """
-    freed, folder = 0, Path(tempfile.gettempdir())
-    if sys.platform == "win32":  # no owners and modes
-        return 0
-    with suppress(OSError):  # it cannot be listed
-        for path in folder.iterdir():
-            if not _UNLOCKED_SCRATCH.match(path.name):
-                continue
-            with suppress(OSError):  # removed meanwhile
-                found = path.lstat()
-                private = {stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600}
-                if found.st_uid == os.getuid() and found.st_mode in private and _is_old(path):
-                    freed += _remove_if_unlocked(path)
-    return freed
-
-
-def _is_old(path: Path) -> bool:
-    times = [each.lstat().st_mtime for each in (path, *path.rglob("*"))]
-    return max(times) < time.time() - _DAY_SECONDS
 
 
 def new_sibling(path: Path) -> Path:

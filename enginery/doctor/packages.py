@@ -13,12 +13,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
-    OnnxRuntimeBuild,
     cuda_major,
     hidden_remedy,
-    installed_onnxruntimes,
     provider_library,
     reinstall,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import graph_sha256
-from enginery.core.artifact.fingerprint import Fingerprint, data_sha256
+from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import OptionError, ShapeError
 from enginery.core.model.feeds import FeedLimits
@@ -60,8 +60,6 @@ class RequestedEngines:
     requests: tuple[EngineRequest, ...]
     buckets: LengthBuckets | None
     """Buckets of the lengths in `data`, or None."""
-    data_sha256: str
-    """Digest of `data`; empty without it."""
 
 
 def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngines:
@@ -97,8 +95,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
             requests.append(
                 EngineRequest(graph, tuple(together), checked, capabilities, digest, key)
             )
-    data = data_sha256(Path(config.data).expanduser()) if config.data else ""
-    return RequestedEngines(tuple(requests), buckets, data)
+    return RequestedEngines(tuple(requests), buckets)
 
 
 def size_limits(artifact: Artifact) -> dict[str, int]:

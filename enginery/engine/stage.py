@@ -11,7 +11,6 @@ the same graph for the same GPUs and shapes is built once, for all artifacts.
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from enginery.core.artifact.artifact import (
@@ -23,11 +22,17 @@ from enginery.core.artifact.artifact import (
 )
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import ENGINE_FILE, ENGINES, engine_directories
-from enginery.core.artifact.fingerprint import Fingerprint, combined_sha256, tool_versions
+from enginery.core.artifact.fingerprint import (
+    Fingerprint,
+    combined_sha256,
+    option_fields,
+    runtime_version,
+    stage_fingerprint,
+    tool_versions,
+)
 from enginery.core.artifact.manifest import StageRecord
 from enginery.core.artifact.reports import BuildReport
 from enginery.core.artifact.staging import CARD, LISTING, staging
-from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.engine.build import (
@@ -40,6 +45,7 @@ from enginery.engine.build import (
 from enginery.engine.config import BuildConfig
 from enginery.engine.report import make_report, save_length_figure
 from enginery.engine.requests import RequestedEngines, resolve_requests
+from enginery.runtime.tensorrt.engine_key import timing_cache_content
 from enginery.runtime.tensorrt.options import get_flavor
 
 STAGE = "build"
@@ -67,8 +73,9 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
         for request, value in zip(requested.requests, found, strict=True):
             label = f"{name} of {request.graph.file}"
             engines[label] = f"{engines[label]}; {value}" if label in engines else value
-    return Fingerprint(
+    return stage_fingerprint(
         STAGE,
+        STAGE_VERSION,
         {
             "artifact": source.content_sha256(),
             # Verdicts are part of the new artifact.
@@ -79,12 +86,9 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
             "reports": _reports_sha256(source),
             "other engines": ", ".join(sorted(others)) or "none",
             **engines,
-            "profiles from": f"{requested.data_sha256} {config.column}"
-            if requested.buckets
-            else "none",
-            "allow partitions": str(config.allow_partitions).lower(),
-            "stage version": STAGE_VERSION,
         },
+        option_fields(config, timing_cache=timing_cache_content(config.options)),
+        runtime_version(),  # that of TensorRT is in the engines' keys
     )
 
 
@@ -160,15 +164,11 @@ def run(
         (directory / REPORT).write_bytes(report.to_json())
         if requested.buckets:
             save_length_figure(directory / FIGURE, requested.buckets)
-        record = StageRecord(
-            stage=STAGE,
-            key=key.key,
-            fields=key.fields,
-            options=options_dict(config),
-            changed_options=changed_options(config),
+        record = StageRecord.of(
+            key,
+            config,
+            started=started,
             tools=tool_versions([get_flavor(config.flavor).package]),
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.monotonic() - started, 3),
             peak_rss_bytes=max(
                 [
                     peak_rss_bytes(),

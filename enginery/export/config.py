@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import OptionError
+from enginery.core.options import by_content, not_in_key
 
 _OPSETS = range(7, 24)
 """ONNX_MIN_OPSET to ONNX_MAX_OPSET of torch.onnx, 2.13."""
@@ -22,7 +23,7 @@ class ExportConfig:
     task: str = "auto"
     """The task, as Optimum or transformers' pipelines name it: text-classification, ner, … `auto`
     infers it as Optimum does."""
-    revision: str = "main"
+    revision: str = not_in_key("main")  # the hashes of the files that it names are in the key
     """The Hub revision: a branch, a tag or a commit."""
     opset: int | Literal["auto"] = "auto"
     """The ONNX operator set: 7 to 23. `auto` is 20, and for an .onnx file its own; a later one
@@ -51,15 +52,15 @@ class ExportConfig:
     """The device on which PyTorch traces the model: cpu, cuda or cuda:N."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only use it for authors you trust."""
-    allow_pickle: bool = False
+    allow_pickle: bool = not_in_key(False)  # a permission
     """Load pickled weights, with PyTorch's restricted unpickler."""
-    cache_dir: str = ""
+    cache_dir: str = not_in_key()  # where files are, not what is in them
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
     layout: Literal["enginery", "optimum"] = "enginery"
     """The graphs of a model with a cache. `enginery`: one decoder, for the last position's logits,
     and an encoder that also computes the cross-attention's keys and values. `optimum`: Optimum's
     graphs, for its ORTModel classes."""
-    model_kwargs: dict[str, str] = field(default_factory=dict)
+    model_kwargs: dict[str, str] = by_content(default_factory=dict)
     """What Optimum needs beside the model, as JSON: `{"vocoder": "org/name"}` names the vocoder of
     SpeechT5, like the model itself."""
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
-from enginery.core.artifact.fingerprint import Fingerprint, option_fields, tool_versions
+from enginery.core.artifact.fingerprint import (
+    Fingerprint,
+    option_fields,
+    stage_fingerprint,
+    stage_tools,
+)
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord
 from enginery.core.errors import ExportError, OptionError, SourceError, UntrustedModelError
 from enginery.core.home import enginery_home
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.source import ModelSource, resolve_source
-from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
@@ -30,9 +33,6 @@ STAGE_VERSION = "9"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
-
-# The location of the source does not affect the graph; the source's hashes are in the key.
-_NOT_IN_KEY = ("cache_dir", "allow_pickle", "revision", "model_kwargs")
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,17 @@ def fingerprint(
     Raises:
         OptionError: the source is an .onnx file of a later opset than the options name.
     """
-    resolved = asdict(with_opset(source, config))
-    options = {n: value for n, value in resolved.items() if n not in _NOT_IN_KEY}
-    if vocoder:
-        options["vocoder"] = vocoder.record.sha256
-    tools = ("onnx",) if source.record.kind == "onnx" else TOOLS
-    return Fingerprint(
+    resolved = with_opset(source, config)
+    return stage_fingerprint(
         STAGE,
+        STAGE_VERSION,
         {
             "model": source.record.id,
             "revision": source.record.revision,
             "source": source.record.sha256,
-            **option_fields(options),
-            **tool_versions(tools),
-            "stage version": STAGE_VERSION,
         },
+        option_fields(resolved, model_kwargs=vocoder.record.sha256 if vocoder else "none"),
+        stage_tools(("onnx",) if source.record.kind == "onnx" else TOOLS),
     )
 
 
@@ -164,18 +160,14 @@ def run(
         )
         result = _run_worker(request, source.name, progress)
         graphs = tuple(GraphRecord.model_validate(graph) for graph in result.graphs)
-        record = StageRecord(
-            stage=STAGE,
-            key=key.key,
-            fields=key.fields,
-            options=asdict(resolved),
-            changed_options=changed_options(config),
-            tools=tool_versions(TOOLS),
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.monotonic() - started, 3),
+        record = StageRecord.of(
+            key,
+            config,
+            started=started,
+            tools=stage_tools(TOOLS),
             peak_rss_bytes=result.peak_rss_bytes,
-            notes=tuple(result.notes),
-        )
+            notes=result.notes,
+        ).with_resolved(opset=resolved.opset)
         manifest = Manifest(
             source=source.record,
             task=result.task,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError
+from enginery.core.options import by_content, not_in_key
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class OptimizeConfig:
     packed: bool = False
     """For cuda: compute only the tokens that are not padding, which must be on the right. The graph
     then runs on CUDA alone, without CUDA graphs; outputs are 0 at padding."""
-    data: str = ""
+    data: str = by_content()
     """Real inputs to measure ranges on: a CSV, TSV, JSONL, Parquet or text file, a folder of
     images, or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. Empty:
     built-in sentences or images, or generated numbers."""
@@ -42,6 +43,8 @@ class OptimizeConfig:
     `by-precision`: 16 unit roundoffs, 0.78 % for FP16."""
     max_rounds: int = 6
     """How many times the check may keep more nodes in FP32 before the stage fails."""
+    allow_failed: bool = not_in_key(False)  # a permission
+    """Accept an artifact whose validation failed."""
 
 
 def check_options(config: OptimizeConfig) -> None:

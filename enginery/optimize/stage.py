@@ -7,25 +7,21 @@ and the report names the node at which the outputs diverge.
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
-    data_sha256,
     option_fields,
-    runtime_version,
-    tool_versions,
+    stage_fingerprint,
+    stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
 from enginery.core.artifact.reports import Report
 from enginery.core.errors import OptionError
-from enginery.core.options import changed_options
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import peak_rss_bytes
@@ -68,17 +64,16 @@ def fingerprint(artifact: Artifact, config: OptimizeConfig) -> Fingerprint:
         OptionError: an option is invalid.
     """
     check_options(config)
-    fields = {
-        "artifact": artifact.content_sha256(),
-        "precision of the artifact": artifact.manifest.precision,
-        **option_fields(asdict(config)),
-        **runtime_version(),
-        **tool_versions(_tools(config)),
-        "stage version": STAGE_VERSION,
-    }
-    if config.data:
-        fields["data sha256"] = data_sha256(Path(config.data).expanduser())
-    return Fingerprint(STAGE, fields)
+    return stage_fingerprint(
+        STAGE,
+        STAGE_VERSION,
+        {
+            "artifact": artifact.content_sha256(),
+            "precision of the artifact": artifact.manifest.precision,
+        },
+        option_fields(config),
+        stage_tools(_tools(config)),
+    )
 
 
 def run(
@@ -86,7 +81,6 @@ def run(
     config: OptimizeConfig,
     out: Path,
     *,
-    allow_failed: bool = False,
     key: Fingerprint | None = None,
     progress: Progress = SILENT,
 ) -> Artifact:
@@ -98,19 +92,18 @@ def run(
         artifact: the FP32 artifact.
         config: the options.
         out: the directory of the new artifact.
-        allow_failed: True to accept an artifact that has failed a check.
         key: the result of `fingerprint`; computed if None.
         progress: receives progress messages.
 
     Raises:
-        RejectedArtifactError: the artifact has failed a check, and `allow_failed` is False.
+        RejectedArtifactError: the artifact has failed a check.
         OptionError: an option is invalid or does not suit the artifact.
         ExportError: a graph cannot be fused or cast, or has ops that TensorRT does not support.
         InputError: the data cannot be read, or a graph fails on it.
         MissingPackageError: the target requires fusions, and Optimum is not installed.
     """
     started = time.monotonic()
-    artifact.require_passed(allow_failed=allow_failed)
+    artifact.require_passed(allow_failed=config.allow_failed)
     key = key or fingerprint(artifact, config)
     if artifact.manifest.precision != "fp32":
         raise OptionError(
@@ -123,7 +116,6 @@ def run(
     ):
         artifact.copy_side_files(directory)
         optimized = optimize_graphs(artifact, config, directory, scratch, progress=progress)
-        seconds = round(time.monotonic() - started, 3)
         report = OptimizationReport(
             passed=optimized.passed,
             summary=optimized.problem
@@ -132,21 +124,17 @@ def run(
             precision=config.precision,
             notes=optimized.notes,
             graphs=optimized.records,
-            seconds=seconds,
+            seconds=round(time.monotonic() - started, 3),
         )
         (directory / REPORTS).mkdir()
         (directory / REPORT).write_bytes(report.to_json())
-        stage = StageRecord(
-            stage=STAGE,
-            key=key.key,
-            fields=key.fields,
-            options=json.loads(json.dumps(asdict(config))),
-            changed_options=changed_options(config),
-            tools={**runtime_version(), **tool_versions(_tools(config))},
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=seconds,
+        stage = StageRecord.of(
+            key,
+            config,
+            started=started,
+            tools=stage_tools(_tools(config)),
             peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
-            notes=tuple(optimized.notes),
+            notes=optimized.notes,
         )
         verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
         commit_artifact(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from enginery.core.datasets.batches import Format
 from enginery.core.errors import OptionError
+from enginery.core.options import by_content, not_in_key
 
 MAX_ROWS, MAX_TOKENS = 64, 512
 """The default limits of a batch, except for texts on a GPU."""
@@ -18,9 +19,11 @@ Engine = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """Options of the predict stage."""
+    """Options of the predict stage.
 
-    OLD_NAMES: ClassVar = {"provider": "providers"}
+    Those that change predictions by rounding at most are not in the key: the run's speed and
+    memory, its parts, and where it runs.
+    """
 
     column: str = "text"
     """Column with the text, or with the path of the image for an image model."""
@@ -55,50 +58,50 @@ class PredictConfig:
     generation: tuple[str, ...] = ()
     """An option of generation, `max_new_tokens=64`, `num_beams=4` or `target_language=fr`; repeat
     it for several. The model's generation_config.json has the others."""
-    providers: str = ""
+    providers: str = by_content()
     """Execution providers in order of preference: tensorrt,cuda,cpu; or a YAML or JSON file of
     them. Empty for the variable `ENGINERY_PROVIDERS`, or cpu if it is not set."""
-    provider_option: tuple[str, ...] = ()
+    provider_option: tuple[str, ...] = not_in_key(())  # part of the content of `providers`
     """An option of a provider, `cuda.gpu_mem_limit=2GiB`; repeat it for several."""
     allow_fallback: bool = False
     """Use the next provider, with a message, if the first one is not available."""
-    io_binding: bool = True
+    io_binding: bool = not_in_key(True)
     """Keep inputs and outputs in GPU buffers, on NVIDIA's providers."""
-    cuda_graph: bool = False
+    cuda_graph: bool = not_in_key(False)
     """Record the run of each shape as a CUDA graph and replay it."""
-    ladder: bool = True
+    ladder: bool = not_in_key(True)
     """On CUDA, round batches and lengths up to a few sizes and record a CUDA graph for each."""
-    shrink_arena: bool = False
+    shrink_arena: bool = not_in_key(False)
     """Return memory beyond the arena's first chunk after each run; each run allocates it again."""
-    allow_failed: bool = False
+    allow_failed: bool = not_in_key(False)  # a permission
     """Accept an artifact whose validation failed."""
-    optimized_graph: bool = True
+    optimized_graph: bool = not_in_key(True)
     """Keep ONNX Runtime's optimized graph for this processor in the store: the next run starts
     faster and needs less memory."""
-    workers: int = 0
+    workers: int = not_in_key(0)
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor. On a GPU one batch runs at a time."""
-    window: int = 2048
+    window: int = not_in_key(2048)
     """Number of rows that are sorted by length before they are cut into batches."""
-    batch_tokens: int = 0
+    batch_tokens: int = not_in_key(0)
     """Maximum number of padded tokens per batch; a single text may have more. 0 for 512 on the CPU
     and 8192 on a GPU."""
-    batch_rows: int = 0
+    batch_rows: int = not_in_key(0)
     """Maximum number of rows per batch. 0 for 64, or 256 for texts on a GPU."""
-    part_rows: int = 4096
+    part_rows: int = not_in_key(4096)
     """Number of rows per part of the output; a killed run repeats at most one part."""
-    part_seconds: float = 30.0
+    part_seconds: float = not_in_key(30.0)
     """Time after which a part with fewer rows is finished, in seconds."""
-    fail_fast: bool = False
+    fail_fast: bool = not_in_key(False)
     """Stop at the first bad row."""
-    engine: Engine = "local"
+    engine: Engine = not_in_key("local")
     """Where the model runs: in this process, or in actors of a Ray cluster."""
-    ray_address: str = ""
+    ray_address: str = not_in_key("")
     """Address of a Ray cluster that this machine is a node of, `10.0.0.7:6379`; `auto` for the
     cluster running here. Empty for `RAY_ADDRESS`, or a local Ray for this run if it is not set."""
-    ray_actors: int = 0
+    ray_actors: int = not_in_key(0)
     """Maximum number of actors, each with its own model; 0 for as many as fit into the cluster."""
-    ray_gpus: float = 0.0
+    ray_gpus: float = not_in_key(0.0)
     """GPUs per actor: 0.5 puts two actors on one GPU."""
 
     def __post_init__(self) -> None:
@@ -139,31 +142,6 @@ class PredictConfig:
                     do=f"Add --engine ray, or leave out --{name.replace('_', '-')}.",
                     option=name,
                 )
-
-
-NOT_IN_FINGERPRINT = (
-    "workers",
-    "window",
-    "batch_tokens",
-    "batch_rows",
-    "part_rows",
-    "part_seconds",
-    "fail_fast",
-    "allow_failed",
-    "providers",
-    "provider_option",
-    "io_binding",
-    "cuda_graph",
-    "ladder",
-    "shrink_arena",
-    "optimized_graph",
-    "engine",
-    "ray_address",
-    "ray_actors",
-    "ray_gpus",
-)
-"""Options that change predictions by rounding at most. The fingerprint has the parsed providers in
-place of `providers` and `provider_option`."""
 
 
 def _require_encoding(name: str) -> None:

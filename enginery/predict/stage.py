@@ -29,11 +29,11 @@ from typing import IO, Any, Literal
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
-    data_sha256,
+    data_content,
     option_fields,
-    runtime_version,
     sha256_of,
-    tool_versions,
+    stage_fingerprint,
+    stage_tools,
 )
 from enginery.core.datasets.batches import DatasetReader, ReadOptions
 from enginery.core.datasets.delimited import LineReader
@@ -43,12 +43,11 @@ from enginery.core.datasets.reader import detect_format, open_dataset
 from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import EngineryError, InputError, OptionError, os_errors_as
 from enginery.core.json_file import json_bytes
-from enginery.core.options import options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import directory_beside, write_atomically
 from enginery.predict.batch_predictor import BatchPredictor
-from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
+from enginery.predict.config import PredictConfig
 from enginery.predict.journal import (
     STDIN_COPY,
     Journal,
@@ -63,6 +62,7 @@ from enginery.predict.task_inputs import column_names, provider_specs, require_t
 from enginery.predict.tensors import NPZ, WrittenTensors, write_tensors
 from enginery.predict.writer import Assembly, output_format
 from enginery.runtime.machine import usable_cores
+from enginery.runtime.providers.specification import format_providers
 from enginery.runtime.tasks.task import PLURALS
 
 STAGE = "predict"
@@ -72,21 +72,16 @@ STDIN = "-"
 
 def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
     """Compute the fingerprint of an output from its input, artifact, options and tools."""
-    options = {k: v for k, v in options_dict(config).items() if k not in NOT_IN_FINGERPRINT}
-    return Fingerprint(
+    return stage_fingerprint(
         STAGE,
+        STAGE_VERSION,
         {
-            "stage_version": STAGE_VERSION,
-            "input": data_sha256(path),
+            "input": data_content(path),
             "artifact": artifact.content_sha256(),
             "output_format": kind,
-            "providers": "; ".join(
-                f"{spec.name} {spec.options}" for spec in provider_specs(config)
-            ),
-            **option_fields(options),
-            **runtime_version(),
-            **tool_versions(["tokenizers"]),
         },
+        option_fields(config, providers=format_providers(provider_specs(config))),
+        stage_tools(["tokenizers"]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from enginery.core.errors import OptionError
 from enginery.core.paths import is_portable_name
@@ -15,8 +15,6 @@ LATEST = "latest"
 @dataclass(frozen=True)
 class PublishConfig:
     """Options of the publish stage."""
-
-    OLD_NAMES: ClassVar = {"allow_unvalidated": "allow_failed"}
 
     name: str = ""
     """Name of the model in a folder; empty for its source's name. Other addresses contain the

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from enginery.runtime.tasks.task import Task
 @dataclass(frozen=True)
 class PyfuncConfig:
     """Options of the model, MLflow's `model_config`."""
-
-    OLD_NAMES: ClassVar = {"provider": "providers"}
 
     providers: str = ""
     """Execution providers in order of preference, `tensorrt,cuda,cpu`; empty for the variable

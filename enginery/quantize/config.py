@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from enginery.core.errors import OptionError
+from enginery.core.options import by_content, not_in_key
 from enginery.runtime.tensorrt.options import capability_name
 
 Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
@@ -16,9 +17,7 @@ Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
 class QuantizeConfig:
     """Options of quantization: calibration data, scheme, target and accuracy budget."""
 
-    OLD_NAMES: ClassVar = {"calibration": "data", "capabilities": "capability"}
-
-    data: str = ""
+    data: str = by_content()
     """Calibration data: a CSV, TSV, JSONL, Parquet or text file, a folder of images or audio files,
     or arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files."""
     column: str = "text"
@@ -55,7 +54,7 @@ class QuantizeConfig:
     quantized."""
     exclude: tuple[str, ...] = ()
     """Layers not to quantize: node names, or patterns such as `*/layer.0/*`."""
-    ranges: str = ""
+    ranges: str = by_content()
     """Ranges to reuse: `reports/ranges.json` from an earlier run, or its artifact. Nothing is
     calibrated then, and the accuracy is measured only on built-in inputs."""
     scheme: Literal["auto", "int8", "fp8", "dynamic"] = "auto"
@@ -68,8 +67,6 @@ class QuantizeConfig:
     engine. `cuda` is refused: ONNX Runtime has no INT8 matrix products there."""
     per_channel: bool = True
     """One scale for each output channel of a weight instead of one for the whole weight."""
-    symmetric: bool = True
-    """Zero points are 0. TensorRT supports nothing else, so turning this off is an error."""
     capability: tuple[str, ...] = ("8.9",)
     """Compute capabilities that a trial engine is built for before anything is saved, such as
     `8.0,8.9`. With `none`, no engine is built, and the report says so."""
@@ -78,7 +75,7 @@ class QuantizeConfig:
     batches of 1 to 32 and sequences up to the model's limit."""
     allow_random: bool = False
     """Calibrate on random inputs if no data are given. For trying things out, not for use."""
-    allow_failed: bool = False
+    allow_failed: bool = not_in_key(False)  # a permission
     """Accept an artifact whose validation failed."""
     seed: int = 0
     """Random seed for the sample of rows that errors are measured on."""
@@ -117,20 +114,6 @@ def check_options(config: QuantizeConfig) -> None:
             "node would be computed in FP32, between casts.",
             do="Leave it out.",
             option="residual",
-        )
-    if not config.symmetric and config.target == "cpu":
-        raise OptionError(
-            "option 'symmetric' is false, but it is for TensorRT: for the CPU, activations have "
-            "zero points in any case, and weights have none.",
-            do="Leave it out.",
-            option="symmetric",
-        )
-    if not config.symmetric:
-        raise OptionError(
-            "option 'symmetric' is false, but TensorRT requires zero points of 0: its parser "
-            "rejects any other (`shiftIsAllZeros(zeroPoint)`).",
-            do="Leave it on. 'shift' centers one-sided activations, so no range is lost.",
-            option="symmetric",
         )
     if config.scheme == "fp8" and config.method == "entropy":
         raise OptionError(

@@ -2,7 +2,7 @@
 
 The new artifact has the quantized graph, `reports/quantization.json`, `reports/quantization.svg`
 and `reports/ranges.json`. It is saved only if the accuracy budget is met and TensorRT parses the
-graph and, unless `capabilities` is empty, builds a trial engine. Dynamic INT8, for the CPU, is in
+graph and, unless `capability` is `none`, builds a trial engine. Dynamic INT8, for the CPU, is in
 `quantize/dynamic.py`.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,14 @@ from enginery.core.artifact.fingerprint import (
     Fingerprint,
     combined_sha256,
     option_fields,
-    runtime_version,
     sha256_of,
-    tool_versions,
+    stage_fingerprint,
+    stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, StageRecord
 from enginery.core.artifact.reports import AccuracyMetrics, LayerError, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
-from enginery.core.options import changed_options, options_dict
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.core.temporary import temporary_directory
@@ -88,9 +86,6 @@ TOOLS = ("onnx", "onnx-ir", "numpy", "ml_dtypes", "tensorrt-rtx-cu13-bindings")
 _MIN_OPSET = 19
 """First opset whose Q and DQ support FP16 scales and FP8; graphs of earlier ones are converted."""
 
-# Options that do not change the graph, or that the fingerprint covers by content.
-_NOT_IN_KEY = ("allow_failed", "calibration", "ranges")
-
 
 def fingerprint(
     source: Artifact, config: QuantizeConfig, data: CalibrationData | None
@@ -103,19 +98,19 @@ def fingerprint(
     """
     check_options(config)
     config = resolve_scheme(config)
-    options = {n: v for n, v in options_dict(config).items() if n not in _NOT_IN_KEY}
-    return Fingerprint(
+    return stage_fingerprint(
         STAGE,
+        STAGE_VERSION,
         {
             "artifact": source.content_sha256(),
-            "calibration": data.sha256 if data else "none",
-            "ranges": sha256_of(find_ranges_file(config.ranges)) if config.ranges else "none",
-            **option_fields(options),
             **(_machine() if config.scheme == "auto" else {}),
-            **runtime_version(),
-            **tool_versions(TOOLS),
-            "stage version": STAGE_VERSION,
         },
+        option_fields(
+            config,
+            data=data.content if data else "none",
+            ranges=sha256_of(find_ranges_file(config.ranges)) if config.ranges else "none",
+        ),
+        stage_tools(TOOLS),
     )
 
 
@@ -185,8 +180,7 @@ def run(
         EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
-    changed = changed_options(config)
-    config = resolve_scheme(config)
+    written, config = config, resolve_scheme(config)
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
@@ -218,18 +212,14 @@ def run(
             )
         report = replace(report, builtin=builtin, notes=list(notes))
         (directory / REPORT).write_bytes(report.to_json())
-        stage = StageRecord(
-            stage=STAGE,
-            key=key.key,
-            fields=key.fields,
-            options=options_dict(config),
-            changed_options=changed,
-            tools={**runtime_version(), **tool_versions(TOOLS)},
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(time.monotonic() - started, 3),
+        stage = StageRecord.of(
+            key,
+            written,
+            started=started,
+            tools=stage_tools(TOOLS),
             peak_rss_bytes=peak_rss_bytes(),
             notes=(report.summary, *notes),
-        )
+        ).with_resolved(scheme=config.scheme)
         changes = {
             "precision": "int8" if config.scheme == "dynamic" else config.scheme,
             "residual": residual_precision(config),

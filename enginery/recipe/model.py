@@ -35,7 +35,7 @@ from enginery.core.errors import (
     SourceError,
     nearest,
 )
-from enginery.core.options import old_names, options_from, with_new_names
+from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
 from enginery.recipe.stages import (
     ARTIFACT_STAGES,
@@ -131,10 +131,7 @@ class Recipe:
         steps = []
         for place, step in enumerate(written.stages):
             path = ("stages", place, step.stage)
-            lines = document.lines_in(path)
-            renamed = old_names(type(step.options))
-            lines |= {renamed[name]: line for name, line in lines.items() if name in renamed}
-            steps.append(replace(step, line=document.line(path), lines=lines))
+            steps.append(replace(step, line=document.line(path), lines=document.lines_in(path)))
         return cls(
             _resolve_model(written.model, base),
             tuple(steps),
@@ -295,17 +292,15 @@ def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
             do=f"Write - {stage}: {{{next(iter(hints))}: …}}.",
         )
     found: dict[str, Any] = {}
-    renamed = {new: old for old, new in old_names(STAGES[stage]).items() if old in given}
-    for option, value in with_new_names(STAGES[stage], stage, given).items():
-        written = renamed.get(option, option)
+    for option, value in given.items():
         if value is None and option in hints:
             raise OptionError(
                 f"option '{option}' has no value.",
                 do="Leave the line out for the default.",
-                option=written,
+                option=option,
             )
         if option == "providers" and value != "":
-            found[option] = _convert_providers(stage, written, value, base)
+            found[option] = _convert_providers(stage, value, base)
         elif isinstance(value, str):
             found[option] = _convert_text(option, hints.get(option), value, base)
         elif option == "model_kwargs" and isinstance(value, dict):
@@ -328,16 +323,16 @@ def _convert_text(option: str, hint: Any, value: str, base: Path) -> Any:
     return _resolve(value, base) if is_path or (option == "url" and ":" not in value) else value
 
 
-def _convert_providers(stage: str, written: str, value: Any, base: Path) -> str:
+def _convert_providers(stage: str, value: Any, base: Path) -> str:
     """Read providers as text, a list, a mapping with their options, or a file with any of them."""
     if isinstance(value, str) and is_file_name(value):
         value = _resolve(value.strip(), base)
-    place: tuple[int | str, ...] = (stage, written)
+    place: tuple[int | str, ...] = (stage, "providers")
     try:
         for index, item in enumerate(value if isinstance(value, list) else ()):
-            place = (stage, written, index)
+            place = (stage, "providers", index)
             parse_providers(item)
-        place = (stage, written)
+        place = (stage, "providers")
         return format_providers(parse_providers(value))
     except EngineryError as error:
         error.do = error.do or "See: enginery provider-options"

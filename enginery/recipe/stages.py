@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from enginery.bench.config import BenchConfig
 from enginery.core.errors import EngineryError, InputError, OptionError, nearest
@@ -44,8 +44,6 @@ class BenchStage(BenchConfig):
 class PredictStage(PredictConfig):
     """Options of predict, with its input and output."""
 
-    OLD_NAMES: ClassVar = {"output": "out"}
-
     input: str
     """A CSV, TSV, JSONL, Parquet or text file, a folder of images
     or audio, or `-` for standard input."""
@@ -69,8 +67,6 @@ class PublishStage(PublishConfig):
 class TritonStage(TritonConfig):
     """Options of export-triton, with the model repository."""
 
-    OLD_NAMES: ClassVar = {"directory": "out"}
-
     out: str
     """The model repository; other models in it stay as they are."""
 
@@ -78,8 +74,6 @@ class TritonStage(TritonConfig):
 @dataclass(frozen=True, kw_only=True)
 class KserveStage(KserveConfig):
     """Options of export-kserve, with the directory of the manifest."""
-
-    OLD_NAMES: ClassVar = {"directory": "out"}
 
     out: str
     """Where inferenceservice.yaml goes."""

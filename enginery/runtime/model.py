@@ -245,7 +245,6 @@ def load_model(
     cuda_graph: bool = False,
     ladder: bool = True,
     shrink_arena: bool = False,
-    provider: Providers = "",
 ) -> Model | TextGenerator:
     """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
@@ -265,7 +264,6 @@ def load_model(
             each when it first runs. The answers are those of the inputs alone; new sizes of inputs
             are as fast as others.
         shrink_arena: after each run, free the memory that it took beyond the arena's initial chunk.
-        provider: the earlier name of `providers`.
 
     Raises:
         ArtifactError: the directory is not an artifact, its task is not supported, or a file that
@@ -280,7 +278,7 @@ def load_model(
     generates = opened.manifest.task in TextGenerator.tasks
     if not generates:
         require_task(opened.manifest)
-    specs = parse_providers(providers or provider, provider_options, default="cpu")
+    specs = parse_providers(providers, provider_options, default="cpu")
 
     def open_graph(file: str = "") -> OrtRunner:
         return OrtRunner(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from enginery.core.artifact.staging import LISTING, MANIFEST
 from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
@@ -31,8 +31,6 @@ _PACKAGES = (
 @dataclass(frozen=True)
 class ServeConfig:
     """Options of the server: address, providers, batching, limits and process management."""
-
-    OLD_NAMES: ClassVar = {"provider": "providers"}
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all addresses, as a container needs."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from enginery.core.errors import OptionError
+from enginery.core.options import by_content, not_in_key
 
 Effort = Literal["quick", "normal", "thorough"]
 
@@ -15,19 +16,17 @@ Effort = Literal["quick", "normal", "thorough"]
 class ValidateConfig:
     """Options of the validation: providers, inputs and tolerances."""
 
-    OLD_NAMES: ClassVar = {"provider": "providers"}
-
-    providers: str = ""
+    providers: str = by_content()
     """Execution providers in order of preference, such as tensorrt,cuda,cpu; or a YAML or JSON
     file of them. If empty, the environment variable `ENGINERY_PROVIDERS`, or cpu."""
-    provider_option: tuple[str, ...] = ()
+    provider_option: tuple[str, ...] = not_in_key(())  # part of the content of `providers`
     """Option of a provider, such as `cuda.gpu_mem_limit=2GiB`. Can be repeated."""
     allow_fallback: bool = False
     """Use the next provider if the first is not available, and report it."""
     profile: tuple[str, ...] = ()
     """Shape profile, such as `batch=1:8:32,sequence=8:128:512`; all its corners are compared.
     Can be repeated."""
-    data: str = ""
+    data: str = by_content()
     """Real inputs: a CSV, TSV, JSONL, Parquet or text file, a folder of images, or
     arrays of the graph's own inputs, `.npz`, `.npy` or a folder of `.npz` files. If empty, built-in
     sentences or images."""
@@ -38,7 +37,7 @@ class ValidateConfig:
     reference and of the artifact. It does not decide the verdict."""
     rows: int = 64
     """Number of rows to read from `data`, evenly spread over the file."""
-    reference: str = ""
+    reference: str = by_content()
     """Model to compare with: one in PyTorch, or an .onnx file. If empty, the artifact's own source,
     which is the .onnx file itself for an imported one."""
     max_abs_error: float | Literal["noise-floor"] = "noise-floor"
@@ -52,9 +51,9 @@ class ValidateConfig:
     length."""
     seed: int = 0
     """Random seed for the inputs of the shape sweep."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = not_in_key(False)  # a permission, like the next
     """Run Python code that comes with the model. Only for authors you trust."""
-    allow_pickle: bool = False
+    allow_pickle: bool = not_in_key(False)
     """Load pickled weights. Only for authors you trust."""
 
 

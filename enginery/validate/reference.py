@@ -217,7 +217,7 @@ def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:
         ArtifactError: the manifest does not name it.
     """
     export = next((s for s in artifact.manifest.stages if s.stage == "export"), None)
-    if export is None or "vocoder" not in export.fields:
+    if export is None or export.fields.get("model_kwargs", "none") == "none":
         return None
     kwargs = export.options.get("model_kwargs")
     name = kwargs.get("vocoder") if isinstance(kwargs, dict) else None
@@ -226,7 +226,7 @@ def _find_vocoder(artifact: Artifact, config: ValidateConfig) -> Path | None:
             f"{artifact.path}: manifest.json has the digest of a vocoder, but not its name."
         )
     source = resolve_source(name, allow_pickle=config.allow_pickle)
-    if source.record.sha256 != export.fields["vocoder"]:
+    if source.record.sha256 != export.fields["model_kwargs"]:
         raise SourceError(
             f"the vocoder {name} has changed since the export.", do="Export the model again."
         )

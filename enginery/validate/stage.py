@@ -25,10 +25,9 @@ from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
-    data_sha256,
     option_fields,
-    runtime_version,
-    tool_versions,
+    stage_fingerprint,
+    stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Verdict
 from enginery.core.artifact.reports import (
@@ -102,9 +101,6 @@ TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow
 _RANDOM = "random"
 """Folder of the graphs that take random numbers."""
 
-# Permissions do not change the outputs.
-_NOT_IN_KEY = ("trust_remote_code", "allow_pickle")
-
 
 def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     """Return the cache key: the artifact's content, the options, the data and the tools.
@@ -115,31 +111,26 @@ def fingerprint(artifact: Artifact, config: ValidateConfig) -> Fingerprint:
     """
     check_options(config)
     manifest = artifact.manifest
-    fields = {
+    inputs = {
         "artifact": artifact.content_sha256(),
         "source": manifest.source.sha256,
         "task": manifest.task,
         "precision": manifest.describe_precision(),
-        **option_fields({n: v for n, v in asdict(config).items() if n not in _NOT_IN_KEY}),
-        "providers": format_providers(providers_of(config)),
-        **runtime_version(),
-        **tool_versions(TOOLS),
-        "stage version": STAGE_VERSION,
     }
-    if config.data:
-        fields["data sha256"] = data_sha256(Path(config.data).expanduser())
-    if config.reference:
-        reference = resolve_source(config.reference, allow_pickle=config.allow_pickle)
-        fields["reference sha256"] = reference.record.sha256
     if rule := ComparisonLimits.of(artifact, config).rule:
-        fields["quantization"] = rule
+        inputs["quantization"] = rule
     if engines := _engines(artifact, config):
-        fields["engines"] = engines
+        inputs["engines"] = engines
     if config.allow_fallback:
         # The providers that run then depend on the machine.
         chosen = choose_providers(providers_of(config), allow_fallback=True)
-        fields["chosen providers"] = ", ".join(provider.name for provider in chosen)
-    return Fingerprint(STAGE, fields)
+        inputs["chosen providers"] = ", ".join(provider.name for provider in chosen)
+    contents = {"providers": format_providers(providers_of(config))}
+    if config.reference:
+        reference = resolve_source(config.reference, allow_pickle=config.allow_pickle)
+        contents["reference"] = reference.record.sha256
+    options = option_fields(config, **contents)
+    return stage_fingerprint(STAGE, STAGE_VERSION, inputs, options, stage_tools(TOOLS))
 
 
 def providers_of(config: ValidateConfig) -> tuple[ProviderSpec, ...]:
@@ -304,7 +295,7 @@ def run(
         effort=config.effort,
         coverage=comparison.coverage,
         notes=notes,
-        tools={**runtime_version(), **tool_versions(TOOLS)},
+        tools=stage_tools(TOOLS),
         seconds=round(time.monotonic() - started, 3),
     )
     _save_verdict(artifact, key, report)

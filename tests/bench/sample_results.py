@@ -149,6 +149,7 @@ def make_result(*, contenders, cases=(), images=None, padding=(), precisions=Non
         subjects=subjects,
         machine=machine,
         options=asdict(BenchConfig(**options)),
+        fields={},
         contenders=list(contenders),
         left_out={},
         cases=list(cases),

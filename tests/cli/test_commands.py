@@ -17,13 +17,11 @@ from enginery import Artifact, export_model, validate_model
 from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
 from enginery.cli import commands, main, render
-from enginery.cli.app import _OLD_OPTIONS
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
 from enginery.core.errors import EngineryError
 from enginery.core.json_file import verify_checksum
-from enginery.core.options import old_names
 from enginery.core.store.store import Store
 from enginery.deploy.kserve.options import KserveConfig
 from enginery.deploy.triton.options import TritonConfig
@@ -34,7 +32,6 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
-from enginery.recipe.stages import STAGES
 from enginery.serve.config import ServeConfig
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import edit_manifest, make
@@ -159,40 +156,6 @@ def test_completion_is_installed(cli, tmp_path, monkeypatch):
     assert status == 0
     (script,) = (path for path in tmp_path.rglob("enginery") if path.is_file())
     assert "export-triton" in script.read_text()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("quantize", "--calibration", "a.csv"),
-        ("quantize", "--calibration=a.csv"),
-        ("quantize", "--capabilities", "8.9"),
-        ("build", "--profiles-from", "a.csv"),
-        ("publish", "registry", "--allow-unvalidated"),
-        ("predict", "--input", "a.csv", "--output", "b.csv"),
-        ("predict", "-i", "a.csv", "-o", "b.csv", "--provider", "cpu"),
-        ("validate", "--provider", "cpu"),
-        ("bench", "--provider=cpu"),
-        ("inspect", "--provider", "cpu", "--placement"),
-    ],
-    ids=" ".join,
-)
-def test_earlier_names_of_options_are_understood(cli, words):
-    command, *rest = words
-    status, _, said = cli(command, "no-such-artifact", *rest)
-    assert status == 2
-    assert "no-such-artifact" in said
-    _, out, _ = cli(command, "--help")
-    old = "calibration|capabilities|profiles-from|allow-unvalidated|output|provider|empty-.*"
-    assert not re.search(rf"--({old}) ", out)
-
-
-def test_command_line_knows_the_earlier_names_of_all_options():
-    for stage, kind in STAGES.items():
-        for old, new in old_names(kind).items():
-            if old != "directory":  # which was an argument without a name
-                found = _OLD_OPTIONS[stage][f"--{old.replace('_', '-')}"]
-                assert found == f"--{new.replace('_', '-')}"
 
 
 def test_export_takes_its_arguments_as_optimum_cli_does(cli, tiny, tmp_path, monkeypatch):
@@ -441,7 +404,7 @@ def test_providers_are_named_alike(cli, artifact, tmp_path, command):
     words = [command, artifact, "--providers", "cuda"]
     if command == "predict":
         (tmp_path / "in.txt").write_text("warm")
-        words += ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.csv"]
+        words += ["--input", tmp_path / "in.txt", "--out", tmp_path / "out.csv"]
     options = ["--provider-option", "cuda.device_id=0", "--provider-option", "cuda.memory=2GiB"]
     status, _, said = cli(*words, "--allow-fallback", *options)
     assert (status, "unknown option 'memory' for cuda" in said) == (2, True)

@@ -47,6 +47,7 @@ def manifest(fingerprint: Fingerprint = FINGERPRINT) -> Manifest:
                 key=fingerprint.key,
                 fields=fingerprint.fields,
                 options={},
+                changed_options=(),
                 tools={},
                 finished="2026-01-01T00:00:00+00:00",
                 seconds=1.0,

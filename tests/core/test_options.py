@@ -1,9 +1,8 @@
 import pytest
 
 from enginery.core.errors import OptionError
-from enginery.core.options import old_names, option_names, options_dict, options_from
+from enginery.core.options import option_names, options_dict, options_from
 from enginery.export.config import ExportConfig
-from enginery.recipe.stages import STAGES
 from enginery.validate.config import ValidateConfig
 
 
@@ -53,26 +52,3 @@ def test_options_dict_is_plain_json_and_builds_the_same_options():
     plain = options_dict(options)
     assert plain["profile"] == ["batch=1"]
     assert options_from(ValidateConfig, "validate", plain) == options
-
-
-@pytest.mark.parametrize(
-    ("stage", "values", "name", "found"),
-    [
-        ("quantize", {"calibration": "a.csv"}, "data", "a.csv"),
-        ("quantize", {"capabilities": ["8.0"]}, "capability", ("8.0",)),
-        ("build", {"profiles_from": "a.csv"}, "data", "a.csv"),
-        ("publish", {"allow_unvalidated": True, "url": "models"}, "allow_failed", True),
-        ("validate", {"provider": "cpu"}, "providers", "cpu"),
-        ("bench", {"provider": "cpu"}, "providers", "cpu"),
-        ("predict", {"provider": "cpu", "input": "a", "output": "b.csv"}, "out", "b.csv"),
-        ("export-triton", {"directory": "models"}, "out", "models"),
-        ("export-kserve", {"directory": "k", "storage_uri": "s3://a/b", "image": "i"}, "out", "k"),
-    ],
-)
-def test_earlier_names_of_options(stage, values, name, found):
-    kind = STAGES[stage]
-    assert getattr(options_from(kind, stage, values), name) == found
-    old = next(old for old, new in old_names(kind).items() if new == name)
-    with pytest.raises(OptionError, match=f"{stage} has both '{old}' and '{name}'") as caught:
-        options_from(kind, stage, {**values, name: found})
-    assert caught.value.do == f"Keep '{name}'."

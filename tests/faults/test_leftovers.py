@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import pytest
 
 from enginery.cli import main
 from enginery.core.errors import EngineryError
-from enginery.core.temporary import remove_unlocked_scratch, temporary_directory
+from enginery.core.temporary import temporary_directory
 from tests.core.artifacts import start
 from tests.faults.file_operations import FileOperations, Stop
 from tests.faults.scenarios import scenarios
@@ -80,46 +77,6 @@ def test_prune_removes_what_killed_runs_left_in_the_store_and_the_temporary_fold
     assert not ended.value.code
     left = [name for name in temporary(sandbox) if name.startswith(("home", "tmp"))]
     assert left == []
-
-
-def test_prune_removes_old_directories_and_logs_that_earlier_versions_left(sandbox, capsys):
-    sandbox.empty()
-    folder, two_days_ago = sandbox.root / "tmp", time.time() - 2 * 86_400
-    left = ["enginery-child-4ekwcf_d", "enginery-51rh73yb", "enginery-reference-01m4t0jf.log"]
-    kept = ["enginery-child-6ekwcfxd", "enginery-notebook", "enginery-2026plans", "mine-51rh73yb"]
-    shared, fresh_inside = "enginery-child-7ekwcfxd", "enginery-child-8ekwcfxd"
-    for name in (*left, *kept, shared, fresh_inside):
-        path = folder / name
-        if name.endswith(".log"):
-            path.write_bytes(b"log")
-            path.chmod(0o600)
-        else:
-            path.mkdir(mode=0o755 if name == shared else 0o700)
-            (path / "request.json").write_bytes(b"{}")
-        for each in (*path.glob("*"), path):
-            if name != kept[0] and (name, each) != (fresh_inside, path / "request.json"):
-                os.utime(each, (two_days_ago, two_days_ago))
-    (folder / "enginery-child-9ekwcfxd").symlink_to(sandbox.root / "home")
-    with pytest.raises(SystemExit) as ended:
-        main(["store", "prune", "--max-size", "1TB", "--json"])
-    assert not ended.value.code
-    assert json.loads(capsys.readouterr().out)["freed_bytes"] == 2 + 2 + 3
-    found = {path.name for path in folder.iterdir()}
-    assert found == {*kept, shared, fresh_inside, "enginery-child-9ekwcfxd"}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
-def test_prune_leaves_old_directories_of_other_users_alone(sandbox):
-    sandbox.empty()
-    path = sandbox.root / "tmp" / "enginery-child-4ekwcf_d"
-    path.mkdir(mode=0o700)
-    os.utime(path, (0, 0))
-    os.chown(path, 65534, 65534)
-    assert remove_unlocked_scratch() == 0
-    assert path.is_dir()
-    os.chown(path, 0, 0)
-    remove_unlocked_scratch()
-    assert not path.exists()
 
 
 HOLD = """

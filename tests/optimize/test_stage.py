@@ -199,7 +199,7 @@ def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
     first = stage.fingerprint(artifact, OptimizeConfig(data=str(file)))
     file.write_text("two\n")
     second = stage.fingerprint(artifact, OptimizeConfig(data=str(file)))
-    assert [change.partition(":")[0] for change in second.changes(first.fields)] == ["data sha256"]
+    assert [change.partition(":")[0] for change in second.changes(first.fields)] == ["data"]
     assert first.key != stage.fingerprint(artifact, OptimizeConfig()).key
 
 

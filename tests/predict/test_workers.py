@@ -7,7 +7,7 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.predict.batch_predictor import map_in_order
-from enginery.predict.config import NOT_IN_FINGERPRINT, PredictConfig
+from enginery.predict.config import PredictConfig
 from enginery.predict.writer import _json
 
 
@@ -59,10 +59,6 @@ def test_no_threads_are_left_after_a_run(predict, tiny, reviews):
 def test_config_rejects_invalid_values(options, message):
     with pytest.raises(OptionError, match=message):
         PredictConfig(**options)
-
-
-def test_options_not_in_the_fingerprint_exist():
-    assert set(NOT_IN_FINGERPRINT) <= set(PredictConfig.__dataclass_fields__)
 
 
 def test_json_numbers_have_few_digits_and_no_nan():

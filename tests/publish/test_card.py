@@ -23,6 +23,7 @@ from enginery.core.artifact.reports import (
     Reports,
     ValidationCaseResult,
     ValidationReport,
+    WeightMetrics,
 )
 from enginery.publish.card import source as card_source
 from enginery.publish.card.metrics import metrics
@@ -101,6 +102,9 @@ VALIDATION = ValidationReport(
         ValidationCaseResult("model.onnx", "two", "sweep", {}, [], "", "PyTorch rejects it"),
     ],
     embeddings=EmbeddingMetrics(8, 0.99999, 1.0, 1.0),
+    weights=WeightMetrics(0, 0, {}, [], [], []),
+    effort="normal",
+    coverage=[],
     notes=["a note"],
     tools={"torch": "2.13"},
     seconds=1.0,

@@ -437,7 +437,7 @@ BROKEN = {
         "",
     ),
     "provider that this machine cannot have": (
-        HEAD + EXPORT + "  - validate:\n      provider: acl\n",
+        HEAD + EXPORT + "  - validate:\n      providers: acl\n",
         6,
         "is built without it",
         "",

@@ -368,14 +368,13 @@ CUDA_LIST = """[{cuda: {device_id: 0, arena_extend_strategy: kNextPowerOfTwo, gp
         cudnn_conv_algo_search: HEURISTIC, do_copy_in_default_stream: true}}, cpu]"""
 
 
-@pytest.mark.parametrize("key", ["provider", "providers"])
-def test_providers_are_a_list_with_options_under_either_name(key):
-    assert only_validate(f"{key}: {CUDA_LIST}").providers == (
+def test_providers_are_a_list_with_options():
+    assert only_validate(f"providers: {CUDA_LIST}").providers == (
         "cuda,cpu; cuda.device_id=0; cuda.arena_extend_strategy=kNextPowerOfTwo; "
         "cuda.gpu_mem_limit=2147483648; cuda.cudnn_conv_algo_search=HEURISTIC; "
         "cuda.do_copy_in_default_stream=1"
     )
-    assert only_validate(f"{key}: CUDAExecutionProvider,cpu").providers == "cuda,cpu"
+    assert only_validate("providers: CUDAExecutionProvider,cpu").providers == "cuda,cpu"
 
 
 def test_a_file_of_providers_is_read_from_the_recipes_directory(tmp_path):
@@ -393,10 +392,7 @@ def test_a_file_of_providers_is_read_from_the_recipes_directory(tmp_path):
     [
         ("{providers: [{cuda: {devise_id: 0}}]}", "unknown option 'devise_id' for cuda; did you"),
         ("{providers: [cudaa]}", "unknown execution provider 'cudaa'; did you mean 'cuda'?"),
-        (
-            "{providers: [cpu], provider: cpu}",
-            "validate has both 'provider' and 'providers', which are",
-        ),
+        ("{provider: cpu}", "unknown option 'provider' for validate; did you mean 'providers'?"),
         ("{provders: [cpu]}", "unknown option 'provders' for validate; did you mean 'providers'?"),
     ],
 )

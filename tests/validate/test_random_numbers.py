@@ -186,7 +186,7 @@ def test_a_vocoder_that_is_gone_or_has_changed_is_an_error(speecht5, copied):
     artifact = copied(speecht5)
     (stage,) = artifact.manifest.stages
     for changes, error, problem in (
-        ({"fields": {**stage.fields, "vocoder": "0" * 64}}, SourceError, "has changed since"),
+        ({"fields": {**stage.fields, "model_kwargs": "0" * 64}}, SourceError, "has changed since"),
         (
             {"options": {**stage.options, "model_kwargs": {"vocoder": "/nowhere"}}},
             SourceError,

@@ -406,7 +406,7 @@ def test_invalid_options_are_rejected(exported, options, message):
 def test_unavailable_provider_is_an_error_without_a_verdict(exported, copied):
     artifact = copied(exported(*TEXT))
     with pytest.raises(ProviderError):
-        validate_model(artifact, provider="nonsense")
+        validate_model(artifact, providers="nonsense")
     artifact.model.write_bytes(b"no graph")
     broken = Artifact(artifact.path, artifact.manifest)
     from enginery.core.artifact.artifact import commit_artifact

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
 from enginery.core.accuracy import measure_accuracy
-from enginery.core.artifact.fingerprint import data_sha256
 from enginery.core.artifact.reports import LabelMetrics
 from enginery.core.datasets.labels import read_labelled_texts, require_classifier
 from enginery.core.model.files import ModelConfig
@@ -68,8 +67,7 @@ class LabelledTexts:
             for target in self.targets:
                 right[target.name] = self._classify(target, config)
                 advance()
-        digest = data_sha256(Path(config.data).expanduser())
-        return replace(measure_accuracy(config.label_column, right), data_sha256=digest)
+        return measure_accuracy(config.label_column, right)
 
     def _classify(self, target: Target, config: BenchConfig) -> list[bool]:
         model = load_model(

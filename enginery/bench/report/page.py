@@ -314,9 +314,7 @@ def _stage_rows(manifest: Manifest) -> list[Row]:
             "changed options": _option_list(
                 {name: stage.options.get(name) for name in stage.changed_options}
             )
-            or "none"
-            if stage.changed_options is not None
-            else "not recorded",
+            or "none",
             "time, memory": f"{stage.seconds:.1f} s, {stage.peak_rss_bytes / 1e6:,.0f} MB",
             "finished": stage.finished.replace("T", " ").replace("+00:00", " UTC"),
         }

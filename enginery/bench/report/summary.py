@@ -143,7 +143,7 @@ def _size(models: Sequence[Model], validation: ValidationReport | None) -> Measu
     bases = [size for model, size in sizes if model.precision == _FP32]
     base = bases[0] if bases else 0
     bars = [Bar(_name(m, models), _mb(size), size, m.precision == _FP32) for m, size in sizes]
-    if not bases and validation and validation.weights and validation.weights.elements:
+    if not bases and validation and validation.weights.elements:
         base = validation.weights.elements * _BYTES_OF_FP32
         bars.insert(0, Bar("weights in FP32", _mb(base), base, is_base=True))
     notes = [

@@ -59,6 +59,9 @@ ValidationStatus = Literal["passed", "failed", "none"]
 GRAPHS = "onnx"
 """The folder of the graphs in the layout of the Hub; in other artifacts they are in the root."""
 _REMEDY = "Do not use it. Make it again from its source."
+_OPEN_ATTEMPTS = 20
+"""How often an artifact is read whose reports another process writes meanwhile. A check writes one;
+of a process that writes hundreds, a reader on a busy machine may miss a few in a row."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +85,20 @@ class Artifact:
         """
         path = Path(path)
         with os_errors_as(ArtifactError, f"{path} cannot be read"):
-            manifest = _read_manifest(path)
-            _check_graphs(path, manifest)
-            _check_unlisted(path, manifest)
-            for name, record in manifest.files.items():
-                _check_file(path, name, record, verify=verify)
-            try:
-                _check_reports(path, manifest, verify=verify)
-            except ArtifactError:
-                # Another process may have written a report after the manifest was read.
-                if _read_manifest(path) == manifest:
-                    raise
-                return cls.open(path, verify=verify)
+            for attempt in range(_OPEN_ATTEMPTS):
+                manifest = _read_manifest(path)
+                _check_graphs(path, manifest)
+                _check_unlisted(path, manifest)
+                for name, record in manifest.files.items():
+                    _check_file(path, name, record, verify=verify)
+                try:
+                    _check_reports(path, manifest, verify=verify)
+                    break
+                except ArtifactError:
+                    # Another process may have written a report after the manifest was read.
+                    is_last = attempt == _OPEN_ATTEMPTS - 1
+                    if is_last or _read_manifest(path) == manifest:
+                        raise
             if verify:
                 _check_published(path)
         return cls(path, manifest)

@@ -6,8 +6,7 @@
 
 The directory is `engines/<flavor>-<sm>-<first 16 digits of the key>/` in the artifact that the
 engine was built from. It also holds the plan, an ONNX model that wraps it, and the list of layers.
-The last member of the file, `self_sha256`, is the sha256 of everything before it. Earlier versions
-wrote none.
+The last member of the file, `self_sha256`, is the sha256 of everything before it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import Count, FileRecord, GraphRecord, RelativePath
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import (
-    CHECKSUM_KEY,
     ChecksumError,
     append_checksum,
     read_document,
@@ -170,8 +168,7 @@ class EngineRecord(_Record):
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.") from error
         try:
-            if CHECKSUM_KEY.encode() in content:
-                content = verify_checksum(content)
+            content = verify_checksum(content)
             return cls.model_validate_json(content)
         except ChecksumError as error:
             raise ArtifactError(f"{file} is damaged: {error}.") from error

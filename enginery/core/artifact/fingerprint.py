@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
@@ -24,11 +25,14 @@ from typing import Any
 
 from enginery.core.home import enginery_home
 from enginery.core.json_file import require_regular_file
+from enginery.core.onnxruntime_builds import installed_onnxruntimes
+from enginery.core.options import key_parts, options_dict
 from enginery.core.paths import list_tree
 
 # The clock of file times ticks every 1 to 10 ms, so two quick edits may have equal times. Editing a
 # file that is at least this old changes its times.
 _SETTLED_NS = 20_000_000
+_DIGEST = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,67 @@ class Fingerprint:
 
 
 def _short(value: str) -> str:
-    """Shorten a digest to its first 12 digits; return other values unchanged."""
-    is_digest = len(value) == 64 and all(c in "0123456789abcdef" for c in value)
-    return value[:12] if is_digest else value
+    """Shorten the digests in a value to their first 12 digits."""
+    return _DIGEST.sub(r"\1", value)
 
 
-def option_fields(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options as fields of a fingerprint."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for name, value in options.items()
-    }
+def stage_fingerprint(
+    stage: str,
+    version: str,
+    inputs: Mapping[str, str],
+    options: Mapping[str, str],
+    tools: Mapping[str, str],
+) -> Fingerprint:
+    """Return the fingerprint of a stage's run, its cache key.
+
+    Args:
+        stage: name of the stage.
+        version: its `STAGE_VERSION`.
+        inputs: what it starts from, by content, and what else decides its result.
+        options: result of `option_fields`.
+        tools: result of `stage_tools`.
+    """
+    fields = {**inputs, **options, **tools, "stage version": version}
+    return Fingerprint(stage, fields)
+
+
+def option_fields(options: Any, **contents: str) -> dict[str, str]:
+    """Return the options of a stage as fields of its fingerprint.
+
+    Each option counts as it says where it is declared: by its value, by the content of what it
+    names, or not at all; see `core.options`.
+
+    Args:
+        options: the dataclass.
+        contents: option -> content, for those that do not name a file or a folder of data, or of
+            which the stage reads only a part.
+    """
+    parts = key_parts(options)
+    if extra := [name for name in contents if parts.get(name) != "content"]:
+        raise ValueError(f"{type(options).__name__} does not declare {extra} as by_content")
+    fields: dict[str, str] = {}
+    for name, value in options_dict(options).items():
+        if parts[name] == "value":
+            fields[name] = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        elif parts[name] == "content":
+            fields[name] = contents.get(name) or data_content(value)
+    return fields
+
+
+def data_content(name: str | Path) -> str:
+    """Return the kind and the digest of a data file or a folder; `none` for an empty name.
+
+    The suffix of a file's name is its kind: it decides how the file is read.
+
+    >>> _ = (tmp_path / "reviews.csv").write_text("text")
+    >>> data_content(tmp_path / "reviews.csv")[:16]
+    'csv 8542e4f98281'
+    """
+    if not name:
+        return "none"
+    path = Path(name).expanduser()
+    kind = "folder" if path.is_dir() else path.suffix.lower().removeprefix(".") or "file"
+    return f"{kind} {data_sha256(path)}"
 
 
 def tool_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -80,11 +134,18 @@ def tool_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def runtime_version() -> dict[str, str]:
-    """Return name and version of the installed ONNX Runtime distribution."""
-    found = tool_versions(["onnxruntime-gpu", "onnxruntime"])
-    return {name: version for name, version in found.items() if version != "none"} or {
-        "onnxruntime": "none"
-    }
+    """Return name and version of each installed distribution of ONNX Runtime."""
+    # The first one on the import path is the one that is imported, so it is written last.
+    versions = {build.name: build.version for build in reversed(installed_onnxruntimes())}
+    return versions or {"onnxruntime": "none"}
+
+
+def stage_tools(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of what a stage works with: ONNX Runtime and these distributions.
+
+    ONNX Runtime runs or loads what every stage writes, so that its version is in every key.
+    """
+    return {**runtime_version(), **tool_versions(packages)}
 
 
 def sha256_of(path: Path, *, trust_stat: bool = True) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
+from enginery.core.options import changed_options, options_dict
 from enginery.core.paths import require_relative_path, source_name
 from enginery.core.shapes import TensorSpec
 
@@ -94,8 +97,8 @@ class StageRecord(_Record):
     fields: dict[str, str]
     """Fields of the fingerprint, so that a later cache miss can report which field changed."""
     options: dict[str, Any]
-    changed_options: tuple[str, ...] | None = None
-    """Names of the options that differed from their defaults; None in earlier manifests."""
+    changed_options: tuple[str, ...]
+    """Names of the options that differed from their defaults."""
     tools: dict[str, str]
     finished: str
     """Time in UTC, ISO 8601."""
@@ -103,6 +106,44 @@ class StageRecord(_Record):
     peak_rss_bytes: Count
     notes: tuple[str, ...] = ()
     """Decisions of the stage, with their reasons."""
+
+    @classmethod
+    def of(
+        cls,
+        key: Fingerprint,
+        config: Any,
+        *,
+        started: float,
+        tools: Mapping[str, str],
+        peak_rss_bytes: int,
+        notes: Iterable[str] = (),
+    ) -> Self:
+        """Return the record of a run that ends now.
+
+        Args:
+            key: the run's fingerprint.
+            config: the options as they were given, a dataclass.
+            started: `time.monotonic()` at its start.
+            tools: name -> version of what it worked with.
+            peak_rss_bytes: largest resident set of its processes.
+            notes: decisions of the stage, with their reasons.
+        """
+        return cls(
+            stage=key.stage,
+            key=key.key,
+            fields=key.fields,
+            options=options_dict(config),
+            changed_options=changed_options(config),
+            tools=dict(tools),
+            finished=_now(),
+            seconds=round(time.monotonic() - started, 3),
+            peak_rss_bytes=peak_rss_bytes,
+            notes=tuple(notes),
+        )
+
+    def with_resolved(self, **options: Any) -> Self:
+        """Return the record with the values that the stage has found for options such as `auto`."""
+        return self.model_copy(update={"options": {**self.options, **options}})
 
 
 class Verdict(_Record):
@@ -127,8 +168,13 @@ class Verdict(_Record):
             passed=passed,
             summary=summary,
             report=report,
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            finished=_now(),
         )
+
+
+def _now() -> str:
+    """Return the time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Manifest(_Record):

@@ -177,8 +177,6 @@ class LabelMetrics:
     accuracies: list[LabelAccuracy]
     changes: list[AccuracyChange]
     """Changes from the first of the classifiers to each other one."""
-    data_sha256: str = ""
-    """Digest of the file; empty in reports of `validate`, whose verdict has it."""
 
     def table(self) -> list[dict[str, str]]:
         """Return a row for each classifier."""
@@ -384,8 +382,8 @@ class UntracedWeight:
     graph: str
     weight: str
     shape: tuple[Count, ...]
-    dtype: str = ""
-    """As numpy names it; empty in reports of earlier versions."""
+    dtype: str
+    """As numpy names it."""
 
 
 @dataclass(frozen=True)
@@ -506,7 +504,7 @@ class AccuracyMetrics:
     label_accuracy: float | None
     """Share of rows whose argmax is the correct label; None without labels."""
     deviation: float | None = field(default=None, kw_only=True)
-    """Standard deviation of the cosine over rows; None for one row, and in earlier reports."""
+    """Standard deviation of the cosine over rows; None for one row."""
     box_f1: float | None = field(default=None, kw_only=True)
     """F1 of a detector's boxes, those of the reference being the right ones; None for other models
     and if neither finds any."""
@@ -639,6 +637,11 @@ class ValidationReport(Report):
     tolerance: dict[str, Any]
     cases: list[ValidationCaseResult]
     embeddings: EmbeddingMetrics | None
+    weights: WeightMetrics
+    effort: str
+    """The option of the validation."""
+    coverage: list[GraphCoverage]
+    """The batch sizes and lengths that ran, for each graph."""
     notes: list[str]
     tools: dict[str, str]
     seconds: float
@@ -646,12 +649,6 @@ class ValidationReport(Report):
     """For a quantized artifact, on all real inputs together."""
     not_proven: list[str] = field(default_factory=list)
     """Reasons why agreement with the reference proves nothing; such a report has not passed."""
-    effort: str = ""
-    """The option of the validation; empty in reports of earlier versions, like the next member."""
-    coverage: list[GraphCoverage] = field(default_factory=list)
-    """The batch sizes and lengths that ran, for each graph."""
-    weights: WeightMetrics | None = None
-    """None in reports of earlier versions."""
     rounding: list[RoundingMetrics] = field(default_factory=list)
     """For FP16, BF16 and quantized artifacts whose weights were traced."""
     layers: LayerMetrics | None = None
@@ -778,8 +775,8 @@ class EngineTrial:
     fused_attentions: Count
     plan_bytes: Count
     seconds: float
-    graph: str = ""
-    """The graph's file; empty in earlier reports."""
+    graph: str
+    """The graph's file."""
 
 
 @dataclass(frozen=True)
@@ -812,16 +809,16 @@ class QuantizationReport(Report):
     accuracy: AccuracyMetrics | None = None
     builtin: AccuracyMetrics | None = None
     """On built-in texts or images, which `validate` compares with its own measurement; None if the
-    model takes neither, and in earlier reports."""
+    model takes neither."""
     layer_errors: dict[str, LayerError] = field(default_factory=dict)
-    """Layer -> error of its output on held-out rows; empty if the ranges were reused, for dynamic
-    quantization, and in earlier reports."""
+    """Layer -> error of its output on held-out rows; empty if the ranges were reused, and for
+    dynamic quantization."""
     builtin_layer_errors: dict[str, LayerError] = field(default_factory=dict)
     """The same on built-in texts or images; empty if the model takes neither."""
     encoder_accuracy: AccuracyMetrics | None = None
     """Of a model with two graphs, the encoder's; `accuracy` and `search` are the decoder's."""
     layers_by_graph: dict[str, list[str]] = field(default_factory=dict)
-    """Graph -> its quantized layers; empty for dynamic quantization and in earlier reports."""
+    """Graph -> its quantized layers; empty for dynamic quantization."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
 
@@ -981,8 +978,7 @@ class PlacementRecord(TypedDict):
 class ContenderFacts(TypedDict, total=False):
     """Facts about the session of a contender; some contenders have additional members."""
 
-    placement: PlacementRecord | list[Any]
-    """A list in results of early versions, which is ignored."""
+    placement: PlacementRecord
     no_placement: str
     """Reason why the placement is unknown."""
     provider_options: dict[str, dict[str, str]]
@@ -1017,8 +1013,7 @@ class ContenderRecord:
     @property
     def placement(self) -> PlacementRecord | None:
         """Providers of the nodes; None if unknown."""
-        found = self.facts.get("placement")
-        return None if isinstance(found, list) else found
+        return self.facts.get("placement")
 
 
 class CopyTimes(TypedDict):
@@ -1156,7 +1151,7 @@ class SubjectRecord(TypedDict):
     precision: str
     target: str
     size_bytes: NotRequired[Count]
-    """Size of the graph with its weights. Missing in earlier results, like the next members."""
+    """Size of the graph with its weights. Missing for an .onnx file, like the next members."""
     verdict: NotRequired[str]
     """Of its validation: `passed`, `failed` or `none`."""
     error: NotRequired[ErrorUse]
@@ -1172,6 +1167,8 @@ class BenchResult(Report):
     subjects: list[SubjectRecord]
     machine: Machine
     options: dict[str, Any]
+    fields: dict[str, str]
+    """Fields of the fingerprint, which tell whether the result still holds."""
     contenders: list[ContenderRecord]
     left_out: dict[str, str]
     """Contenders of `auto` that could not run -> reason."""

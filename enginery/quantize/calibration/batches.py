@@ -63,8 +63,8 @@ class CalibrationData:
     """Texts, images, sounds or their paths, or dicts of arrays."""
     labels: tuple[Any, ...]
     """One label for each item, or empty."""
-    sha256: str
-    """Digest of the items' content."""
+    content: str
+    """What the items are, and the digest of their content, for the cache key."""
     description: str
 
     @property

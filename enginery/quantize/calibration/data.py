@@ -1,6 +1,6 @@
 """Read and check calibration inputs: files, folders or Python iterables.
 
-    data = read_data(artifact, QuantizeConfig(calibration="reviews.csv"), None)
+    data = read_data(artifact, QuantizeConfig(data="reviews.csv"), None)
     data.kind, data.description    # ('texts', "reviews.csv: 512 rows of 'text'")
 
 Files and iterables are streamed: at most `rows` inputs are in memory.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.fingerprint import combined_sha256, data_sha256, sha256_of
+from enginery.core.artifact.fingerprint import combined_sha256, data_content, sha256_of
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.labels import index_labels
@@ -112,7 +112,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
         )
     if kind == "texts":
         check_texts(items)
-    return CalibrationData(kind, tuple(items), (), _digest(kind, items), f"{len(items)} {kind}")
+    return CalibrationData(kind, tuple(items), (), _content(kind, items), f"{len(items)} {kind}")
 
 
 def _require_iterable(given: Any) -> None:
@@ -159,8 +159,8 @@ def _from_rows(
         "image" if images else "text",
     )
     kind: Kind = "images" if images else "texts"
-    digest = _digest(kind, found.items, labels)
-    return CalibrationData(kind, found.items, tuple(labels), digest, described)
+    content = _content(kind, found.items, labels)
+    return CalibrationData(kind, found.items, tuple(labels), content, described)
 
 
 def _described(source: str, count: int, column: str, left_out: int, what: str) -> str:
@@ -189,7 +189,8 @@ def _kind(index: int, item: Any, record: GraphRecord) -> Kind:
     )
 
 
-def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str:
+def _content(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str:
+    """Return what the items are, and the digest of their content and labels."""
     digest = hashlib.sha256()
     for index, item in enumerate(items):
         if kind == "texts":
@@ -201,7 +202,7 @@ def _digest(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> str
             digest.update(json.dumps([image.mode, image.size]).encode() + image.tobytes())
     if labels:
         digest.update(json.dumps(list(labels)).encode())
-    return digest.hexdigest()
+    return f"{kind} {digest.hexdigest()}"
 
 
 def _feed_bytes(item: Mapping[str, Any]) -> bytes:
@@ -221,8 +222,7 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             )
         feeds = read_arrays(path, [spec.name for spec in record.inputs], rows=config.rows)
         described = f"{path.name}: {len(feeds)} rows of arrays"
-        digest = data_sha256(path) if path.is_dir() else sha256_of(path)
-        return CalibrationData("feeds", tuple(feeds), (), digest, described)
+        return CalibrationData("feeds", tuple(feeds), (), data_content(path), described)
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
     hears = takes_sounds(record) if generates else takes_audio(record)
     if takes_images(record) or hears:
@@ -234,13 +234,10 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             )
         kind: Kind = "images" if takes_images(record) else "sounds"
         files = list_media(path, "images" if kind == "images" else "audio", rows=config.rows)
-        digest = combined_sha256(
-            {
-                file.relative_to(path).as_posix() if path.is_dir() else file.name: sha256_of(file)
-                for file in files
-            }
-        )
-        return CalibrationData(kind, tuple(files), (), digest, f"{path.name}: {kind}")
+        # Of a folder, only the files that are read count.
+        digest = combined_sha256({f.relative_to(path).as_posix(): sha256_of(f) for f in files})
+        content = f"{kind} {digest}"
+        return CalibrationData(kind, tuple(files), (), content, f"{path.name}: {kind}")
     if not takes_texts(record) and not takes_prompts(record):
         names = ", ".join(sorted(spec.name for spec in record.inputs))
         raise InputError(
@@ -251,4 +248,6 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     found = read_text_rows(path, config.column, rows=config.rows, label_column=config.label_column)
     labels = index_labels(found.labels, _label2id(artifact), where=f"data '{path}'")
     described = _described(path.name, len(found.items), config.column, found.left_out, "text")
-    return CalibrationData("texts", tuple(found.items), tuple(labels), sha256_of(path), described)
+    return CalibrationData(
+        "texts", tuple(found.items), tuple(labels), data_content(path), described
+    )

@@ -17,11 +17,11 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
+from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
 from enginery.runtime.providers import gpus, libraries
 from enginery.runtime.providers.known import (
     CPU,
@@ -138,37 +138,6 @@ def _not_installed() -> Unavailable:
         "Install it: pip install 'enginery[gpu]', or 'enginery[cpu]' on a machine without NVIDIA "
         "GPU.",
     )
-
-
-@dataclass(frozen=True)
-class OnnxRuntimeBuild:
-    """An installed package that has the module `onnxruntime`."""
-
-    name: str
-    version: str
-    directory: Path
-    """Directory that it is installed in; builds in one directory overwrite each other."""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
-
-
-def installed_onnxruntimes() -> tuple[OnnxRuntimeBuild, ...]:
-    """Return every installed build of ONNX Runtime, by directory in the order of the import path.
-
-    Only the builds in the first directory can be imported.
-    """
-    # These packages have other modules.
-    others = ("onnxruntime-ep-", "onnxruntime-extensions", "onnxruntime-genai")
-    found: dict[Path, dict[str, OnnxRuntimeBuild]] = {}
-    for dist in metadata.distributions():
-        name = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        is_build = name == "onnxruntime" or name.startswith("onnxruntime-")
-        if is_build and not name.startswith(others):
-            directory = Path(str(dist.locate_file(""))).resolve()
-            builds = found.setdefault(directory, {})
-            builds[name] = OnnxRuntimeBuild(name, dist.version, directory)
-    return tuple(b for builds in found.values() for _, b in sorted(builds.items()))
 
 
 def cuda_major() -> int:

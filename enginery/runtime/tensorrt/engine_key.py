@@ -11,21 +11,18 @@ kernels by timing them, so the GPU, its driver and the options of the search mat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from enginery.core.artifact.fingerprint import sha256_of
+from enginery.core.artifact.fingerprint import option_fields, sha256_of
 from enginery.core.errors import OptionError
 from enginery.core.shapes import Profile
 from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import driver_version
 from enginery.runtime.tensorrt.capabilities import current_gpu
 from enginery.runtime.tensorrt.library import require_tensorrt, tensorrt_version
-from enginery.runtime.tensorrt.options import RTX, BuildOptions, Flavor, check_options
+from enginery.runtime.tensorrt.options import CLASSIC_ONLY, RTX, BuildOptions, Flavor, check_options
 
 _VERBOSITY = "detailed"  # set in build.py
-_IN_BOTH = ("workspace_bytes", "weight_streaming")
-_TIMING = ("timing_cache", "timing_cache_fixed")
 
 
 def key_fields(
@@ -35,9 +32,6 @@ def key_fields(
     profiles: Sequence[Profile | str],
 ) -> dict[str, str]:
     """Return the fields of the key, in readable form.
-
-    A growing timing cache is not a field: every build changes it, so no engine would be found
-    again. A fixed one is represented by its sha256.
 
     Args:
         flavor: the TensorRT flavor.
@@ -52,28 +46,33 @@ def key_fields(
     """
     require_tensorrt("An engine's cache key", flavor)
     check_options(flavor, options)
-    found = {
+    fields = {
         "flavor": flavor.name,
         "tensorrt": tensorrt_version(flavor),
         "capabilities": ",".join(capabilities) or "portable",
         "profiles": "; ".join(str(profile) for profile in profiles) or "none",
         "verbosity": _VERBOSITY,
     }
-    found |= {name: str(getattr(options, name)) for name in _IN_BOTH}
+    counted = option_fields(options, timing_cache=timing_cache_content(options))
     if flavor is RTX:
-        return found
-    found |= {"gpu": current_gpu(flavor).name, "driver": _driver(), "timing_cache": "none"}
-    found |= {
-        field.name: str(getattr(options, field.name))
-        for field in fields(options)
-        if field.name not in (*_IN_BOTH, *_TIMING)
-    }
-    if options.timing_cache_fixed:
-        path = Path(options.timing_cache)
-        if not path.is_file():
-            raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing.")
-        found["timing_cache"] = sha256_of(path)
-    return found
+        return fields | {n: value for n, value in counted.items() if n not in CLASSIC_ONLY}
+    return fields | counted | {"gpu": current_gpu(flavor).name, "driver": _driver()}
+
+
+def timing_cache_content(options: BuildOptions) -> str:
+    """Return the content of the timing cache for a key, its sha256; `none` unless it is fixed.
+
+    A growing one does not count: every build changes it, so no engine would be found again.
+
+    Raises:
+        OptionError: the fixed one is missing.
+    """
+    if not options.timing_cache_fixed:
+        return "none"
+    path = Path(options.timing_cache)
+    if not path.is_file():
+        raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing.")
+    return sha256_of(path)
 
 
 def _driver() -> str:

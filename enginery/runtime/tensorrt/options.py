@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from enginery.core.errors import OptionError, nearest
+from enginery.core.options import by_content
 
 FlavorName = Literal["tensorrt-rtx", "tensorrt"]
 HardwareCompatibility = Literal["none", "ampere-plus", "same-compute-capability"]
@@ -132,14 +133,14 @@ class BuildOptions:
     tf32: bool = True
     """Compute FP32 matrix products and convolutions on tensor cores, with mantissas of 10 instead
     of 23 bits; sums are FP32."""
-    timing_cache: str = ""
+    timing_cache: str = by_content()
     """File with the timings of kernels, which makes the next build faster. It is created if it is
     missing, and extended by each build. Empty: no file."""
     timing_cache_fixed: bool = False
     """Do not extend the file. Its content then decides which kernels are used."""
 
 
-_CLASSIC_ONLY = {
+CLASSIC_ONLY = {
     "optimization_level": "the optimization level",
     "sparsity": "sparsity",
     "auxiliary_streams": "the number of auxiliary streams",
@@ -149,6 +150,7 @@ _CLASSIC_ONLY = {
     "timing_cache": "a timing cache",
     "timing_cache_fixed": "a timing cache",
 }
+"""Options that TensorRT for RTX does not have -> what they set."""
 _LEVELS = range(6)
 
 
@@ -158,9 +160,9 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         changed = value != getattr(defaults, field.name)
-        if flavor is RTX and changed and field.name in _CLASSIC_ONLY:
+        if flavor is RTX and changed and field.name in CLASSIC_ONLY:
             raise OptionError(
-                f"option '{field.name}' is {value}, but {_CLASSIC_ONLY[field.name]} has no effect "
+                f"option '{field.name}' is {value}, but {CLASSIC_ONLY[field.name]} has no effect "
                 f"in {RTX.title}; {CLASSIC.title} has it.",
                 do=f"Leave it out, or build with --flavor {CLASSIC.name}.",
                 option=field.name,

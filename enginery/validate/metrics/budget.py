@@ -9,8 +9,7 @@ PyTorch has no arithmetic of this kind whose error could serve as a noise floor.
   1 - cosine may be as large as that of the budget, or as the upper confidence bound (99.9 %, one
   side) for the mean of as many rows like those, whichever is larger.
 - **Without these measurements**, 10 times the shortfall of the budget or of the measured cosine on
-  built-in inputs, as for artifacts of earlier versions, and 4 times on the user's data, as with
-  ranges that were reused.
+  built-in inputs, and 4 times on the user's data, as with ranges that were reused.
 
 The outputs of single layers are compared with the same layers in FP32, on the same input
 (`passes/qdq/layer_errors.py`), and with what the stage has measured in the same way:
@@ -160,7 +159,7 @@ class LayerExpectation:
     rounding: float
     """Error that another rounding of the artifact's floats may add."""
     by_graph: dict[str, list[str]] = field(default_factory=dict)
-    """Graph -> its layers; empty for artifacts of earlier versions, which have one graph."""
+    """Graph -> its layers; empty if nothing is recorded."""
 
     @classmethod
     def of(cls, artifact: Artifact, *, own_data: bool) -> LayerExpectation:

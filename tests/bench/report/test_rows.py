@@ -50,9 +50,6 @@ def test_unknown_placement_has_a_reason():
     record = make_backend_record("enginery", no_placement="it failed.")
     said = lines(make_result(contenders=[record]))
     assert "the placement of enginery is not known: it failed" in said
-    # A result of an early version is shown without its placement.
-    old = make_backend_record("enginery", placement=[{"name": CPU, "nodes": 3}])
-    assert "Placement" not in tables(make_result(contenders=[old]))
 
 
 def test_reason_of_a_fallback_is_in_the_notes_and_the_table():

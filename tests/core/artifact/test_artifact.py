@@ -9,6 +9,7 @@ import sys
 import pytest
 from filelock import FileLock
 
+from enginery.core.artifact import artifact as module
 from enginery.core.artifact.artifact import Artifact, check_overwritable, commit_artifact, staging
 from enginery.core.errors import ArtifactError, EngineryError, RejectedArtifactError
 from enginery.core.temporary import remove_leftovers, write_atomically
@@ -655,3 +656,27 @@ def test_unlisted_settings_are_rejected(tmp_path, name):
     path.unlink()
     (artifact.path / "notes.md").write_text("mine")
     Artifact.open(artifact.path, verify=True)
+
+
+def test_open_reads_again_what_another_process_has_just_written(tmp_path, monkeypatch):
+    first = make(tmp_path / "artifact").annotate(verdict(), b"{}")
+    second = first.annotate(verdict(), b'{"seconds": 1}')
+    earlier = iter([first.manifest])
+    read = module._read_manifest
+    monkeypatch.setattr(module, "_read_manifest", lambda path: next(earlier, None) or read(path))
+    assert Artifact.open(second.path) == second
+
+
+def test_open_gives_up_on_reports_that_never_match(tmp_path, monkeypatch):
+    artifact = make(tmp_path / "artifact").annotate(verdict(), b"{}")
+    (artifact.path / "reports/validate.json").write_bytes(b"{} ")
+    numbers = iter(range(1000))
+
+    def read(path):
+        # As if other processes wrote another manifest each time.
+        return artifact.manifest.model_copy(update={"model_type": str(next(numbers))})
+
+    monkeypatch.setattr(module, "_read_manifest", read)
+    with pytest.raises(ArtifactError, match=r"validate\.json"):
+        Artifact.open(artifact.path)
+    assert next(numbers) < 100

@@ -14,6 +14,7 @@ from enginery.core.artifact.fingerprint import (
     sha256_of,
     tool_versions,
 )
+from enginery.validate.config import ValidateConfig
 
 
 def test_key_depends_on_stage_names_and_values_but_not_on_order():
@@ -47,14 +48,20 @@ def test_changes_shorten_digests():
     assert now.changes({"source": "b" * 64}) == [f"source: {'b' * 12} → {'a' * 12}"]
 
 
+def test_changes_shorten_the_digest_of_content_and_keep_its_kind():
+    now = Fingerprint("optimize", {"data": f"csv {'a' * 64}"})
+    assert now.changes({"data": f"tsv {'b' * 64}"}) == [f"data: tsv {'b' * 12} → csv {'a' * 12}"]
+
+
 def test_option_fields_are_text():
-    options = {"task": "auto", "opset": 20, "trust_remote_code": True, "profile": ("a",)}
-    assert option_fields(options) == {
-        "task": "auto",
-        "opset": "20",
-        "trust_remote_code": "true",
-        "profile": '["a"]',
-    }
+    config = ValidateConfig(seed=20, allow_fallback=True, profile=("a",))
+    fields = option_fields(config)
+    assert (fields["column"], fields["seed"], fields["allow_fallback"], fields["profile"]) == (
+        "text",
+        "20",
+        "true",
+        '["a"]',
+    )
 
 
 def test_tool_versions_are_none_for_missing_packages():

@@ -17,6 +17,7 @@ from enginery.core.artifact.reports import (
     QuantizationReport,
     ValidationCaseResult,
     ValidationReport,
+    WeightMetrics,
     worst_by_output,
 )
 from enginery.core.errors import ArtifactError
@@ -42,6 +43,9 @@ VALIDATION = ValidationReport(
     tolerance={"floor_factor": 8.0},
     cases=[case("one", output())],
     embeddings=EmbeddingMetrics(8, 0.99999, 1.0, 1.0),
+    weights=WeightMetrics(0, 0, {}, [], [], []),
+    effort="normal",
+    coverage=[],
     notes=[],
     tools={},
     seconds=1.0,
@@ -59,7 +63,7 @@ ENGINE = {
 }
 BUILD = BuildReport("1 engine", [], [ENGINE])
 BENCHMARK = make_result(
-    contenders=[make_backend_record("enginery", placement=[{"name": "of an early version"}])],
+    contenders=[make_backend_record("enginery")],
     cases=[
         make_case({"batch": 1}, {"enginery": 1.0, "pytorch": 2.0}, pairs=[("enginery", "pytorch")])
     ],

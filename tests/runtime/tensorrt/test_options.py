@@ -199,7 +199,7 @@ def test_key_of_rtx_has_exactly_the_fields_that_change_plans(monkeypatch):
         "profiles": "batch=1:8:32; batch=1",
         "verbosity": "detailed",
         "workspace_bytes": str(8 << 30),
-        "weight_streaming": "False",
+        "weight_streaming": "false",
     }
     changed = [
         fields(capabilities=("8.9", "12.0")),

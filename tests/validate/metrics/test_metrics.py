@@ -6,7 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from enginery.core.artifact.reports import EmbeddingMetrics, ValidationCaseResult, ValidationReport
+from enginery.core.artifact.reports import (
+    EmbeddingMetrics,
+    ValidationCaseResult,
+    ValidationReport,
+    WeightMetrics,
+)
 from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
 from enginery.validate.cases.padding import find_padding_mask
@@ -260,6 +265,9 @@ def test_report_with_nan_survives_json():
         tolerance={"floor_factor": 8.0, "max_abs_error set": None},
         cases=[case("one", [shape, judged([[1.0, np.nan]], [[1, 2]])])],
         embeddings=EmbeddingMetrics(2, math.nan, math.nan, 0.0, "NaN"),
+        weights=WeightMetrics(0, 0, {}, [], [], []),
+        effort="normal",
+        coverage=[],
         notes=["n"],
         tools={"torch": "2"},
         seconds=1.5,
