@@ -29,7 +29,7 @@ from enginery.export.config import DEFAULT_OPSET, ExportConfig
 from enginery.runtime.providers.availability import require_onnxruntime
 
 STAGE = "export"
-STAGE_VERSION = "9"
+STAGE_VERSION = "10"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")

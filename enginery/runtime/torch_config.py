@@ -213,21 +213,23 @@ def restore_head(model: Any, path: Path, missing: Iterable[str]) -> set[str]:
 
     try:
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    except NotImplementedError:  # a model without tokens
+    except (AttributeError, NotImplementedError):  # a model without tokens
         return set()
-    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
+    names = [name for name, module in model.named_modules() if module is head]
     if head is None or embeddings is None or not names:
         return set()
-    if names[0] in missing:
+    weight = f"{names[0]}.weight"
+    if weight in missing:
         if head.weight.shape != embeddings.weight.shape:
             return set()
         head.weight = embeddings.weight
-        return {names[0]}
-    own = _tensor(path, names[0])
-    if own is not None and own.shape == head.weight.shape:
-        own = own.to(head.weight)
-        if not torch.equal(own, head.weight):
-            head.weight = torch.nn.Parameter(own, requires_grad=False)
+        return {weight}
+    for name, parameter in head.named_parameters():  # BERT's bias is tied, too
+        own = _tensor(path, f"{names[0]}.{name}")
+        if own is not None and own.shape == parameter.shape:
+            own = own.to(parameter)
+            if not torch.equal(own, parameter):
+                setattr(head, name, torch.nn.Parameter(own, requires_grad=False))
     return set()
 
 

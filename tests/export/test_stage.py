@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import onnx
 import pytest
 
@@ -16,6 +17,9 @@ from enginery.core.errors import ExportError, OptionError, ProviderError, Source
 from enginery.core.store.store import Store
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import list_graphs
+from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.torch_config import load_config
+from tests.transformers5.models import ANSWERS, auto_class, prompt, set_weights
 
 
 def edited_config(source, out, **changes):
@@ -380,3 +384,45 @@ def test_models_own_code_runs_once_it_is_trusted(tmp_path, monkeypatch):
     assert artifact.manifest.trust_remote_code
     assert artifact.manifest.graphs[0].outputs[0].dims == ("batch", 3)
     assert validate_model(artifact, trust_remote_code=True).passed
+
+
+def test_model_of_transformers_5_gives_that_versions_logits(tmp_path):
+    case = json.loads(ANSWERS.read_text(encoding="utf-8"))["cases"]["llama llama3"]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(case["config"]), encoding="utf-8")
+    config = load_config(source, trust_remote_code=False).config
+    model = auto_class(config).from_config(config)
+    set_weights(model)
+    model.save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(case["config"]), encoding="utf-8")
+    artifact = export_model(str(source))
+    (note,) = [n for n in artifact.manifest.stages[0].notes if "was translated" in n]
+    assert "rope_theta 77.0" in note
+    tokens = prompt().numpy()
+    feeds = {
+        "input_ids": tokens,
+        "attention_mask": np.ones_like(tokens),
+        "position_ids": np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)),
+    }
+    with OrtRunner(artifact) as runner:
+        sizes = {"batch": len(tokens), "past_sequence": 0}
+        empty = {
+            spec.name: np.zeros(spec.shape(sizes), dtype=np.float32)
+            for spec in artifact.manifest.graphs[0].inputs
+            if spec.name not in feeds
+        }
+        logits = runner({**feeds, **empty})["logits"][:, -1]
+    expected = np.array(case["logits"])
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def test_positions_that_cannot_be_translated_end_the_export(tiny_model, tmp_path):
+    source = edited_config(
+        tiny_model("bert", "text-classification"),
+        tmp_path / "model",
+        transformers_version="5.24.0",
+        rope_parameters={"rope_type": "proportional", "rope_theta": 5.0},
+    )
+    with pytest.raises(SourceError, match=r"sets rope_parameters to .* cannot express for bert"):
+        export_model(source)
