@@ -55,6 +55,7 @@ UNSUPPORTED: dict[str, Any] = {
     "renormalize_logits": False,
     "sequence_bias": None,
     "token_healing": False,
+    "top_h": None,  # of transformers 5
     "typical_p": 1.0,
     "watermarking_config": None,
 }
