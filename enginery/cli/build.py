@@ -38,12 +38,12 @@ def build(
         Build even if there are finished engines.
     """
     from enginery.api import build_engine
-    from enginery.cli.render import artifact_json, build_notes, engine_list_rows, open_engines
+    from enginery.cli.render import artifact_json, engine_list_rows, open_engines, stage_notes
 
     console = output.console()
     made = build_engine(artifact, out=out, force=force, progress=console, config=config)
     engines = open_engines(made)
     console.json(artifact_json(made, engines))
     console.table(f"Engines in {made.path}", engine_list_rows(engines))
-    for note in build_notes(made):
+    for note in stage_notes(made, "build"):
         console.line(f"note: {note}")

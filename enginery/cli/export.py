@@ -34,11 +34,13 @@ def export(
         Export even if there is a finished artifact.
     """
     from enginery.api import export_model
-    from enginery.cli.render import artifact_json, artifact_rows, stage_rows
+    from enginery.cli.render import artifact_json, artifact_rows, stage_notes, stage_rows
 
     console = output.console()
     artifact = export_model(model, out=out, force=force, progress=console, config=config)
     console.json(artifact_json(artifact))
     console.table(f"Exported to {artifact.path}", artifact_rows(artifact))
+    for note in stage_notes(artifact, "export"):
+        console.line(f"note: {note}")
     if console.verbose:
         console.table("Stages", stage_rows(artifact))

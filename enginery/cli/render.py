@@ -504,10 +504,10 @@ def layer_rows(engine: Engine, *, every: bool) -> list[Row]:
     ]
 
 
-def build_notes(artifact: Artifact) -> list[str]:
-    """Return the notes of the newest build."""
-    builds = [stage for stage in artifact.manifest.stages if stage.stage == "build"]
-    return list(builds[-1].notes[1:]) if builds else []
+def stage_notes(artifact: Artifact, stage: str) -> list[str]:
+    """Return the notes of the newest run of a stage, without the first, which the tables have."""
+    runs = [record for record in artifact.manifest.stages if record.stage == stage]
+    return list(runs[-1].notes[1:]) if runs else []
 
 
 def _targets(record: EngineRecord) -> str:

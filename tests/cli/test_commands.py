@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -1015,3 +1016,15 @@ def test_run_of_a_quantized_artifact_shows_the_cosines_that_were_needed(cli, tin
             float(row[header.index(name) :].split()[0]) for name in ("cosine", "at least")
         )
         assert 0.5 <= least <= cosine <= 1
+
+
+def test_export_shows_what_of_the_config_was_translated(cli, tiny_model, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(tiny_model("bert", "feature-extraction"), source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"transformers_version": "5.24.0", "my_note": "pumps"}
+    (source / "config.json").write_text(json.dumps(config))
+    status, shown, _ = cli("export", source)
+    assert status == 0
+    note = "note: config.json of transformers 5.24.0 has keys that are not read: my_note"
+    assert note in " ".join(shown.split())
