@@ -494,7 +494,7 @@ def _unread(
         part = getattr(config, key, None)
         if hasattr(part, "to_diff_dict") and isinstance(value, dict):
             yield from _unread(part, value, saved, kind)
-        if key in known | _BOOKKEEPING or key.startswith("_"):
+        if key in known | _BOOKKEEPING or key.startswith("_") or key.endswith("_token_id"):
             continue
         if key in defaults:
             if value in (defaults[key], _implied(document, kind, key, parent)):
