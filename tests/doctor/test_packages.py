@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from enginery.core import extras
 from enginery.doctor import packages
 from enginery.doctor.packages import examine_packages, torch_cuda
 from enginery.doctor.report import PackageStatus, absent_extras
@@ -206,11 +207,12 @@ def test_a_missing_package_of_the_bare_install_is_an_error(site):
 @pytest.fixture
 def uninstalled(monkeypatch, tmp_path):
     """Hide enginery's metadata; return the file from which a checkout's requirements are read."""
-    version = packages.installed_version
-    monkeypatch.setattr(
-        packages, "installed_version", lambda name: "" if name == "enginery" else version(name)
-    )
-    monkeypatch.setattr(packages, "_PYPROJECT", tmp_path / "pyproject.toml")
+    version = extras.installed_version
+    for module in (extras, packages):
+        monkeypatch.setattr(
+            module, "installed_version", lambda name: "" if name == "enginery" else version(name)
+        )
+        monkeypatch.setattr(module, "PYPROJECT", tmp_path / "pyproject.toml")
     return tmp_path / "pyproject.toml"
 
 

@@ -15,13 +15,14 @@ import importlib.util
 import io
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
+from enginery.core.extras import is_installed, require_packages
 from enginery.runtime.providers import gpus, libraries
 from enginery.runtime.providers.known import (
     CPU,
@@ -41,13 +42,20 @@ INSTALL = {
 }
 """Command that installs the libraries of a provider."""
 
-_TESTED = {"onnxruntime-gpu": ">=1.31,<1.32", "onnxruntime-openvino": ">=1.24.1,<1.25"}
+_TESTED = {
+    "onnxruntime": ">=1.31,<1.32",
+    "onnxruntime-gpu": ">=1.31,<1.32",
+    "onnxruntime-openvino": ">=1.24.1,<1.25",
+}
 """Versions of ONNX Runtime's builds, as in the extras of pyproject.toml."""
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
 _CUDNN = "libcudnn.so.9"
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
+_BROKEN = "most files of the module are missing"
+ONNXRUNTIME = "onnxruntime"
+"""The module that every build of ONNX Runtime installs."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,14 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
         name: ONNX Runtime's name of the provider.
         options: options of the provider for ONNX Runtime; `device_id` must be that of a GPU.
     """
+    if not is_installed(ONNXRUNTIME):
+        return _not_installed()
     if name == CPU:
         return None
     try:
         available = compiled_providers()
     except ImportError as error:
-        if not installed_onnxruntimes():
-            return _not_installed()
-        return Unavailable(
-            f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu")
-        )
+        return Unavailable(f"onnxruntime cannot be imported ({error})", reinstall())
     if name not in available:
         found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
     elif name not in (CUDA, TENSORRT):
@@ -121,15 +127,26 @@ def compiled_providers() -> list[str]:
 
     # Uninstalling one of two builds leaves an empty folder that can be imported.
     if not hasattr(onnxruntime, "get_available_providers"):
-        raise ImportError("most files of the module are missing")
+        raise ImportError(_BROKEN)
     return list(onnxruntime.get_available_providers())
 
 
-def require_onnxruntime() -> None:
-    """Raise ProviderError if no build of ONNX Runtime is installed; nothing is imported."""
-    if not installed_onnxruntimes():
-        missing = _not_installed()
-        raise ProviderError(f"{missing.reason}.", do=missing.do)
+def require_onnxruntime(
+    purpose: str, *modules: str, later: Sequence[str] = (), extra: str = ""
+) -> None:
+    """Check that modules can be found, and if `onnxruntime` is one, that it is not broken.
+
+    Nothing is imported. The arguments are those of `require_packages`.
+
+    Raises:
+        MissingPackageError: a module is missing.
+        ProviderError: most files of ONNX Runtime are missing.
+    """
+    require_packages(purpose, *modules, later=later, extra=extra)
+    if ONNXRUNTIME in modules and ONNXRUNTIME not in sys.modules:
+        spec = importlib.util.find_spec(ONNXRUNTIME)
+        if spec is None or spec.origin is None:  # a folder without __init__.py
+            raise ProviderError(f"onnxruntime cannot be imported ({_BROKEN}).", do=reinstall())
 
 
 def _not_installed() -> Unavailable:
@@ -200,11 +217,17 @@ def hidden_remedy(build: OnnxRuntimeBuild) -> str:
     return f"Put {build.directory} first on PYTHONPATH, or uninstall the other package."
 
 
-def reinstall(package: str) -> str:
-    """Return the command that replaces all builds, which overwrite each other, by one."""
-    names = dict.fromkeys(build.name for build in installed_onnxruntimes())
-    installed = " ".join(names) or package
-    return f"Run: pip uninstall -y {installed} && pip install '{package}{_TESTED.get(package, '')}'"
+def reinstall(package: str = "") -> str:
+    """Return the command that replaces all builds, which overwrite each other, by one.
+
+    Args:
+        package: the build to install; empty for the installed one, or onnxruntime-gpu if there are
+            several or none.
+    """
+    names = list(dict.fromkeys(build.name for build in installed_onnxruntimes()))
+    package = package or (names[0] if len(names) == 1 else "onnxruntime-gpu")
+    install = f"pip install '{package}{_TESTED.get(package, '')}'"
+    return f"Run: pip uninstall -y {' '.join(names)} && {install}" if names else f"Run: {install}"
 
 
 # The libraries of a provider, and plugins.
