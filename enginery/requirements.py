@@ -91,7 +91,7 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
         case "build", BuildConfig():
             # Classic TensorRT is in no extra.
             bindings = () if options.flavor == CLASSIC.name else (RTX.module,)
-            return _Packages((*bindings, "onnx"), rows)
+            return _Packages((*bindings, *_GRAPHS), rows)
         case "validate", ValidateConfig():
             is_file = options.reference.endswith(".onnx") if options.reference else is_onnx
             return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_file else _PYTORCH)), rows)

@@ -57,7 +57,13 @@ that is not installed."""
 
 def is_installed(module: str) -> bool:
     """Return True if a top-level module can be found; it is not imported."""
-    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+    if sys.modules.get(module) is not None:
+        return True
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        return False
+    # A folder without __init__.py: a package that several install, or what was left of one.
+    return spec.origin is not None or bool(installed_version(_package_name(module)))
 
 
 def require_packages(
@@ -255,17 +261,16 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
     }
     if wanted - set().union(*fitting.values()):
         return f"pip install {' '.join(packages)}"  # no extra has it
-    chosen: tuple[str, ...] = (extra,) if extra and wanted <= fitting.get(extra, set()) else ()
-    if not chosen:
-        covers = (
-            names
-            for count in range(len(fitting) + 1)
-            for names in combinations(fitting, count)
-            if wanted <= set().union(*(fitting[name] for name in names))
-        )
-        first = next(covers)
-        same_count = [first, *(names for names in covers if len(names) == len(first))]
-        chosen = min(same_count, key=lambda names: sum(len(by_extra[name]) for name in names))
+    covers = (
+        names
+        for count in range(len(fitting) + 1)
+        for names in combinations(fitting, count)
+        if wanted <= set().union(*(fitting[name] for name in names))
+    )
+    sizes = {name: len(by_extra[name]) for name in fitting}
+    chosen = min(
+        covers, key=lambda names: (extra not in names, len(names), sum(sizes[n] for n in names))
+    )
     if not needs_build:
         return f"pip install '{_with_extras(chosen)}'"
     # The order in which the documentation has them: most machines of users have an NVIDIA GPU.

@@ -53,7 +53,7 @@ MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
 _CUDNN = "libcudnn.so.9"
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
-_BROKEN = "most files of the module are missing"
+_NO_FILES = "most files of the module are missing"
 ONNXRUNTIME = "onnxruntime"
 """The module that every build of ONNX Runtime installs."""
 
@@ -76,14 +76,14 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
         name: ONNX Runtime's name of the provider.
         options: options of the provider for ONNX Runtime; `device_id` must be that of a GPU.
     """
-    if not is_installed(ONNXRUNTIME):
+    if not is_installed(ONNXRUNTIME) and not installed_onnxruntimes():
         return _not_installed()
     if name == CPU:
         return None
     try:
         available = compiled_providers()
     except ImportError as error:
-        return Unavailable(f"onnxruntime cannot be imported ({error})", reinstall())
+        return _broken(str(error))
     if name not in available:
         found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
     elif name not in (CUDA, TENSORRT):
@@ -127,7 +127,7 @@ def compiled_providers() -> list[str]:
 
     # Uninstalling one of two builds leaves an empty folder that can be imported.
     if not hasattr(onnxruntime, "get_available_providers"):
-        raise ImportError(_BROKEN)
+        raise ImportError(_NO_FILES)
     return list(onnxruntime.get_available_providers())
 
 
@@ -142,11 +142,17 @@ def require_onnxruntime(
         MissingPackageError: a module is missing.
         ProviderError: most files of ONNX Runtime are missing.
     """
-    require_packages(purpose, *modules, later=later, extra=extra)
-    if ONNXRUNTIME in modules and ONNXRUNTIME not in sys.modules:
+    if ONNXRUNTIME in modules and sys.modules.get(ONNXRUNTIME) is None:
         spec = importlib.util.find_spec(ONNXRUNTIME)
-        if spec is None or spec.origin is None:  # a folder without __init__.py
-            raise ProviderError(f"onnxruntime cannot be imported ({_BROKEN}).", do=reinstall())
+        is_whole = spec is not None and spec.origin is not None  # else without __init__.py
+        if not is_whole and installed_onnxruntimes():
+            broken = _broken(_NO_FILES)
+            raise ProviderError(f"{broken.reason}.", do=broken.do)
+    require_packages(purpose, *modules, later=later, extra=extra)
+
+
+def _broken(reason: str) -> Unavailable:
+    return Unavailable(f"onnxruntime cannot be imported ({reason})", reinstall())
 
 
 def _not_installed() -> Unavailable:
