@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import wave
 
 import pytest
@@ -98,16 +99,25 @@ def artifacts(exported):
     return {name: exported(*kind).path for name, kind in kinds.items()}
 
 
-def answers_of(python, artifacts, folder, *, script=ROOT / "tests" / "every_call.py"):
+def environment_of(folder):
+    """Return the variables of the calls: nothing of this process, and no Hub."""
+    removed = ("PYTHONPATH", "ENGINERY_PROVIDERS", "HF_HUB_OFFLINE", "HF_TOKEN")
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
+    own = {"HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(folder / "hub"), "COLUMNS": "1000"}
+    return {**kept, **own, "ENGINERY_HOME": str(folder / "home")}
+
+
+def answers_of(python, artifacts, folder):
     """Return name -> (status, what was printed) of every call in an environment."""
     others = [f"{name}={path}" for name, path in artifacts.items() if name != "vectors"]
-    removed = ("PYTHONPATH", "ENGINERY_PROVIDERS", "HF_HUB_OFFLINE", "HF_TOKEN")
-    environment = {name: value for name, value in os.environ.items() if name not in removed}
-    environment |= {"HF_ENDPOINT": UNREACHABLE, "ENGINERY_HOME": str(folder / "home")}
-    environment |= {"HF_HOME": str(folder / "hub"), "COLUMNS": "1000"}
-    command = [str(python), "-P", str(script), str(artifacts["vectors"]), str(folder), *others]
+    script = ROOT / "tests" / "every_call.py"
     done = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+        [str(python), "-P", str(script), str(artifacts["vectors"]), str(folder), *others],
+        env=environment_of(folder),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -154,3 +164,63 @@ def test_missing_extra_is_named_by_every_command_and_function(
 ):
     python = linked_environment(tmp_path / "environment", wanted)
     check(answers_of(python, artifacts, folder), expected)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hub", ["huggingface-hub>=0.36,<1", "huggingface-hub>=2,<3"])
+@pytest.mark.parametrize(
+    ("extras", "expected"), [("", BARE), ("[cpu,serve]", SERVE)], ids=["bare", "cpu,serve"]
+)
+def test_environment_that_pip_makes_without_constraints(
+    wheel, hub, extras, expected, artifacts, folder, tmp_path
+):
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "environment")], check=True)
+    programs = tmp_path / "environment" / "bin"
+    install = [programs / "python", "-m", "pip", "install", "--quiet", f"{wheel}{extras}", hub]
+    subprocess.run(install, check=True)
+    check(answers_of(programs / "python", artifacts, folder), expected)
+
+    (tmp_path / "again").mkdir()
+    commands = every_call.command_lines(artifacts["vectors"], tmp_path / "again")
+    answers = {}
+    for name, words in commands.items():  # each in a process of its own, as users run it
+        done = subprocess.run(
+            [programs / "enginery", *words],
+            env=environment_of(folder),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        answers[f"enginery {name}"] = (done.returncode, done.stdout + done.stderr)
+    check(answers, {name: expected[name] for name in answers})
+
+
+@pytest.mark.slow
+def test_child_process_names_the_part_of_an_extra_that_is_missing(
+    tiny_model, artifacts, folder, tmp_path
+):
+    python = linked_environment(
+        tmp_path / "environment", "enginery[gpu,export]", without=["optimum-onnx"]
+    )
+    words = ["export", str(tiny_model("bert", "feature-extraction")), "--out", str(folder / "out")]
+    done = subprocess.run(
+        [python, "-m", "enginery", *words],
+        env=environment_of(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "exporting needs the package 'optimum-onnx', which is not installed" in done.stderr
+    assert "pip install 'enginery[export]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -76,7 +76,7 @@ def require_packages(
         modules: top-level names of the modules.
         later: modules that a later check requires, in words of its own; they are named only beside
             a missing one of `modules`, so that one command installs all.
-        extra: the extra to name if several have the package; empty for the smallest.
+        extra: the extra to name if several have the packages; empty for the smallest.
 
     Raises:
         MissingPackageError: a module is missing.
@@ -245,7 +245,7 @@ def _importer(error: ImportError) -> str:
 
 
 def _install_command(packages: Sequence[str], extra: str) -> str:
-    """Return what to type to install packages: the smallest extras that have all of them."""
+    """Return what to type to install packages: the fewest and smallest extras that have them."""
     by_extra: dict[str, set[str]] = {}
     for name, requirement in own_requirements():
         if name not in NOT_FOR_USERS:
@@ -269,7 +269,7 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
     )
     sizes = {name: len(by_extra[name]) for name in fitting}
     chosen = min(
-        covers, key=lambda names: (extra not in names, len(names), sum(sizes[n] for n in names))
+        covers, key=lambda names: (len(names), extra not in names, sum(sizes[n] for n in names))
     )
     if not needs_build:
         return f"pip install '{_with_extras(chosen)}'"
