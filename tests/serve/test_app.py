@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import sys
 
 import pytest
 from starlette.testclient import TestClient
