@@ -4,8 +4,8 @@
     # MissingPackageError: Quantizing a model needs the packages 'onnx' and 'onnx-ir', which are not
     # installed. Install them with: pip install 'enginery[export]'
 
-What depends on the data or on the model, audio for one, is checked where it is used. Paths of
-imports are no part of this: `core/extras.py` translates what fails there.
+What only some models or files need, such as the extra `audio`, is checked where it is used, and an
+import that still fails is translated by `core/extras.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
         import onnx_ir    # raises the same error in place of ModuleNotFoundError
 
 The first is for what is known before any work begins, the second for the rest. Which extra has
-which package is read from enginery's own metadata, and only when a package is missing.
+which package is read from enginery's own metadata, but only when a package is missing: to import
+what reads it would slow the command line's start.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,6 +144,8 @@ def missing_package(error: ImportError, purpose: str) -> MissingPackageError | N
 
 def installed_version(package: str) -> str:
     """Return the version of an installed package, or an empty text."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -156,6 +157,8 @@ def own_requirements() -> Iterator[tuple[str, Requirement]]:
 
     They are read from its metadata, or from the checkout if it is not installed.
     """
+    import tomllib
+
     from packaging.requirements import Requirement
 
     if installed_version("enginery"):
@@ -182,6 +185,8 @@ def own_requirements() -> Iterator[tuple[str, Requirement]]:
 
 def requirements(package: str) -> Iterator[tuple[str, Requirement]]:
     """Yield the requirements of an installed package that apply here, each with its extra."""
+    from importlib import metadata
+
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
