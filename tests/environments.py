@@ -21,13 +21,12 @@ METADATA = (
 )
 
 
-def linked_environment(folder, *wanted, without=()):
+def linked_environment(folder, *wanted):
     """Make an environment with what `pip install` would install; return its Python.
 
     Args:
         folder: where it goes.
         wanted: requirements: `enginery[serve]`.
-        without: names of packages that are left out.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -36,14 +35,13 @@ def linked_environment(folder, *wanted, without=()):
     subprocess.run([sys.executable, "-c", METADATA, str(site)], cwd=ROOT, check=True)
     (site / "enginery").symlink_to(ROOT / "enginery")
     (own,) = metadata.distributions(name="enginery", path=[str(site)])
-    for name, dist in _closure(wanted, own).items():
-        if name not in without:
-            _link(dist, site)
+    for dist in _closure(wanted, own):
+        _link(dist, site)
     return folder / "bin" / "python"
 
 
 def _closure(wanted, own):
-    """Return name -> package of requirements and of all that these need, as far as it is here."""
+    """Return the packages of requirements and of all that these need, as far as they are here."""
     packages, seen, pending = {}, set(), [Requirement(text) for text in wanted]
     while pending:
         requirement = pending.pop()
@@ -60,7 +58,7 @@ def _closure(wanted, own):
             if not needed.marker or any(needed.marker.evaluate({"extra": e}) for e in extras):
                 pending.append(needed)
     del packages["enginery"]
-    return packages
+    return packages.values()
 
 
 def _link(dist, site):
