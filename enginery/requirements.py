@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from enginery.engine.config import BuildConfig
@@ -96,11 +95,8 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
             is_file = options.reference.endswith(".onnx") if options.reference else is_onnx
             return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_file else _PYTORCH)), rows)
         case "predict", PredictConfig():
-            out = str(getattr(options, "out", ""))
-            return _Packages(
-                (ONNXRUNTIME, *(("ray",) if options.engine == "ray" else ())),
-                () if Path(out).suffix == ".npz" else _ROWS,
-            )
+            cluster = ("ray",) if options.engine == "ray" else ()
+            return _Packages((ONNXRUNTIME, *cluster), _ROWS)  # but .npz needs no rows
         case "lint", _:
             return _Packages(_GRAPHS)
         case "bench", _:
