@@ -96,7 +96,7 @@ def _packages(stage: str, options: Any, *, is_onnx: bool) -> _Packages:
             return _Packages((ONNXRUNTIME, *_GRAPHS, *(() if is_file else _PYTORCH)), rows)
         case "predict", PredictConfig():
             cluster = ("ray",) if options.engine == "ray" else ()
-            return _Packages((ONNXRUNTIME, *cluster), _ROWS)  # but .npz needs no rows
+            return _Packages((ONNXRUNTIME, *cluster), _ROWS)  # later: .npz has no rows
         case "lint", _:
             return _Packages(_GRAPHS)
         case "bench", _:

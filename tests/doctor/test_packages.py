@@ -148,6 +148,24 @@ def test_an_extra_of_which_nothing_is_installed_is_no_finding(site):
     assert finding.evidence == "gone-theme not installed"
 
 
+def test_packages_of_a_complete_extra_do_not_begin_another(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "first-part>=1; extra == 'serve'",
+        "second-part>=1; extra == 'serve'",
+        "second-part>=1; extra == 'data'",
+        "gone-part>=1; extra == 'data'",
+        extras=["serve", "data"],
+    )
+    site("second-part", "1.0")
+    assert findings("the extra [data] is incomplete")
+    site("first-part", "1.0")
+    statuses, _ = examine_packages()
+    assert absent_extras(statuses) == ["data"]
+    assert not findings("[data]")
+
+
 def test_other_build_of_onnxruntime_is_not_recommended(site):
     site(
         "enginery",
