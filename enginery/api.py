@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from enginery.bench.config import BenchConfig
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import OptionError
+from enginery.core.extras import missing_packages_as_errors
 from enginery.core.options import options_from
 from enginery.core.progress import SILENT, Progress
 from enginery.deploy.kserve.options import KserveConfig
@@ -29,6 +30,7 @@ from enginery.optimize.config import OptimizeConfig
 from enginery.predict.config import PredictConfig
 from enginery.publish.config import PublishConfig
 from enginery.quantize.config import QuantizeConfig
+from enginery.requirements import PURPOSES, require_stages
 from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 Config = TypeVar("Config")
 
 
+@missing_packages_as_errors(PURPOSES["export"])
 def export_model(
     model: str,
     *,
@@ -71,6 +74,7 @@ def export_model(
     return run_cached(model, config, out=out, force=force, progress=progress).artifact
 
 
+@missing_packages_as_errors(PURPOSES["optimize"])
 def optimize_model(
     artifact: Artifact | str | Path,
     *,
@@ -99,6 +103,7 @@ def optimize_model(
     return run_cached(_open(artifact), config, out=out, force=force, progress=progress).artifact
 
 
+@missing_packages_as_errors(PURPOSES["quantize"])
 def quantize_model(
     artifact: Artifact | str | Path,
     data: str | Path | Iterable[Any] = "",
@@ -135,6 +140,7 @@ def quantize_model(
     ).artifact
 
 
+@missing_packages_as_errors(PURPOSES["build"])
 def build_engine(
     artifact: Artifact | str | Path,
     *,
@@ -163,6 +169,7 @@ def build_engine(
     return run_cached(_open(artifact), config, out=out, force=force, progress=progress).artifact
 
 
+@missing_packages_as_errors(PURPOSES["validate"])
 def validate_model(
     artifact: Artifact | str | Path,
     *,
@@ -188,6 +195,7 @@ def validate_model(
     return cast("ValidationReport", result.report)
 
 
+@missing_packages_as_errors(PURPOSES["lint"])
 def lint_model(
     model: Artifact | str | Path, *, target: Literal["tensorrt", "cuda"] = "tensorrt"
 ) -> list[LintReport]:
@@ -200,6 +208,7 @@ def lint_model(
     Raises:
         EngineryError: the model cannot be read.
     """
+    require_stages([("lint", None)])
     from enginery.passes.lint.lint import lint_onnx
 
     if not isinstance(model, Artifact) and not Path(model).is_dir():
@@ -208,6 +217,7 @@ def lint_model(
     return [lint_onnx(artifact.path / g.file, target=target) for g in artifact.manifest.graphs]
 
 
+@missing_packages_as_errors(PURPOSES["bench"])
 def bench_model(
     *models: Artifact | str | Path,
     out: str | Path = "",
@@ -229,12 +239,14 @@ def bench_model(
     Raises:
         EngineryError: a model or a requested backend cannot run, or a shape does not fit.
     """
+    config = _config(BenchConfig, "bench", config, options)
+    require_stages([("bench", config)])
     from enginery.bench import stage as bench
 
-    config = _config(BenchConfig, "bench", config, options)
     return bench.run(models, config, out=out, progress=progress)
 
 
+@missing_packages_as_errors(PURPOSES["predict"])
 def predict_file(
     artifact: Artifact | str | Path,
     source: str | Path,
@@ -261,13 +273,15 @@ def predict_file(
         EngineryError: the artifact, the file or an option cannot be used. Rows without a result are
             counted in the report; the output's column `error` has the reasons.
     """
+    config = _config(PredictConfig, "predict", config, options)
+    require_stages([("predict", config)])
     from enginery.predict import stage as predict
 
-    config = _config(PredictConfig, "predict", config, options)
     opened = _open(artifact)
     return predict.run(opened, str(source), Path(output), config, force=force, progress=progress)
 
 
+@missing_packages_as_errors(PURPOSES["publish"])
 def publish_model(
     artifact: Artifact | str | Path,
     url: str,
@@ -300,6 +314,7 @@ def publish_model(
     return publish.run(_open(artifact), str(url), config, variants=others, progress=progress)
 
 
+@missing_packages_as_errors(PURPOSES["pull"])
 def pull_model(
     url: str,
     out: str | Path,
@@ -328,6 +343,7 @@ def pull_model(
     return publish.pull(str(url), Path(out), config, variant=variant, progress=progress)
 
 
+@missing_packages_as_errors(PURPOSES["export-triton"])
 def export_triton(
     artifact: Artifact | str | Path,
     out: str | Path,
@@ -355,6 +371,7 @@ def export_triton(
     return triton.run(_open(artifact), Path(out), config, progress=progress)
 
 
+@missing_packages_as_errors(PURPOSES["export-kserve"])
 def export_kserve(
     artifact: Artifact | str | Path,
     out: str | Path,
@@ -405,6 +422,7 @@ class RunResult:
         return next((stage.failure for stage in self.stages if stage.failure), "")
 
 
+@missing_packages_as_errors(PURPOSES["run"])
 def run_recipe(
     recipe: Recipe | str | Path,
     *,

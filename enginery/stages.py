@@ -39,6 +39,7 @@ from enginery.export.config import ExportConfig, check_options
 from enginery.export.tasks import inferred_task, task_name
 from enginery.optimize.config import OptimizeConfig
 from enginery.quantize.config import QuantizeConfig
+from enginery.requirements import require_stages
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
 
     is_file = model.lower().endswith(".onnx")  # which is imported, whatever it is for
     check_options(config, is_onnx=is_file)
+    require_stages([("export", config)], is_onnx=is_file)
     task = config.task if is_file else task_name(config.task)
     source = resolve_source(
         model,
@@ -196,6 +198,7 @@ def _plan_export(model: str, config: ExportConfig, progress: Progress) -> _Plan:
 
 
 def _plan_optimize(artifact: Artifact, config: OptimizeConfig, progress: Progress) -> _Plan:
+    require_stages([("optimize", config)])
     from enginery.optimize import stage as optimize
 
     key = optimize.fingerprint(artifact, config)
@@ -212,6 +215,7 @@ def _plan_quantize(
     progress: Progress,
     calibration: Iterable[Any] | None,
 ) -> _Plan:
+    require_stages([("quantize", config)])
     from enginery.quantize import stage as quantize
 
     data = quantize.read_calibration(artifact, config, calibration)
@@ -227,6 +231,7 @@ def _plan_build(
     artifact: Artifact, config: BuildConfig, progress: Progress, *, out: str, force: bool
 ) -> _Plan | None:
     """Return None if the artifact has all requested engines, and so is itself the result."""
+    require_stages([("build", config)])
     from enginery.engine import stage as build
     from enginery.engine.requests import resolve_requests
 
@@ -261,6 +266,8 @@ def run_validate(
     Raises:
         EngineryError: the comparison cannot be made; see `validate.stage.run`.
     """
+    is_onnx = artifact.manifest.source.kind == "onnx"
+    require_stages([("validate", config)], is_onnx=is_onnx)
     from enginery.validate import stage as validate
 
     started = time.monotonic()

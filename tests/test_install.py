@@ -86,5 +86,5 @@ def test_cpu_install_runs_artifacts_and_names_what_it_lacks(python, exported, tm
     refused = run(python, *predict[:2], "serve", artifact.path, "--port", 0)
     assert refused.returncode == 2
     said = " ".join(refused.stderr.split())
-    assert "onnxruntime is not installed" in said
+    assert "needs the package 'onnxruntime', which is not installed" in said
     assert "pip install 'enginery[gpu]', or 'enginery[cpu]'" in said

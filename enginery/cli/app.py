@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES, HelpBySubject
 from enginery.core.errors import EngineryError, OptionError, join_problems
+from enginery.core.extras import missing_package
 from enginery.core.version import __version__
 
 COMMANDS = {
@@ -198,6 +199,11 @@ def _run(arguments: Sequence[str]) -> int:
         commands(given)(given, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
+    except ImportError as error:
+        missing = missing_package(error, f"enginery {shlex.join(given[:1])}")
+        if missing is None:
+            raise
+        failure = missing
     except MissingArgumentError as error:
         failure = _missing_arguments(given, error)
     except CycloptsError as error:

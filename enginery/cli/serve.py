@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from enginery.cli.app import OUTPUT, Output
 from enginery.cli.app import application as app
-from enginery.serve.config import ServeConfig
+from enginery.serve.config import ServeConfig, require_packages
 
 _DEFAULT = ServeConfig()
 
@@ -31,6 +31,7 @@ def serve(
         Artifacts' directories, each PATH or NAME=PATH; without a name, that of the publication, of
         the directory or of the source model.
     """
+    require_packages()  # before the server's modules are imported
     from enginery.serve.server import serve_models
 
     status = serve_models(artifacts, config, as_json=output.json, quiet=output.quiet)

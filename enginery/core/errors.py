@@ -98,13 +98,7 @@ class InputError(EngineryError):
 
 
 class MissingPackageError(EngineryError):
-    """An optional package is required but not installed."""
-
-    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package '{package}', which is not installed.",
-            do=f"Install it with: pip install 'enginery[{extra}]'",
-        )
+    """An optional package is required but not installed; see `core/extras.py`."""
 
 
 class CheckFailedError(EngineryError):

@@ -29,7 +29,8 @@ from typing import Any, NoReturn
 
 from enginery.core import errors
 from enginery.core.closing import Closeable
-from enginery.core.errors import EngineryError, os_errors_as
+from enginery.core.errors import EngineryError, MissingPackageError, os_errors_as
+from enginery.core.extras import missing_package
 from enginery.core.temporary import temporary_directory
 
 _PIPE = "ENGINERY_PARENT_PIPE"
@@ -61,7 +62,8 @@ def run_in_subprocess(
         request: values that JSON can hold.
         log: file for the child's standard output and standard error.
         description: start of the message if the child ends without a result: `exporting minilm`.
-        error: class of the error to raise, unless the child raised one of `reraise`.
+        error: class of the error to raise, unless the child raised one of `reraise`, or
+            MissingPackageError.
         reraise: classes of errors to raise as the child raised them.
         on_phase: called with each phase that the child reports; see `report_phase`.
 
@@ -96,7 +98,8 @@ def run_in_subprocess(
         )
     if "error" in found:
         details = found["error"]
-        error_class = {e.__name__: e for e in reraise}.get(details["type"], error)
+        known: tuple[type[EngineryError], ...] = (MissingPackageError, *reraise)
+        error_class = {kind.__name__: kind for kind in known}.get(details["type"], error)
         raise error_class(details["message"], do=details["do"] or f"The whole log: {log}")
     return found
 
@@ -236,12 +239,8 @@ def serve_requests(handle: Callable[[WorkerResult], WorkerResult]) -> NoReturn:
     for line in sys.stdin:
         try:
             found = handle(json.loads(line))
-        except EngineryError as error:
-            found = _error(type(error).__name__, error.message, error.do)
         except Exception as error:
-            traceback.print_exc()
-            first = next(iter(str(error).strip().splitlines()), "")
-            found = _error("", f"it failed in {type(error).__name__}: {first}", "")
+            found = _error(error, "it")
         with suppress(BrokenPipeError):  # the parent has ended, and so will this process
             results.write(json.dumps(found) + "\n")
             results.flush()
@@ -251,10 +250,9 @@ def serve_requests(handle: Callable[[WorkerResult], WorkerResult]) -> NoReturn:
 def _error_class(name: str, *, default: type[EngineryError]) -> type[EngineryError]:
     """Return the class of that name in `core.errors`, or the default if there is none."""
     found = getattr(errors, name, None)
-    # MissingPackageError is constructed from a package's name instead of a message.
-    if not isinstance(found, type) or found is errors.MissingPackageError:
-        return default
-    return found if issubclass(found, EngineryError) else default
+    if isinstance(found, type) and issubclass(found, EngineryError):
+        return found
+    return default
 
 
 def _last_line(log: Path) -> str:
@@ -341,17 +339,22 @@ def _result(
     """Return what `handle` returns, or its error."""
     try:
         return handle(request)
-    except EngineryError as error:
-        return _error(type(error).__name__, error.message, error.do)
     except Exception as error:
+        return _error(error, description.format_map(request))
+
+
+def _error(error: Exception, description: str) -> WorkerResult:
+    """Return the result of a request that failed; print the traceback of an unexpected error."""
+    if isinstance(error, ImportError):
+        error = missing_package(error, description) or error
+    if isinstance(error, EngineryError):
+        values = {"type": type(error).__name__, "message": error.message, "do": error.do}
+    else:
         traceback.print_exc()
-        first = (str(error).strip().splitlines() or [""])[0]
-        prefix = description.format_map(request)
-        return _error("", f"{prefix} failed in {type(error).__name__}: {first}", "")
-
-
-def _error(error_type: str, message: str, do: str) -> WorkerResult:
-    return {"error": {"type": error_type, "message": message, "do": do}}
+        first = next(iter(str(error).strip().splitlines()), "")
+        message = f"{description} failed in {type(error).__name__}: {first}"
+        values = {"type": "", "message": message, "do": ""}
+    return {"error": values}
 
 
 def describe_exit(status: int) -> str:

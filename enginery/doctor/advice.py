@@ -73,11 +73,11 @@ def _check_gpu(
     """Report a provider that does not run here, and a GPU that no variable names."""
     by_name = {status.name: status for status in providers}
     head = specs[0].full_name if specs else CPU
-    if head in by_name and not by_name[head].runs:
+    if specs and head in by_name and not by_name[head].runs:
         status = by_name[head]
         yield Finding(
             "error",
-            f"{ENVIRONMENT} names {specs[0].name if specs else 'cpu'}, which does not run here",
+            f"{ENVIRONMENT} names {specs[0].name}, which does not run here",
             status.reason,
             status.remedy or f"Unset {ENVIRONMENT}.",
         )

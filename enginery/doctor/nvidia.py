@@ -10,9 +10,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from enginery.core.onnxruntime_builds import installed_onnxruntimes
 from enginery.doctor.report import Finding, Gpu, NvidiaStatus
 from enginery.doctor.subprocess_probe import run_probe
-from enginery.runtime.providers.availability import MIN_DRIVER
+from enginery.runtime.providers.availability import (
+    MIN_DRIVER,
+    reinstall,
+)
 from enginery.runtime.providers.gpus import driver_version
 
 _QUERY = ("name", "driver_version", "memory.total", "memory.free", "compute_cap")
@@ -65,7 +69,7 @@ def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
     if status.problem and not status.gpus:
         yield Finding(
             "note",
-            "no GPU can be used; models run on the CPU",
+            "no GPU can be used" + ("; models run on the CPU" if installed_onnxruntimes() else ""),
             status.problem,
             f"On a machine with an NVIDIA GPU, install driver {MIN_DRIVER} or newer; in a "
             "container, give it the GPUs (docker run --gpus all).",
@@ -77,12 +81,12 @@ def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
             status.problem,
             "Check CUDA_VISIBLE_DEVICES, and whether the container has access to the GPU.",
         )
-    if not status.onnxruntime_cuda and status.gpus:
+    if not status.onnxruntime_cuda and status.gpus and installed_onnxruntimes():
         yield Finding(
             "error",
             "there is a GPU, but the installed onnxruntime is a CPU build",
             status.gpus[0].name,
-            "Run: pip uninstall -y onnxruntime && pip install 'onnxruntime-gpu>=1.31,<1.32'",
+            reinstall("onnxruntime-gpu"),
         )
     wanted = int(status.onnxruntime_cuda or 0)
     if wanted and status.driver_cuda and int(status.driver_cuda.split(".")[0]) < wanted:

@@ -6,13 +6,19 @@ Only metadata is read. Nothing is imported, so a broken package cannot break the
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from enginery.core.extras import (
+    NOT_FOR_USERS,
+    ONNXRUNTIME_EXTRAS,
+    PYPROJECT,
+    installed_version,
+    own_requirements,
+    requirements,
+)
 from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
 from enginery.doctor.report import Finding, PackageStatus, absent_extras
 from enginery.runtime.providers.availability import (
@@ -23,18 +29,6 @@ from enginery.runtime.providers.availability import (
 )
 from enginery.runtime.providers.known import TENSORRT
 from enginery.runtime.providers.libraries import needed_libraries
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
-
-_NOT_FOR_USERS = ("dev", "all")
-"""Extras that are not checked: development tools, and the combination of all others."""
-
-_ALTERNATIVES = ("cpu", "gpu", "openvino")
-"""Extras of which an environment has one: their builds of ONNX Runtime overwrite each other."""
-
-_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-"""enginery's requirements in a checkout."""
 
 _GPU_PACKAGE = re.compile(r"^(onnxruntime|tensorrt|nvidia-(cuda-runtime|cudnn|cublas))(-|$)")
 
@@ -63,14 +57,6 @@ def examine_packages() -> tuple[tuple[PackageStatus, ...], tuple[Finding, ...]]:
     return tuple(statuses), tuple(findings)
 
 
-def installed_version(name: str) -> str:
-    """Return the version of an installed package, or an empty text."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def torch_cuda() -> str:
     """Return the CUDA version of the installed torch; empty for a CPU build or without torch.
 
@@ -85,56 +71,18 @@ def torch_cuda() -> str:
     return found[1] if found else ""
 
 
-def _requirements(package: str) -> Iterator[tuple[str, Requirement]]:
-    """Yield the requirements of an installed package that apply here, each with its extra."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        dist = metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return
-    extras = ["", *(dist.metadata.get_all("Provides-Extra") or [])]
-    for text in dist.requires or []:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue  # older than PEP 508; pip would reject it, too
-        for extra in extras:
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                yield extra, requirement
-                break
-
-
-def _own_requirements() -> Iterator[tuple[str, Requirement]]:
-    """Yield enginery's requirements, each with its extra; a checkout's if it is not installed."""
-    from packaging.requirements import Requirement
-
-    if installed_version("enginery"):
-        yield from _requirements("enginery")
-        return
-    if not _PYPROJECT.is_file():
-        return
-    project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
-    if project.get("name") != "enginery":
-        return
-    for extra, texts in {"": project["dependencies"], **project["optional-dependencies"]}.items():
-        for requirement in map(Requirement, texts):
-            if requirement.marker is None or requirement.marker.evaluate():
-                yield extra, requirement
-
-
 def _own_packages() -> list[PackageStatus]:
     statuses = []
     builds = installed_onnxruntimes()
     imported = [build.name for build in builds if build.directory == builds[0].directory]
-    for extra, requirement in _own_requirements():
-        if extra in _NOT_FOR_USERS or requirement.name == "enginery":
+    for extra, requirement in own_requirements():
+        if extra in NOT_FOR_USERS or requirement.name == "enginery":
             continue
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
         asked = str(requirement.specifier)
         # A build that another directory hides is not used, whatever its version.
-        is_replaced = extra in _ALTERNATIVES and builds and requirement.name not in imported
+        is_replaced = extra in ONNXRUNTIME_EXTRAS and builds and requirement.name not in imported
         other = imported[0] if is_replaced else ""
         statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
     return statuses
@@ -142,7 +90,7 @@ def _own_packages() -> list[PackageStatus]:
 
 def _gpu_packages() -> list[PackageStatus]:
     """Return the installed GPU packages that are not among enginery's requirements."""
-    own = {requirement.name for _, requirement in _own_requirements()}
+    own = {requirement.name for _, requirement in own_requirements()}
     found = {}
     for dist in metadata.distributions():
         name = (dist.metadata["Name"] or "").lower().replace("_", "-")
@@ -157,7 +105,7 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
         yield Finding(
             "note",
             "enginery runs from a checkout and is not installed",
-            f"its requirements were read from {_PYPROJECT}",
+            f"its requirements were read from {PYPROJECT}",
             "Nothing needs to be done.",
         )
     elif not is_installed:
@@ -202,7 +150,7 @@ def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
     for status in statuses:
         if not status.version:
             continue
-        for extra, requirement in _requirements(status.name):
+        for extra, requirement in requirements(status.name):
             version = installed_version(requirement.name)
             if extra or not version:
                 continue

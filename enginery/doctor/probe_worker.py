@@ -55,7 +55,7 @@ def examine_provider(name: str) -> dict[str, Any]:
         (answer,) = session.run(None, {"x": FEED})
         placed = _placement(session)
     except Exception as error:
-        remedy = availability.reinstall("onnxruntime-gpu") if name == CPU else ""
+        remedy = availability.reinstall() if name == CPU else ""
         return status | {"reason": f"{type(error).__name__}: {error}", "remedy": remedy}
     if placed and name not in placed:
         return status | {"reason": f"the operation ran on {', '.join(sorted(placed))} instead"}

@@ -199,7 +199,7 @@ class DoctorReport:
         """Return the report as tables: machine, NVIDIA, packages, providers, findings."""
         return (
             ReportTable("Machine", ("what", "value"), _machine_rows(self.enginery, self.machine)),
-            ReportTable("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia)),
+            ReportTable("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia, self.packages)),
             ReportTable(
                 "Packages",
                 ("package", "version", "required", "extra", "fits"),
@@ -219,12 +219,22 @@ class DoctorReport:
 
 
 def absent_extras(packages: Iterable[PackageStatus]) -> list[str]:
-    """Return the extras of which nothing is installed, apart from packages of the bare install."""
-    asked = list(packages)
-    bare = {package.name for package in asked if not package.extra}
-    begun = {p.extra for p in asked if p.replaced_by or (p.version and p.name not in bare)}
+    """Return the extras of which nothing is installed.
+
+    Packages that the bare install or a complete extra has do not count for another extra.
+    """
+    by_extra: dict[str, list[PackageStatus]] = {"": []}
+    for package in packages:
+        by_extra.setdefault(package.extra, []).append(package)
+    complete = {extra for extra, members in by_extra.items() if all(p.version for p in members)} | {
+        ""
+    }
+    explained = {package.name for extra in complete for package in by_extra[extra]}
     return [
-        extra for extra in dict.fromkeys(p.extra for p in asked) if extra and extra not in begun
+        extra
+        for extra, members in by_extra.items()
+        if extra not in complete
+        and not any(p.replaced_by or (p.version and p.name not in explained) for p in members)
     ]
 
 
@@ -297,7 +307,9 @@ def _machine_rows(version: str, machine: MachineStatus) -> tuple[tuple[str, str]
     )
 
 
-def _nvidia_rows(nvidia: NvidiaStatus) -> tuple[tuple[str, str], ...]:
+def _nvidia_rows(
+    nvidia: NvidiaStatus, packages: Sequence[PackageStatus]
+) -> tuple[tuple[str, str], ...]:
     rows = [("driver", nvidia.driver or nvidia.problem or "version unknown")]
     if nvidia.driver_cuda:
         rows.append(("CUDA of the driver", nvidia.driver_cuda))
@@ -309,7 +321,9 @@ def _nvidia_rows(nvidia: NvidiaStatus) -> tuple[tuple[str, str], ...]:
             ("GPU", f"{gpu.name}, compute capability {gpu.compute_capability or '?'}, {memory}")
         )
     rows += list(nvidia.libraries.items())
-    rows.append(("onnxruntime's CUDA", nvidia.onnxruntime_cuda or "none: a CPU build"))
+    has_build = any(p.version for p in packages if p.name.startswith("onnxruntime"))
+    none = "none: a CPU build" if has_build else "none: onnxruntime is not installed"
+    rows.append(("onnxruntime's CUDA", nvidia.onnxruntime_cuda or none))
     return tuple(rows)
 
 

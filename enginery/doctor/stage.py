@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from enginery.core.extras import installed_version
 from enginery.core.progress import SILENT, Progress
 from enginery.doctor.advice import check_settings
 from enginery.doctor.config import DoctorConfig
 from enginery.doctor.machine import examine_machine, machine_findings
 from enginery.doctor.nvidia import examine_nvidia, nvidia_findings
-from enginery.doctor.packages import examine_packages, installed_version
+from enginery.doctor.packages import examine_packages
 from enginery.doctor.report import DoctorReport, Finding, NvidiaStatus, ProviderStatus
 from enginery.doctor.subprocess_probe import ProbeResult, run_probe
 from enginery.doctor.tensorrt import tensorrt_findings

@@ -15,10 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import torch
+import transformers
 from numpy.typing import NDArray
+from onnx import numpy_helper
+from optimum.exporters.onnx import onnx_export_from_model
+from optimum.exporters.tasks import TasksManager
+from optimum.utils import DEFAULT_DUMMY_SHAPES
+from optimum.utils.save_utils import maybe_load_preprocessors
+from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
 from enginery.core.artifact.external_data import load_graph
-from enginery.core.errors import ExportError, MissingPackageError, SourceError, nearest
+from enginery.core.errors import ExportError, SourceError, nearest
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, PreprocessorConfig
@@ -29,24 +38,8 @@ from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.side_files import copy_side_files
-
-try:
-    import onnx
-    import torch
-    import transformers
-    from onnx import numpy_helper
-    from optimum.exporters.onnx import onnx_export_from_model
-    from optimum.exporters.tasks import TasksManager
-    from optimum.utils import DEFAULT_DUMMY_SHAPES
-    from optimum.utils.save_utils import maybe_load_preprocessors
-    from transformers.modeling_attn_mask_utils import AttentionMaskConverter
-
-    from enginery.export.tokenizer import write_tokenizer
-    from enginery.runtime.torch_runner import load_pytorch
-except ImportError as error:
-    raise MissingPackageError(
-        error.name or "optimum", extra="export", purpose="Exporting a model"
-    ) from error
+from enginery.export.tokenizer import write_tokenizer
+from enginery.runtime.torch_runner import load_pytorch
 
 
 def export_with_optimum(

@@ -26,7 +26,6 @@ from enginery.core.model.source import ModelSource, resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
-from enginery.runtime.providers.availability import require_onnxruntime
 
 STAGE = "export"
 STAGE_VERSION = "10"
@@ -143,10 +142,8 @@ def run(
         OptionError: an option does not suit the .onnx file.
         SourceError: the model needs code or files that the options do not allow.
         ArtifactError: `out` exists and is not an artifact.
-        ProviderError: no ONNX Runtime is installed, which checks the graphs.
     """
     started = time.monotonic()
-    require_onnxruntime()
     key = key or fingerprint(source, config, vocoder)
     resolved = with_opset(source, config)
     with staging(out) as directory:

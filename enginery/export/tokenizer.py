@@ -14,7 +14,8 @@ from typing import Any
 
 import transformers
 
-from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
+from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.extras import missing_packages_as_errors
 from enginery.export.sentencepiece_tokenizers import (
     UnsupportedTokenizerError,
     m2m100_tokenizer,
@@ -178,12 +179,9 @@ def _compare(slow: Any, tokenizer: TextTokenizer) -> list[str]:
 
 def _require_sentencepiece_model(path: Path) -> None:
     """Raise SourceError unless sentencepiece can read the file."""
-    try:
+    with missing_packages_as_errors("Reading the model's tokenizer"):
         import sentencepiece
-    except ImportError as error:
-        raise MissingPackageError(
-            "sentencepiece", extra="export", purpose="Reading the model's tokenizer"
-        ) from error
+
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         model.id_to_piece(list(range(len(model))))  # raises UnicodeDecodeError, a ValueError

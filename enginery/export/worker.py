@@ -12,15 +12,16 @@ import gc
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginery.core.subprocess import peak_rss_bytes, report_phase, worker_main
 from enginery.export.config import ExportConfig
-from enginery.export.graphs import ExportedModel, finish_graphs
 from enginery.export.stage import WorkerRequest, WorkerResult
+
+if TYPE_CHECKING:
+    from enginery.export.graphs import ExportedModel
 
 
 def handle_request(values: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +29,8 @@ def handle_request(values: dict[str, Any]) -> dict[str, Any]:
 
     Takes the fields of a `WorkerRequest` and returns those of a `WorkerResult`, as JSON data.
     """
+    from enginery.export.graphs import finish_graphs
+
     request = WorkerRequest(**{**values, "config": ExportConfig(**values["config"])})
     out = Path(request.out)
     exported = _trace(request, out)
@@ -83,9 +86,10 @@ def _import_exporter(name: str) -> Callable[..., ExportedModel]:
     40 MB and 0.4 s.
     """
     sys.modules["sklearn"] = None  # type: ignore[assignment]  # what import_module documents
-    with suppress(ImportError):  # the exporter reports what is missing
+    try:
         import transformers  # noqa: F401
-    del sys.modules["sklearn"]
+    finally:
+        del sys.modules["sklearn"]
     if name == "dynamo":
         from enginery.export.dynamo import export_with_dynamo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact, link_or_copy
 from enginery.core.artifact.external_data import load_graph
-from enginery.core.errors import ExportError, MissingPackageError
+from enginery.core.errors import ExportError
 from enginery.core.home import enginery_home
 from enginery.core.subprocess import run_in_subprocess
 
@@ -23,12 +23,8 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
 
     Raises:
         ExportError: a graph cannot be fused.
-        MissingPackageError: Optimum is not installed.
+        MissingPackageError: Optimum or PyTorch is not installed.
     """
-    from importlib.util import find_spec
-
-    if find_spec("optimum") is None:
-        raise MissingPackageError("optimum-onnx", extra="export", purpose="Fusing a graph")
     source, fused = out / "source", out / "fused"
     source.mkdir(parents=True)
     fused.mkdir()

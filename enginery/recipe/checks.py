@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from enginery.core.errors import (
     ArtifactError,
     EngineryError,
     InputError,
-    MissingPackageError,
     OptionError,
     ShapeError,
     SourceError,
@@ -51,6 +49,7 @@ from enginery.recipe.stages import (
     Step,
     TritonStage,
 )
+from enginery.requirements import PURPOSES, require_stages
 from enginery.runtime.providers.gpus import visible_gpus
 from enginery.runtime.providers.specification import check_run_options, parse_providers
 from enginery.runtime.tasks import TASKS, find_task, supported_tasks
@@ -84,11 +83,17 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises:
         RecipeError: `file:line: …` of the first mistake.
+        MissingPackageError: a stage needs a package that is not installed.
         EngineryError: the mistake is not in a file: the recipe was made in Python, or the value is
             an option of the command line.
     """
     with _located(recipe, key="model"), _about("model"):
         known = _read_model(recipe)
+    require_stages(
+        [(step.stage, step.options) for step in recipe.steps],
+        is_onnx=known.is_onnx,
+        purpose=PURPOSES["run"],
+    )
     outs: set[Path] = set()
     with _located(recipe, key="out"), _about("out"):
         _check_copy(recipe.out, outs)
@@ -256,8 +261,6 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
             check_stdin_format(options)
         elif options.input not in known.outputs:
             kind = detect_format(Path(options.input), input_options(options))
-    if options.engine == "ray" and find_spec("ray") is None:
-        raise MissingPackageError("ray", extra="ray", purpose="predict on Ray")
     if known.task:
         _check_answers(options, known.task, kind)
     known.outputs.add(options.out)

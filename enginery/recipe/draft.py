@@ -16,6 +16,7 @@ from typing import Literal
 from enginery.core.errors import OptionError, SourceError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig, module_kinds
+from enginery.core.model.hub import hub_requests
 from enginery.core.model.source import find_local
 from enginery.core.paths import portable_name, source_name
 from enginery.export.tasks import inferred_task, task_name
@@ -124,10 +125,11 @@ def _model_settings(model: str, path: Path | None) -> ModelConfig | None:
         return ModelConfig.read(path, error=SourceError)
     hub_id, _, revision = model.partition("@")
     try:
-        downloaded = Path(hf_hub_download(hub_id, ModelConfig.FILE, revision=revision or "main"))
+        with hub_requests():
+            config = hf_hub_download(hub_id, ModelConfig.FILE, revision=revision or "main")
     except (OSError, ValueError):  # the recipe's export says why
         return None
-    return ModelConfig.read(downloaded.parent, error=SourceError)
+    return ModelConfig.read(Path(config).parent, error=SourceError)
 
 
 def _data_lines(data: str, column: str, file: Path) -> list[str]:

@@ -24,8 +24,10 @@ import numpy as np
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
+from enginery.core.extras import missing_packages_as_errors
 from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
@@ -232,6 +234,7 @@ def _documented(model: Model) -> Callable[..., Any]:
     return method
 
 
+@missing_packages_as_errors("Loading a model")
 def load_model(
     artifact: str | Path | Artifact,
     *,
@@ -269,6 +272,7 @@ def load_model(
         ArtifactError: the directory is not an artifact, its task is not supported, or a file that
             the task needs is missing or malformed.
         RejectedArtifactError: the artifact's validation failed.
+        MissingPackageError: ONNX Runtime, or a package that the task needs, is not installed.
         ProviderError: the provider is unavailable, does not support CUDA graphs, or cannot run any
             engine of the artifact on this GPU.
         OptionError: a provider's option is invalid, or run options exclude each other.
@@ -278,6 +282,8 @@ def load_model(
     generates = opened.manifest.task in TextGenerator.tasks
     if not generates:
         require_task(opened.manifest)
+    generating = ("onnx",) if generates else ()
+    require_onnxruntime("Loading a model", ONNXRUNTIME, *generating, extra="generate")
     specs = parse_providers(providers, provider_options, default="cpu")
 
     def open_graph(file: str = "") -> OrtRunner:

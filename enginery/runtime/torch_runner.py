@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from optimum.exporters.tasks import TasksManager
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+)
 
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.closing import Closeable
@@ -30,7 +39,6 @@ from enginery.core.errors import (
     EngineryError,
     ExportError,
     InputError,
-    MissingPackageError,
 )
 from enginery.core.model.confinement import Confinement, confined
 from enginery.core.model.feeds import FeedLimits, make_feeds
@@ -39,25 +47,9 @@ from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
-
-try:
-    import torch
-    from optimum.exporters.tasks import TasksManager
-    from torch.overrides import TorchFunctionMode
-    from transformers import (
-        CONFIG_MAPPING,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationMixin,
-    )
-
-    from enginery.runtime.torch_config import load_config, restore_head
-    from enginery.runtime.torch_decoder import TorchDecoder
-    from enginery.runtime.torch_random import RandomNumbers
-except ImportError as error:
-    raise MissingPackageError(
-        error.name or "torch", extra="export", purpose="Running the PyTorch reference"
-    ) from error
+from enginery.runtime.torch_config import load_config, restore_head
+from enginery.runtime.torch_decoder import TorchDecoder
+from enginery.runtime.torch_random import RandomNumbers
 
 _UPCAST_ON_USE_BYTES = 1 << 30
 """Size of a model's FP32 weights above which FP64 weights are made only as they are used."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from enginery.core.artifact.staging import LISTING, MANIFEST
-from enginery.core.errors import ArtifactError, MissingPackageError, OptionError
+from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.home import enginery_home
 from enginery.core.json_file import parse_json, read_document
 from enginery.core.paths import portable_name, source_name, tells_something
-from enginery.runtime.providers.availability import require_onnxruntime
+from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 
 _PACKAGES = (
     "httptools",
@@ -251,9 +250,20 @@ def _model_name(path: Path) -> str:
     return absolute.name
 
 
-def require_packages() -> None:
-    """Raise an error unless the extra `serve` and a build of ONNX Runtime are installed."""
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            raise MissingPackageError(package, extra="serve", purpose="Serving")
-    require_onnxruntime()
+def require_packages(paths: Iterable[Path] = ()) -> None:
+    """Check that the extra `serve`, a build of ONNX Runtime and what the models need are installed.
+
+    Raises:
+        MissingPackageError: a package is not installed.
+        ProviderError: the installation of ONNX Runtime is broken.
+    """
+    generating = ("onnx",) if any(map(generates, paths)) else ()
+    require_onnxruntime("Serving", ONNXRUNTIME, *_PACKAGES, *generating, extra="serve")
+
+
+def generates(path: Path) -> bool:
+    """Return True if an artifact's task is generating texts."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it is reported when it is loaded
+        task: str = parse_json(read_document(path / MANIFEST))["task"]
+        return task.endswith("-with-past")
+    return False

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from multiprocessing import connection
@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
-from enginery.core.artifact.staging import MANIFEST
 from enginery.core.errors import EngineryError, OptionError, printable
-from enginery.core.json_file import parse_json, read_document
 from enginery.core.temporary import temporary_directory
 from enginery.serve.config import (
     ServeConfig,
     check_options,
+    generates,
     gpu_ids,
     named_paths,
     require_packages,
@@ -103,8 +102,8 @@ def serve_models(
         EngineryError: the server cannot listen on the address.
     """
     check_options(config)
-    require_packages()
     paths = named_paths(artifacts)
+    require_packages(paths.values())
     from enginery.runtime.providers.specification import parse_providers
     from enginery.serve.observability.tracing import trace_endpoint
 
@@ -154,7 +153,7 @@ def plan_devices(
             f"option 'gpus' is {config.gpus!r}, but the provider is {providers[0].name}.",
             do="Remove --gpus, or set --providers cuda.",
         )
-    generating = [name for name, path in paths.items() if _generates(path)]
+    generating = [name for name, path in paths.items() if generates(path)]
     if generating and (config.fronts or config.gpus):
         raise OptionError(
             f"option '{'fronts' if config.fronts else 'gpus'}' is set, but {generating[0]} "
@@ -185,14 +184,6 @@ def default_fronts() -> int:
     from enginery.runtime.machine import usable_cpus
 
     return max(1, usable_cpus() * 9 // 16)
-
-
-def _generates(path: Path) -> bool:
-    """Return True if an artifact's task is generating texts."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # it is reported when it is loaded
-        task: str = parse_json(read_document(path / MANIFEST))["task"]
-        return task.endswith("-with-past")
-    return False
 
 
 @contextmanager

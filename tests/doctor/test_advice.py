@@ -56,6 +56,13 @@ def test_gpu_that_no_setting_names_is_noted():
     assert found({}, nvidia=WITH_GPU, providers=LOST) == []
 
 
+def test_variable_that_is_not_set_is_not_named():
+    no_onnxruntime = replace(RUNS[0], runs=False, reason="onnxruntime is not installed")
+    assert found({}, providers=(no_onnxruntime, LOST[1])) == []
+    (finding,) = found({"ENGINERY_PROVIDERS": "cpu"}, providers=(no_onnxruntime, LOST[1]))
+    assert finding.problem == "ENGINERY_PROVIDERS names cpu, which does not run here"
+
+
 def test_a_named_provider_that_does_not_run_here_is_an_error():
     (finding,) = found({"ENGINERY_PROVIDERS": "cuda,cpu"})
     assert finding.severity == "error"

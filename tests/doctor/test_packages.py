@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from enginery.core import extras
 from enginery.doctor import packages
 from enginery.doctor.packages import examine_packages, torch_cuda
 from enginery.doctor.report import PackageStatus, absent_extras
@@ -147,6 +148,24 @@ def test_an_extra_of_which_nothing_is_installed_is_no_finding(site):
     assert finding.evidence == "gone-theme not installed"
 
 
+def test_packages_of_a_complete_extra_do_not_begin_another(site):
+    site(
+        "enginery",
+        "0.1.0",
+        "first-part>=1; extra == 'serve'",
+        "second-part>=1; extra == 'serve'",
+        "second-part>=1; extra == 'data'",
+        "gone-part>=1; extra == 'data'",
+        extras=["serve", "data"],
+    )
+    site("second-part", "1.0")
+    assert findings("the extra [data] is incomplete")
+    site("first-part", "1.0")
+    statuses, _ = examine_packages()
+    assert absent_extras(statuses) == ["data"]
+    assert not findings("[data]")
+
+
 def test_other_build_of_onnxruntime_is_not_recommended(site):
     site(
         "enginery",
@@ -206,11 +225,12 @@ def test_a_missing_package_of_the_bare_install_is_an_error(site):
 @pytest.fixture
 def uninstalled(monkeypatch, tmp_path):
     """Hide enginery's metadata; return the file from which a checkout's requirements are read."""
-    version = packages.installed_version
-    monkeypatch.setattr(
-        packages, "installed_version", lambda name: "" if name == "enginery" else version(name)
-    )
-    monkeypatch.setattr(packages, "_PYPROJECT", tmp_path / "pyproject.toml")
+    version = extras.installed_version
+    for module in (extras, packages):
+        monkeypatch.setattr(
+            module, "installed_version", lambda name: "" if name == "enginery" else version(name)
+        )
+        monkeypatch.setattr(module, "PYPROJECT", tmp_path / "pyproject.toml")
     return tmp_path / "pyproject.toml"
 
 

@@ -136,9 +136,10 @@ def test_truncated_sentencepiece_model_is_an_error(slow_tokenizer, tmp_path):
 
 
 def test_missing_sentencepiece_is_named(slow_tokenizer, tmp_path, monkeypatch):
+    directory = slow_tokenizer("marian")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(MissingPackageError, match=r"sentencepiece.*enginery\[export\]"):
-        write(slow_tokenizer("marian"), tmp_path)
+        write(directory, tmp_path)
 
 
 def test_tokenizer_that_would_differ_is_not_written(slow_tokenizer, tmp_path, monkeypatch):

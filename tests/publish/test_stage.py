@@ -11,6 +11,7 @@ from enginery.core.errors import (
     RegistryError,
     RejectedArtifactError,
 )
+from enginery.core.extras import missing_packages
 from enginery.engine import stage as build
 from enginery.publish import destination
 from enginery.publish.config import PublishConfig
@@ -66,7 +67,7 @@ def test_client_library_is_imported_only_for_its_address(monkeypatch):
 
     def absent(module):
         asked.append(module)
-        raise MissingPackageError("mlflow", extra="mlflow", purpose="Publishing to MLflow")
+        raise missing_packages("Publishing to MLflow", ["mlflow"])
 
     monkeypatch.setattr(destination, "import_module", absent)
     with pytest.raises(MissingPackageError, match=r"enginery\[mlflow\]"):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import sys
 
 import pytest
 from starlette.testclient import TestClient
@@ -15,7 +16,6 @@ from enginery.core.errors import (
     OptionError,
     ProviderError,
 )
-from enginery.serve import config as config_module
 from enginery.serve.app import ENDPOINTS, config_from, create_app
 from enginery.serve.batching.queue import OverloadedError
 from enginery.serve.config import ServeConfig, check_options
@@ -475,10 +475,7 @@ def test_model_that_cannot_be_loaded_fails_the_lifespan(tiny_paths, tmp_path):
 
 
 def test_a_missing_package_is_named_before_anything_is_loaded(monkeypatch, tmp_path):
-    find = config_module.find_spec
-    monkeypatch.setattr(
-        config_module, "find_spec", lambda name: None if name == "orjson" else find(name)
-    )
+    monkeypatch.setitem(sys.modules, "orjson", None)
     with pytest.raises(MissingPackageError, match=r"enginery\[serve\]"):
         create_app({"ENGINERY_MODELS": str(tmp_path)})
 

@@ -11,7 +11,6 @@ process starts: after a fallback to the CPU, no backend is planned for the GPU.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from enginery.bench.config import AUTO, BACKENDS, ENGINERY, BenchConfig, backend_names
 from enginery.bench.target import Target
 from enginery.core.errors import ProviderError
+from enginery.core.extras import installed_version, is_installed
 from enginery.runtime.engines.selection import choose_with_engines
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
@@ -184,14 +184,15 @@ def _skip_reason(kind: str, target: Target, *, on_gpu: bool) -> str:
     """Return why a backend cannot run, as far as is known without loading it; empty if it can."""
     manifest = target.artifact.manifest
     if kind == "optimum":
-        if importlib.util.find_spec("optimum.onnxruntime") is None:
+        # The package optimum alone has no such folder; to look it up by name would import optimum.
+        if not installed_version("optimum-onnx"):
             return "optimum is not installed (pip install 'enginery[export]')"
         if target.is_onnx_file or manifest.source.kind == "onnx":
             return "it needs a Hugging Face config.json and a task, and an .onnx file has neither"
         if len(manifest.graphs) > 1:
             return "it runs all graphs of the model, and a single graph is measured"
     if kind.startswith("pytorch"):
-        if importlib.util.find_spec("torch") is None:
+        if not is_installed("torch"):
             return "torch is not installed (pip install 'enginery[export]')"
         if target.is_onnx_file or manifest.source.kind == "onnx":
             return "an .onnx file has no PyTorch model"

@@ -34,7 +34,8 @@ from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up  
 from enginery.bench.config import ENGINERY  # noqa: E402
 from enginery.core.artifact.artifact import Artifact  # noqa: E402
 from enginery.core.artifact.manifest import GraphRecord, Manifest  # noqa: E402
-from enginery.core.errors import MissingPackageError, ProviderError  # noqa: E402
+from enginery.core.errors import ProviderError  # noqa: E402
+from enginery.core.extras import missing_packages_as_errors  # noqa: E402
 from enginery.core.subprocess import (  # noqa: E402
     WorkerResult,
     peak_rss_bytes,
@@ -71,12 +72,9 @@ def open_backend(
     if kind in (ENGINERY, "enginery-cpu", "onnxruntime"):
         backend = OrtSessionBackend if kind == "onnxruntime" else EngineryBackend
         return backend(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
-    try:
+    with missing_packages_as_errors(f"Running {plan['label']}"):
         from enginery.bench.backends import frameworks
-    except ImportError as error:
-        raise MissingPackageError(
-            error.name or kind, extra="export", purpose=f"Running {plan['label']}"
-        ) from error
+
     if kind == "optimum":
         return frameworks.OptimumBackend(
             artifact,

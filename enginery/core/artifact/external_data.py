@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import ArtifactError, MissingPackageError, SourceError
+from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.extras import require_packages
 from enginery.core.json_file import require_regular_file
 from enginery.core.paths import resolve_inside
 
@@ -23,10 +24,9 @@ def load_graph(path: Path) -> Any:
         SourceError: the file is not an ONNX model.
         MissingPackageError: onnx is not installed.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise MissingPackageError("onnx", extra="export", purpose=f"Reading {path}") from error
+    require_packages(f"Reading {path}", "onnx", extra="export")
+    import onnx
+
     try:
         require_regular_file(path)
         model = onnx.load(str(path), load_external_data=False)

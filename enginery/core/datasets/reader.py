@@ -14,7 +14,6 @@ Every format is read in batches of bounded size. A row that cannot be used keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from enginery.core.datasets.batches import DatasetReader, Format, ReadOptions
@@ -22,7 +21,8 @@ from enginery.core.datasets.delimited import CsvReader, LineReader
 from enginery.core.datasets.folders import FolderReader, media_kind
 from enginery.core.datasets.json_lines import JsonLinesReader
 from enginery.core.datasets.parquet import ParquetReader
-from enginery.core.errors import InputError, MissingPackageError
+from enginery.core.errors import InputError
+from enginery.core.extras import require_packages
 
 _DEFAULT = ReadOptions()
 _FORMATS: dict[str, Format] = {
@@ -53,8 +53,7 @@ def open_dataset(
         MissingPackageError: pyarrow is not installed.
     """
     kind = detect_format(path, options)
-    if find_spec("pyarrow") is None:
-        raise MissingPackageError("pyarrow", extra="data", purpose="reading rows of a file")
+    require_packages("reading rows of a file", "pyarrow", later=["orjson"], extra="data")
     try:
         if kind in ("images", "audio"):
             return FolderReader(path, kind, options)

@@ -19,8 +19,9 @@ from typing import Any
 from enginery.core.artifact.external_data import external_data_files
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.errors import MissingPackageError, SourceError
+from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
+from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.onnx_structure import read_structure
 from enginery.core.model.weights import find_local_weights, find_weights
 from enginery.core.paths import is_relative_path, list_tree
@@ -181,38 +182,35 @@ def _from_onnx(path: Path) -> ModelSource:
 
 def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) -> ModelSource:
     """Download one commit of a Hub model. huggingface_hub reads the token from HF_TOKEN."""
-    try:
-        from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-        from huggingface_hub.errors import HFValidationError
-    except ImportError as error:
-        raise MissingPackageError(
-            "huggingface_hub", extra="export", purpose=f"Downloading {hub_id}"
-        ) from error
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
     patterns = [f"*{suffix}" for suffix in _SIDE_FILES]
     try:
-        info = HfApi().model_info(hub_id, revision=revision)
-        names = [file.rfilename for file in info.siblings or []]
+        with hub_requests():
+            info = HfApi().model_info(hub_id, revision=revision)
+            names = [file.rfilename for file in info.siblings or []]
 
-        def read_json_file(name: str) -> dict[str, Any]:
-            file = hf_hub_download(hub_id, name, revision=info.sha, cache_dir=cache_dir or None)
-            return read_json(Path(file))
+            def read_json_file(name: str) -> dict[str, Any]:
+                file = hf_hub_download(hub_id, name, revision=info.sha, cache_dir=cache_dir or None)
+                return read_json(Path(file))
 
-        weights = find_weights(
-            hub_id,
-            [name for name in names if "/" not in name],
-            read_json_file,
-            allow_pickle=allow_pickle,
-        )
-        path = snapshot_download(
-            hub_id,
-            revision=info.sha,
-            allow_patterns=[*patterns, *weights.files],
-            cache_dir=cache_dir or None,
-        )
-        _write_ref(Path(path), revision)
+            weights = find_weights(
+                hub_id,
+                [name for name in names if "/" not in name],
+                read_json_file,
+                allow_pickle=allow_pickle,
+            )
+            path = snapshot_download(
+                hub_id,
+                revision=info.sha,
+                allow_patterns=[*patterns, *weights.files],
+                cache_dir=cache_dir or None,
+            )
+            _write_ref(Path(path), revision)
     except HFValidationError as error:
         raise SourceError(f"model '{hub_id}' is not a Hub id: {error}") from error
-    except OSError as error:  # base class of all errors of huggingface_hub and its HTTP client
+    except OSError as error:  # base class of all errors of huggingface_hub
         local = _hub_snapshot(hub_id, revision, cache_dir)
         if local is None:
             raise SourceError(
@@ -241,7 +239,6 @@ def _write_ref(snapshot: Path, revision: str) -> None:
 
 def _hub_reason(error: OSError) -> str:
     """Describe an error of the Hub; its own message starts with request ids."""
-    import requests
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -252,7 +249,7 @@ def _hub_reason(error: OSError) -> str:
         return "the model has no such revision"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and it was not downloaded before"
-    if isinstance(error, (requests.ConnectionError, requests.Timeout)):
+    if isinstance(error, HubUnreachableError):
         return f"{constants.ENDPOINT} cannot be reached, and it was not downloaded before"
     first_line = next(iter(str(error).splitlines()), "")
     return first_line.rstrip(".") or type(error).__name__

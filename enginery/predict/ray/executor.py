@@ -23,7 +23,8 @@ from typing import Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.datasets.batches import DatasetReader
-from enginery.core.errors import EngineryError, MissingPackageError
+from enginery.core.errors import EngineryError
+from enginery.core.extras import require_packages
 from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
@@ -57,11 +58,9 @@ class RayPredictor(Closeable):
         """
         artifact.require_passed(allow_failed=config.allow_failed)
         self.task = require_task(artifact, config)
-        try:
-            ray = import_module("ray")
-            import_module("ray.data")
-        except ImportError:
-            raise MissingPackageError("ray", extra="ray", purpose="predict on Ray") from None
+        require_packages("predict on Ray", "ray")
+        ray = import_module("ray")
+        import_module("ray.data")
         self._ray = ray
         self._owned = connect(ray, config.ray_address)
         # An actor gets the options of a local run.

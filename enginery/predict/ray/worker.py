@@ -102,9 +102,7 @@ def result_or_raise(found: dict[str, Any]) -> dict[str, Any]:
     if _PROBLEM not in found:
         return found
     name, message, do = found[_PROBLEM]
-    kind = getattr(errors, name, EngineryError)
-    plain = kind.__init__ is EngineryError.__init__  # some subclasses format their own message
-    raise (kind if plain else EngineryError)(message, do=do)
+    raise getattr(errors, name, EngineryError)(message, do=do)
 
 
 def unpack_prediction(found: dict[str, Any]) -> PredictedBatch:

@@ -18,6 +18,7 @@ from typing import Any
 
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.errors import SourceError
+from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.source import resolve_record
 from enginery.publish.config import PublishConfig
 
@@ -149,12 +150,13 @@ def _hub_card(source: SourceRecord) -> tuple[Path | None, str]:
 
     try:
         name = source.id.partition("@")[0]
-        return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
-    except LocalEntryNotFoundError:  # an EntryNotFoundError as well
+        with hub_requests():
+            return Path(hf_hub_download(name, CARD, revision=source.revision or None)), ""
+    except (LocalEntryNotFoundError, HubUnreachableError):  # an EntryNotFoundError as well
         return None, f"{unknown}: the Hub cannot be reached"
     except EntryNotFoundError:
         return None, _NO_CARD
-    except (OSError, ValueError) as error:  # every error of the library and of its HTTP client
+    except (OSError, ValueError) as error:  # every error of the library
         return None, f"{unknown}: {type(error).__name__}"
 
 

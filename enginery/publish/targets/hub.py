@@ -25,10 +25,10 @@ from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
-    MissingPackageError,
     OptionError,
     RegistryError,
 )
+from enginery.core.model.hub import hub_requests
 from enginery.core.progress import Progress
 from enginery.core.temporary import temporary_directory
 from enginery.publish.config import LATEST, PublishConfig
@@ -50,7 +50,6 @@ class HubRegistry:
 
         Raises:
             OptionError: the address is not `hf://org/name` or `hf://org/name@revision`.
-            MissingPackageError: huggingface_hub is not installed.
         """
         found = _ADDRESS.fullmatch(url)
         if not found:
@@ -61,12 +60,10 @@ class HubRegistry:
             raise OptionError(
                 f"option 'name' is '{config.name}', but the address has the name '{self.repo}'."
             )
-        try:
-            from huggingface_hub import HfApi
-            from huggingface_hub.errors import HFValidationError
-            from huggingface_hub.utils import validate_repo_id
-        except ImportError as error:
-            raise MissingPackageError("huggingface_hub", extra="export", purpose=url) from error
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
         try:
             validate_repo_id(self.repo)
         except HFValidationError as error:
@@ -299,10 +296,11 @@ def _description(package: Package) -> str:
 def _hub_errors(url: str) -> Iterator[None]:
     """Raise RegistryError, without the token, for errors of the library."""
     try:
-        yield
+        with hub_requests():
+            yield
     except EngineryError:
         raise
-    except (OSError, ValueError) as error:  # all errors of the library and of its HTTP client
+    except (OSError, ValueError) as error:  # all errors of the library
         # Not `from error`: the error may contain a request with the token.
         raise _to_registry_error(url, error) from None
 

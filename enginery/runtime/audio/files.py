@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.errors import InputError, MissingPackageError
+from enginery.core.errors import InputError
+from enginery.core.extras import missing_packages, missing_packages_as_errors
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -116,7 +117,7 @@ def _decode(
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without the libsndfile of the wheels
-        raise MissingPackageError("soundfile", extra="audio", purpose="Reading audio") from error
+        raise missing_packages("Reading audio", ["soundfile"]) from error
     try:
         with soundfile.SoundFile(file) as opened:
             if opened.format not in _LIBSNDFILE_FORMATS:
@@ -171,11 +172,9 @@ def _resampled(
     if rate == target:
         yield from blocks
         return
-    try:
+    with missing_packages_as_errors(f"Resampling audio from {rate} to {target} Hz"):
         import soxr
-    except ImportError as error:
-        purpose = f"Resampling audio from {rate} to {target} Hz"
-        raise MissingPackageError("soxr", extra="audio", purpose=purpose) from error
+
     stream = soxr.ResampleStream(rate, target, num_channels=1, dtype="float32")
     for block in blocks:
         yield stream.resample_chunk(np.ascontiguousarray(block))

@@ -16,13 +16,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.errors import MissingPackageError
+from enginery.core.extras import require_packages
 from enginery.runtime.onnxruntime.binding import run_options
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.device_values import ELEMENTS, Device, dtype_of, new_buffer
@@ -50,8 +49,7 @@ class Operators:
         Raises:
             MissingPackageError: the package onnx, which builds the graphs, is not installed.
         """
-        if find_spec("onnx") is None:
-            raise MissingPackageError("onnx", extra="generate", purpose="Generating")
+        require_packages("Generating", "onnx", extra="generate")
         import onnxruntime as ort
 
         self._device = device or Device()

@@ -20,7 +20,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from enginery.core.errors import InputError, ProviderError
+from enginery.core.errors import InputError, MissingPackageError, ProviderError
 from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.multiply_adds import (
     SHAPE_OPS,
@@ -213,7 +213,7 @@ def read_placement(
     placed = replace(placed, copies=find_copies(events))
     try:
         return add_multiply_adds(placed, profile_multiply_adds(model, feeds))
-    except (InputError, ImportError) as error:
+    except (InputError, MissingPackageError) as error:
         warning = f"multiply-adds are not counted: {error}"
         return replace(placed, warnings=(*placed.warnings, warning))
 

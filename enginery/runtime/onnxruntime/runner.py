@@ -61,6 +61,7 @@ from enginery.runtime.onnxruntime.ladder import Ladder
 from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
 from enginery.runtime.onnxruntime.placement import Placement, read_placement
 from enginery.runtime.onnxruntime.session import check_interface, new_session
+from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider, with_dynamic_shapes
 from enginery.runtime.providers.specification import (
@@ -146,6 +147,7 @@ class OrtRunner(Closeable):
                 which `notes` says.
 
         Raises:
+            MissingPackageError: no build of ONNX Runtime is installed.
             ProviderError: the provider is unavailable or rejects the model, no engine of the
                 artifact runs on this GPU, or a node prevents CUDA graphs.
             OptionError: an option of a provider is invalid, or options exclude each other; see
@@ -154,6 +156,7 @@ class OrtRunner(Closeable):
                 not match the manifest, or would allocate too much memory.
         """
         self.record: GraphRecord = artifact.graph(graph) if graph else artifact.manifest.graphs[0]
+        require_onnxruntime("Running a model", ONNXRUNTIME)
         specs = parse_providers(providers)
         check_run_options(
             specs, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena

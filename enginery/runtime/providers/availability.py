@@ -15,12 +15,13 @@ import importlib.util
 import io
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import ProviderError
+from enginery.core.extras import is_installed, require_packages
 from enginery.core.onnxruntime_builds import OnnxRuntimeBuild, installed_onnxruntimes
 from enginery.runtime.providers import gpus, libraries
 from enginery.runtime.providers.known import (
@@ -41,13 +42,20 @@ INSTALL = {
 }
 """Command that installs the libraries of a provider."""
 
-_TESTED = {"onnxruntime-gpu": ">=1.31,<1.32", "onnxruntime-openvino": ">=1.24.1,<1.25"}
+_TESTED = {
+    "onnxruntime": ">=1.31,<1.32",
+    "onnxruntime-gpu": ">=1.31,<1.32",
+    "onnxruntime-openvino": ">=1.24.1,<1.25",
+}
 """Versions of ONNX Runtime's builds, as in the extras of pyproject.toml."""
 
 MIN_DRIVER = "580"  # for CUDA 13, docs.nvidia.com/deploy/cuda-compatibility
 _RTX_GPUS = "TensorRT for RTX runs on compute capability 7.5, 8.0, 8.6, 8.9, 12.0 and 12.1."
 _CUDNN = "libcudnn.so.9"
 _RTX_MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
+_NO_FILES = "most files of the module are missing"
+ONNXRUNTIME = "onnxruntime"
+"""The module that every build of ONNX Runtime installs."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,14 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
         name: ONNX Runtime's name of the provider.
         options: options of the provider for ONNX Runtime; `device_id` must be that of a GPU.
     """
+    if not is_installed(ONNXRUNTIME) and not installed_onnxruntimes():
+        return _not_installed()
     if name == CPU:
         return None
     try:
         available = compiled_providers()
     except ImportError as error:
-        if not installed_onnxruntimes():
-            return _not_installed()
-        return Unavailable(
-            f"onnxruntime cannot be imported ({error})", reinstall("onnxruntime-gpu")
-        )
+        return _broken(str(error))
     if name not in available:
         found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
     elif name not in (CUDA, TENSORRT):
@@ -121,15 +127,32 @@ def compiled_providers() -> list[str]:
 
     # Uninstalling one of two builds leaves an empty folder that can be imported.
     if not hasattr(onnxruntime, "get_available_providers"):
-        raise ImportError("most files of the module are missing")
+        raise ImportError(_NO_FILES)
     return list(onnxruntime.get_available_providers())
 
 
-def require_onnxruntime() -> None:
-    """Raise ProviderError if no build of ONNX Runtime is installed; nothing is imported."""
-    if not installed_onnxruntimes():
-        missing = _not_installed()
-        raise ProviderError(f"{missing.reason}.", do=missing.do)
+def require_onnxruntime(
+    purpose: str, *modules: str, later: Sequence[str] = (), extra: str = ""
+) -> None:
+    """Check that modules can be found, and if `onnxruntime` is one, that it is not broken.
+
+    Nothing is imported. The arguments are those of `require_packages`.
+
+    Raises:
+        MissingPackageError: a module is missing.
+        ProviderError: most files of ONNX Runtime are missing.
+    """
+    if ONNXRUNTIME in modules and sys.modules.get(ONNXRUNTIME) is None:
+        spec = importlib.util.find_spec(ONNXRUNTIME)
+        is_whole = spec is not None and spec.origin is not None  # else without __init__.py
+        if not is_whole and installed_onnxruntimes():
+            broken = _broken(_NO_FILES)
+            raise ProviderError(f"{broken.reason}.", do=broken.do)
+    require_packages(purpose, *modules, later=later, extra=extra)
+
+
+def _broken(reason: str) -> Unavailable:
+    return Unavailable(f"onnxruntime cannot be imported ({reason})", reinstall())
 
 
 def _not_installed() -> Unavailable:
@@ -169,11 +192,17 @@ def hidden_remedy(build: OnnxRuntimeBuild) -> str:
     return f"Put {build.directory} first on PYTHONPATH, or uninstall the other package."
 
 
-def reinstall(package: str) -> str:
-    """Return the command that replaces all builds, which overwrite each other, by one."""
-    names = dict.fromkeys(build.name for build in installed_onnxruntimes())
-    installed = " ".join(names) or package
-    return f"Run: pip uninstall -y {installed} && pip install '{package}{_TESTED.get(package, '')}'"
+def reinstall(package: str = "") -> str:
+    """Return the command that replaces all builds, which overwrite each other, by one.
+
+    Args:
+        package: the build to install; empty for the installed one, or onnxruntime-gpu if there are
+            several or none.
+    """
+    names = list(dict.fromkeys(build.name for build in installed_onnxruntimes()))
+    package = package or (names[0] if len(names) == 1 else "onnxruntime-gpu")
+    install = f"pip install '{package}{_TESTED.get(package, '')}'"
+    return f"Run: pip uninstall -y {' '.join(names)} && {install}" if names else f"Run: {install}"
 
 
 # The libraries of a provider, and plugins.

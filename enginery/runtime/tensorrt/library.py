@@ -21,12 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from enginery.core.errors import (
-    EngineryError,
-    MissingPackageError,
-    OptionError,
-    ProviderError,
-)
+from enginery.core.errors import EngineryError, OptionError, ProviderError
+from enginery.core.extras import is_installed, missing_packages
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
 
 _CAPABILITY = re.compile(r"^SM(?P<major>\d+)(?P<minor>\d)$")
@@ -36,8 +32,7 @@ _LEVELS = ("internal error", "error", "warning", "info", "verbose")
 
 def has_tensorrt(flavor: Flavor = RTX) -> bool:
     """Return True if the flavor is installed, without loading it."""
-    name = flavor.module
-    return sys.modules.get(name) is not None or find_spec(name) is not None
+    return is_installed(flavor.module)
 
 
 def require_tensorrt(purpose: str, flavor: Flavor = RTX) -> None:
@@ -101,7 +96,7 @@ def require_version(version: str, flavor: Flavor) -> None:
 
 def _missing(purpose: str, flavor: Flavor) -> EngineryError:
     if flavor.extra:
-        return MissingPackageError(flavor.package, extra=flavor.extra, purpose=purpose)
+        return missing_packages(purpose, [flavor.module], extra=flavor.extra)
     return ProviderError(
         f"{purpose} needs the package '{flavor.package}', which is not installed.",
         do=f"Install it with: {flavor.install}",

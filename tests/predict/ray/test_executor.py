@@ -86,8 +86,8 @@ def test_errors_travel_as_values_and_are_raised_with_their_type(tiny):
         result_or_raise(describe_predictor(str(artifact.path), "0" * 64, config, "."))
     with pytest.raises(InputError, match=r"^a\. b$"):
         result_or_raise({"problem": ("InputError", "a.", "b")})
-    with pytest.raises(Exception, match="without words of its own"):
-        result_or_raise({"problem": ("MissingPackageError", "without words of its own", "")})
+    with pytest.raises(MissingPackageError, match=r"^no ray\.$"):
+        result_or_raise({"problem": ("MissingPackageError", "no ray.", "")})
 
 
 @pytest.fixture(scope="module")

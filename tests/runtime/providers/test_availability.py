@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
+from enginery.core.errors import MissingPackageError, ProviderError
 from enginery.runtime.providers import availability, libraries
 from enginery.runtime.providers.availability import OnnxRuntimeBuild
 from enginery.runtime.providers.gpus import CudaDriver
@@ -172,3 +174,33 @@ def test_a_provider_of_processors_runs_where_it_is_compiled_in(provider):
     if name not in compiled_providers():
         pytest.skip(f"this onnxruntime is built without {provider}")
     assert examine_provider(name)["runs"]
+
+
+# Nothing, or not all, is installed
+
+
+def test_without_a_build_nothing_is_uninstalled(monkeypatch):
+    monkeypatch.setattr(availability, "installed_onnxruntimes", tuple)
+    assert availability.reinstall() == "Run: pip install 'onnxruntime-gpu>=1.31,<1.32'"
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    for name in (CPU, CUDA, TENSORRT_RTX):
+        missing = availability.unavailable_reason(name)
+        assert missing.reason == "onnxruntime is not installed"
+        assert missing.do.startswith("Install it: pip install 'enginery[gpu]', or 'enginery[cpu]'")
+    with pytest.raises(MissingPackageError, match=r"'onnxruntime'.*enginery\[gpu\]"):
+        availability.require_onnxruntime("Testing", "onnxruntime")
+
+
+def test_build_of_which_most_files_are_missing_is_installed_again(monkeypatch):
+    build = OnnxRuntimeBuild("onnxruntime", "1.31.1", Path("/site"))
+    monkeypatch.setattr(availability, "installed_onnxruntimes", lambda: (build,))
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    folder = ModuleSpec("onnxruntime", None)  # without __init__.py
+    monkeypatch.setattr(availability.importlib.util, "find_spec", lambda name: folder)
+    with pytest.raises(ProviderError) as caught:
+        availability.require_onnxruntime("Testing", "onnxruntime")
+    assert caught.value.message == (
+        "onnxruntime cannot be imported (most files of the module are missing)."
+    )
+    command = "pip uninstall -y onnxruntime && pip install 'onnxruntime>=1.31,<1.32'"
+    assert caught.value.do == f"Run: {command}"

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from enginery.core.errors import MissingPackageError, OptionError, RegistryError
+from enginery.core.errors import OptionError, RegistryError
+from enginery.core.extras import require_packages
 from enginery.core.home import file_lock
 from enginery.core.paths import is_portable_name
 from enginery.core.progress import Progress
@@ -65,16 +66,13 @@ class MlflowRegistry:
             raise OptionError(
                 f"option 'name' is '{config.name}', but the address has the name '{self.name}'."
             )
-        try:
-            import mlflow
+        require_packages(url, "mlflow", "pandas", extra="mlflow")
+        import mlflow
 
-            with warnings.catch_warnings():
-                # MLflow's modules warn about their own type hints.
-                warnings.simplefilter("ignore")
-                import mlflow.pyfunc  # needs pandas
-        except ImportError as error:
-            package = error.name or "mlflow"
-            raise MissingPackageError(package, extra="mlflow", purpose=url) from error
+        with warnings.catch_warnings():
+            # MLflow's modules warn about their own type hints.
+            warnings.simplefilter("ignore")
+            import mlflow.pyfunc  # needs pandas
         if not os.environ.get("MLFLOW_TRACKING_URI") and not mlflow.is_tracking_uri_set():
             raise OptionError(
                 f"{url} needs a tracking server, but MLFLOW_TRACKING_URI is not set.",

@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginery.core.errors import MissingPackageError, OptionError, RegistryError
+from enginery.core.errors import OptionError, RegistryError
+from enginery.core.extras import require_packages
 from enginery.core.home import enginery_home, file_lock
 from enginery.core.progress import Progress
 from enginery.publish.config import LATEST, PublishConfig
@@ -86,11 +87,9 @@ class OciRegistry:
                 f"option 'name' is '{config.name}', but the address has the name "
                 f"'{self.repository}'."
             )
-        try:
-            from enginery.publish.targets.oci.client import OciClient
-        except ImportError as error:
-            package = error.name or "oras"
-            raise MissingPackageError(package, extra="oci", purpose=url) from error
+        require_packages(url, "oras", extra="oci")
+        from enginery.publish.targets.oci.client import OciClient
+
         self._connect = partial(OciClient, self.host, self.repository, insecure=config.insecure)
 
     @property
