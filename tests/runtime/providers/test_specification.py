@@ -440,7 +440,7 @@ def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):
     with pytest.raises(Stopped):
         load_model(
             artifact,
-            provider="cuda",
+            providers="cuda",
             provider_options=["cuda.gpu_mem_limit=2GiB"],
             io_binding=False,
             shrink_arena=True,
