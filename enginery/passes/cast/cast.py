@@ -141,9 +141,9 @@ class _GraphCaster:
             if attribute is not None and attribute.as_int() == FLOAT:
                 node.attributes[name] = ir.AttrInt64(name, int(self.low))
         if node.op_type == "ConstantOfShape":
-            given = node.attributes.get("value")
+            default = node.attributes.get("value")
             # The default value in ONNX is 0.
-            tensor = given.as_tensor() if given is not None else ir.tensor([0.0], dtype=FLOAT)
+            tensor = default.as_tensor() if default is not None else ir.tensor([0.0], dtype=FLOAT)
             self._note_clamped(tensor, node.name or "")
             node.attributes["value"] = ir.AttrTensor("value", cast_tensor(tensor, self.low))
 

@@ -83,9 +83,9 @@ def simulate_cast(
         for value in list(graph.inputs):
             _round_input(value, plan, graph, low, new_name, all_uses=low_io)
         for node in nodes:
-            given = node.attributes.get("value")
-            if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
-                rounded = round_tensor(given.as_tensor(), low)
+            attribute = node.attributes.get("value")
+            if node.op_type == "ConstantOfShape" and attribute and any(plan.ports[node].outputs):
+                rounded = round_tensor(attribute.as_tensor(), low)
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
             low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, low_outputs, strict=False):

@@ -35,14 +35,14 @@ def add_cross_attention(
     """
     copy = _Copy(encoder, states)
     by_name = {value.name: value for value in decoder.graph.outputs}
-    found = []
+    added_outputs = []
     for name in outputs:
         value = copy.value(by_name[name])
         if value.is_graph_output():
             raise UnknownPathError(f"{name} is the encoder's states themselves")
         value.name, value.type, value.shape = name, by_name[name].type, by_name[name].shape
-        found.append(value)
-    encoder.graph.outputs.extend(found)
+        added_outputs.append(value)
+    encoder.graph.outputs.extend(added_outputs)
 
 
 class _Copy:
@@ -71,7 +71,7 @@ class _Copy:
         if node.op_type == "Reshape" and (shape := node.inputs[1]) is not None:
             copied = [self.value(node.inputs[0]), self._shape(node, shape)]
         else:
-            copied = [None if each is None else self.value(each) for each in node.inputs]
+            copied = [None if operand is None else self.value(operand) for operand in node.inputs]
         twin = ir.Node(
             node.domain,
             node.op_type,

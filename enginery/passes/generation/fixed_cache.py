@@ -330,22 +330,25 @@ class _Rewriter:
         self, query: ir.Value, key: ir.Value, width: int
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]] | None:
         """Return queries and keys before they are rotated, and the tables for it."""
-        one, other = find_rotation(query), find_rotation(key)
-        if one is None or other is None:
+        query_rotation, key_rotation = find_rotation(query), find_rotation(key)
+        if query_rotation is None or key_rotation is None:
             return None
-        if (one.cosines, one.sines) != (other.cosines, other.sines):
+        if (query_rotation.cosines, query_rotation.sines) != (
+            key_rotation.cosines,
+            key_rotation.sines,
+        ):
             return None
-        names = (one.cosines.name, one.sines.name)
+        names = (query_rotation.cosines.name, query_rotation.sines.name)
         if names not in self._tables:
             limit = self.facts.limits.position_limit
             self._tables[names] = read_tables(
-                one, self.facts.sizes, width=width, position_limit=limit
+                query_rotation, self.facts.sizes, width=width, position_limit=limit
             )
         tables = self._tables[names]
         if tables is None:
             return None
         constants = [self.build.constant(table) for table in (tables.cosines, tables.sines)]
-        return one.source, other.source, constants
+        return query_rotation.source, key_rotation.source, constants
 
     def _scattered(
         self,
@@ -366,9 +369,9 @@ class _Rewriter:
         for buffer, appended in zip(past, new, strict=True):
             rows = build("Transpose", appended, perm=_HEADS_BEFORE_POSITIONS)
             if kv_heads != heads:
-                apart = build("Unsqueeze", rows, build.ints(3))
-                spread = build("Expand", apart, build.ints(1, 1, 1, heads // kv_heads, 1))
-                rows = build("Reshape", spread, build.ints(0, 0, heads, width))
+                unsqueezed = build("Unsqueeze", rows, build.ints(3))
+                expanded = build("Expand", unsqueezed, build.ints(1, 1, 1, heads // kv_heads, 1))
+                rows = build("Reshape", expanded, build.ints(0, 0, heads, width))
             buffers.append(build("ScatterND", buffer, indices, rows))
         query = build.merge_heads(attention.query, heads * width)
         (context,) = build.node(
@@ -467,8 +470,8 @@ class _Rewriter:
         context.type = ir.TensorType(_FLOAT)
         context.shape = ir.Shape(["batch", "sequence", heads * width])
         self._contexts.append((context, context.shape))
-        apart = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
-        by_head = self.build("Transpose", apart, perm=_HEADS_BEFORE_POSITIONS)
+        by_position = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
+        by_head = self.build("Transpose", by_position, perm=_HEADS_BEFORE_POSITIONS)
         attention.context.outputs[0].replace_all_uses_with(by_head)
 
     def _output(self, name: str) -> ir.Value:

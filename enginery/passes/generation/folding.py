@@ -236,8 +236,9 @@ def _before_views(node: ir.Node) -> ir.Value | None:
         return None
     source = first.inputs[0]
     if node.op_type == "Transpose":
-        one, other = (n.attributes.get_ints("perm") or () for n in (first, node))
-        return source if [one[axis] for axis in other] == list(range(len(one))) else None
+        first_perm, second_perm = (n.attributes.get_ints("perm") or () for n in (first, node))
+        both = [first_perm[axis] for axis in second_perm]
+        return source if both == list(range(len(both))) else None
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
     split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))

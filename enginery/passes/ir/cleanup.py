@@ -47,8 +47,9 @@ class CleanupSummary:
 
     def describe(self) -> str:
         """Return one line for the manifest."""
-        most = ", ".join(f"{count} {op}" for op, count in list(self.removed.items())[:4])
-        return f"clean-up: {self.before} → {self.after} nodes" + (f" ({most})" if most else "")
+        removals = ", ".join(f"{count} {op}" for op, count in list(self.removed.items())[:4])
+        details = f" ({removals})" if removals else ""
+        return f"clean-up: {self.before} → {self.after} nodes{details}"
 
 
 def clean_graph(model: ir.Model) -> CleanupSummary:

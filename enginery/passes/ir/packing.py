@@ -69,8 +69,8 @@ class _Packing:
         by_token = self._treats_tokens_alike(node)
         for index, value in enumerate(node.inputs):
             if value is not None and value in self._packed:
-                found = self._packed[value] if by_token else self._restore(value)
-                node.replace_input_with(index, found)
+                replacement = self._packed[value] if by_token else self._restore(value)
+                node.replace_input_with(index, replacement)
         if by_token:
             for output in node.outputs:
                 self._packed[output] = output
@@ -181,5 +181,5 @@ def _has_one_dim(counts: ir.Value) -> bool:
 
 
 def _flag(node: ir.Node, name: str) -> bool:
-    found = node.attributes.get(name)
-    return found is not None and bool(found.as_int())
+    attribute = node.attributes.get(name)
+    return attribute is not None and bool(attribute.as_int())

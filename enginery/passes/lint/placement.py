@@ -190,8 +190,8 @@ def misplaced_nodes(graph: LintGraph) -> Iterator[LintFinding]:
 def _consumer_types(dequantize: ir.Node) -> list[str]:
     """Return the operators that read a DequantizeLinear; `the caller` for a graph output."""
     output = dequantize.outputs[0]
-    found = [user.op_type for user in output.consumers()]
-    return [*found, "the caller"] if output.is_graph_output() else found
+    op_types = [user.op_type for user in output.consumers()]
+    return [*op_types, "the caller"] if output.is_graph_output() else op_types
 
 
 def _misplaced(node: ir.Node, operator: str) -> LintFinding:

@@ -88,5 +88,5 @@ def _without_types_of_weights(source: Path) -> Any:
 
 def count_integer_nodes(path: Path) -> dict[str, int]:
     """Count the nodes of a graph that multiply integers, by op."""
-    found = Counter(node.op_type for node in load_graph(path).graph.node)
-    return {op: found[op] for op in _INTEGER_OPS if found[op]}
+    counts = Counter(node.op_type for node in load_graph(path).graph.node)
+    return {op: counts[op] for op in _INTEGER_OPS if counts[op]}

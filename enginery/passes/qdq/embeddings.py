@@ -39,12 +39,12 @@ def quantize_embeddings(model: ir.Model, *, min_elements: int = _MIN_ELEMENTS) -
     Returns:
         The names of the tables.
     """
-    found = []
+    table_names = []
     for table in list(model.graph.initializers.values()):
         if _is_table(table, model.graph, min_elements):
             _quantize(model.graph, table)
-            found.append(table.name or "")
-    return found
+            table_names.append(table.name or "")
+    return table_names
 
 
 def _is_table(value: ir.Value, graph: ir.Graph, min_elements: int) -> bool:
@@ -80,13 +80,13 @@ def _quantize(graph: ir.Graph, table: ir.Value) -> None:
     for node in [use.node for use in table.uses()]:
         stem = node.outputs[0].name  # unlike nodes, values have unique names
         rows, factors = (
-            ir.node("Gather", [value, node.inputs[1]], {"axis": 0}, name=f"{stem}/{what}")
-            for value, what in ((stored, "quantized"), (scale, "scales"))
+            ir.node("Gather", [value, node.inputs[1]], {"axis": 0}, name=f"{stem}/{role}")
+            for value, role in ((stored, "quantized"), (scale, "scales"))
         )
         floats = ir.node("Cast", rows.outputs, {"to": int(ir.DataType.FLOAT)}, name=f"{stem}/cast")
         product = ir.node("Mul", [floats.outputs[0], factors.outputs[0]], name=f"{stem}/dequantize")
-        for made in (rows, factors, floats, product):
-            made.outputs[0].name = f"{made.name}_output"
+        for new_node in (rows, factors, floats, product):
+            new_node.outputs[0].name = f"{new_node.name}_output"
         old, new = node.outputs[0], product.outputs[0]
         new.shape, new.type = old.shape, old.type
         if old.is_graph_output():

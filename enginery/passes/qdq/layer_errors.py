@@ -195,8 +195,8 @@ def measure_layer_errors(
     if not batches:
         return {}
     proto = onnx.load(str(graph), load_external_data=False).graph
-    made = [name for node in proto.node for name in node.output]
-    names = [name.removeprefix(_ERROR) for name in made if name.startswith(_ERROR)]
+    computed = [name for node in proto.node for name in node.output]
+    names = [name.removeprefix(_ERROR) for name in computed if name.startswith(_ERROR)]
     rows: dict[str, list[float]] = {name: [] for name in names}
     tensors = [start + name for name in names for start in (_ERROR, _OUTPUT)]
     with GraphTracer(graph, tensors, optimized=fused) as run:

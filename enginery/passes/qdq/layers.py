@@ -62,8 +62,8 @@ class Layer:
 
 def find_layers(model: ir.Model) -> tuple[Layer, ...]:
     """Return every product and convolution of the main graph with a constant weight, in order."""
-    found = (_layer(node) for node in model.graph)
-    return tuple(layer for layer in found if layer is not None)
+    candidates = (_layer(node) for node in model.graph)
+    return tuple(layer for layer in candidates if layer is not None)
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
