@@ -107,14 +107,14 @@ class BeyondLayers:
 
     def notes(self) -> list[str]:
         """Say what was quantized."""
-        found = {
+        names_by_note = {
             f"{len(self.additions)} residual additions after convolutions read their input in "
             "INT8, so that TensorRT keeps it in one byte": self.additions,
             f"{len(self.joining)} tensors between convolutions are in INT8, too, so that ONNX "
             "Runtime does not convert them": self.joining,
             f"embedding tables in INT8: {', '.join(self.tables)}": self.tables,
         }
-        return [note for note, names in found.items() if names]
+        return [note for note, names in names_by_note.items() if names]
 
 
 def scheme_from_config(config: QuantizeConfig) -> Scheme:
@@ -215,37 +215,40 @@ def calibrate(
         )
     tensors, _ = _quantized_tensors(model, candidates, scheme)
     with progress.task("calibrating: channels", total=len(batches)) as advance:
-        seen = collect_channel_statistics(
+        statistics = collect_channel_statistics(
             source.path, tensors, batches, seed=config.seed, advance=advance
         )
-    zeros = {name for name, found in seen.items() if not found.largest_magnitude}
+    zeros = {name for name, channels in statistics.items() if not channels.largest_magnitude}
     for layer in list(candidates):
         read, written = layer.activation in zeros, layer.activated_output in zeros
         if read or (written and scheme.unsigned and not layer.linear):
-            what = "its input" if read else "its output"
-            left_out[layer.name] = f"{what} is zero on all calibration inputs, so it has no range"
+            tensor = "its input" if read else "its output"
+            left_out[layer.name] = f"{tensor} is zero on all calibration inputs, so it has no range"
             candidates.remove(layer)
     if not candidates:
         raise InputError("every layer's input or output is zero on all calibration inputs.")
     tensors, sources = _quantized_tensors(model, candidates, scheme)
     tensors = {name: by_channel for name, by_channel in tensors.items() if name not in zeros}
     sources = {name: source for name, source in sources.items() if source in tensors}
-    seen = {name: found for name, found in seen.items() if name in tensors}
+    statistics = {name: channels for name, channels in statistics.items() if name in tensors}
     weights = _weights(model, candidates)
-    ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
+    ranges, smoothed = _choose_smoothing(candidates, weights, statistics, config, scheme, progress)
     if config.method != "minmax":
-        ranges = _ranges_by_method(source, tensors, batches, seen, ranges, config, scheme, progress)
+        ranges = _ranges_by_method(
+            source, tensors, batches, statistics, ranges, config, scheme, progress
+        )
     ranges |= {name: ranges[source] for name, source in sources.items()}
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
-        name: replace(found, scale=float(fp16_scale(found.scale))) for name, found in ranges.items()
+        name: replace(params, scale=float(fp16_scale(params.scale)))
+        for name, params in ranges.items()
     }
     deltas = {
         x.name: mean_output_error(
-            seen[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
+            statistics[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
         )
         for x in candidates
-        if config.bias_correction and x.linear and seen[x.activation].width > 1
+        if config.bias_correction and x.linear and statistics[x.activation].width > 1
     }
     convolutions = [x for x in candidates if config.bias_correction and not x.linear]
     if convolutions:
@@ -350,21 +353,21 @@ def _weights(model: ir.Model, layers: Sequence[Layer]) -> dict[str, Vector]:
 def _choose_smoothing(
     layers: Sequence[Layer],
     weights: Mapping[str, Vector],
-    seen: Mapping[str, ChannelStatistics],
+    statistics: Mapping[str, ChannelStatistics],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
 ) -> tuple[dict[str, ActivationQuantParams], dict[str, SmoothQuantParams]]:
     ranges: dict[str, ActivationQuantParams] = {}
     smoothed: dict[str, SmoothQuantParams] = {}
-    with progress.task("calibrating: smoothing", total=len(seen)) as advance:
-        for name, channels in seen.items():
+    with progress.task("calibrating: smoothing", total=len(statistics)) as advance:
+        for name, channels in statistics.items():
             group = [(x, weights[x.name]) for x in layers if x.activation == name]
-            found = choose_smoothing(
+            choice = choose_smoothing(
                 channels, group, scheme, strength=config.smoothing, shift=config.shift
             )
-            ranges[name] = found.params
-            smoothed[name] = SmoothQuantParams(found.strength, found.shifted, found.error)
+            ranges[name] = choice.params
+            smoothed[name] = SmoothQuantParams(choice.strength, choice.shifted, choice.error)
             advance()
     return ranges, smoothed
 
@@ -516,14 +519,14 @@ def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) 
     feeds = [batch.load() for batch in batches[:: -(-len(batches) // _RANGE_BATCHES)]]
     if not fixed:
         feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
-    found = measure_ranges(
+    ranges = measure_ranges(
         source.path,
         float_tensors(model.graph),
         feeds,
         mask_floor=mask_floor(model),
         group_bytes=_RANGE_BYTES,
     )
-    return {name: node.reason for name, node in find_fp32_nodes(model.graph, found).items()}
+    return {name: node.reason for name, node in find_fp32_nodes(model.graph, ranges).items()}
 
 
 def _batches_for_effects(batches: Sequence[Batch]) -> int:

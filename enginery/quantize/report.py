@@ -229,16 +229,16 @@ def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:
 
 
 def _search(measured: AccuracySearch) -> SearchRecord:
-    found = measured.result
+    result = measured.result
     return SearchRecord(
         budget=str(measured.budget),
         about=measured.budget.kind,
         reference=measured.budget.reference,
         allowed=measured.budget.allowed,
-        simulated=found.accuracy,
-        effects=found.effects,
+        simulated=result.accuracy,
+        effects=result.effects,
         curve=[
             MixAccuracy(left_out=p.left_out, share=p.share, **asdict(p.accuracy))
-            for p in found.curve
+            for p in result.curve
         ],
     )

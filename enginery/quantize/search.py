@@ -92,25 +92,25 @@ class AccuracyBudget:
             "quarter of --rows, or all of a file with fewer"
         ]
 
-    def is_met_by(self, found: AccuracyMetrics) -> bool:
+    def is_met_by(self, metrics: AccuracyMetrics) -> bool:
         """Return True if the loss is at most the budget."""
-        return self.loss(found) <= self.allowed + _ROUNDING
+        return self.loss(metrics) <= self.allowed + _ROUNDING
 
-    def is_met_in_search(self, found: AccuracyMetrics) -> bool:
+    def is_met_in_search(self, metrics: AccuracyMetrics) -> bool:
         """Return True if the loss is at most what the search may spend."""
-        return self.loss(found) <= self.spendable * self.allowed + _ROUNDING
+        return self.loss(metrics) <= self.spendable * self.allowed + _ROUNDING
 
-    def loss(self, found: AccuracyMetrics) -> float:
+    def loss(self, metrics: AccuracyMetrics) -> float:
         """Return by how much the metric is below that of the FP32 model."""
-        return self.reference - self.value(found)
+        return self.reference - self.value(metrics)
 
-    def value(self, found: AccuracyMetrics) -> float:
+    def value(self, metrics: AccuracyMetrics) -> float:
         """Return the metric that the budget limits."""
         values = {
-            "cosine": found.cosine,
-            "agreement": found.argmax_agreement,
-            "accuracy": found.label_accuracy,
-            "boxes": found.box_f1,
+            "cosine": metrics.cosine,
+            "agreement": metrics.argmax_agreement,
+            "accuracy": metrics.label_accuracy,
+            "boxes": metrics.box_f1,
         }
         value = values[self.kind]
         if value is None:
@@ -190,20 +190,20 @@ def search_mixed_precision(
         met_by_all = budget.is_met_by(confirm(set(names)))
     if met_by_all and not curve:
         return SearchResult({}, everything.accuracy, {}, [everything])
-    found: list[_Order] = []
+    orders: list[_Order] = []
     for kind in ("last", "first"):
         effects = _measure_effects(names, measure, everything_but=kind == "last", advance=advance)
         by_effect = sorted(names, key=lambda n: effects[n] / max(weights[n], 1e-9), reverse=True)
         order = _Order(kind, effects, by_effect, {0: everything}, measure_point, budget)
         order.find_fewest(0 if met_by_all else 1)
-        found.append(order)
+        orders.append(order)
         if order.share >= _ENOUGH:
             break
-    best = max(found, key=lambda order: order.share)
+    best = max(orders, key=lambda order: order.share)
     if confirm is not None and best.left_out:
         best.confirm(confirm)
     if best.left_out == len(names):
-        points = [point for order in found for point in order.points.values()]
+        points = [point for order in orders for point in order.points.values()]
         nearest = max(points, key=lambda point: budget.value(point.accuracy))
         raise CheckFailedError(
             f"no combination with a quantized layer meets the budget, a {budget}: the best has a "

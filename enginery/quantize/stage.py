@@ -120,7 +120,7 @@ def _machine() -> dict[str, str]:
 
 
 def read_calibration(
-    source: Artifact, config: QuantizeConfig, given: Iterable[Any] | None = None
+    source: Artifact, config: QuantizeConfig, inputs: Iterable[Any] | None = None
 ) -> CalibrationData | None:
     """Read the calibration inputs for `fingerprint` and `run`; see `read_data`.
 
@@ -135,18 +135,18 @@ def read_calibration(
     check_options(config)
     config = resolve_scheme(config)
     require_quantizable(source, config)
-    if config.ranges and given is not None:
+    if config.ranges and inputs is not None:
         raise OptionError(
             "both calibration inputs and ranges were given, but ranges replace the calibration.",
             do="Remove one.",
         )
     if config.scheme != "dynamic":
         check_trial_options(source, config)
-    if config.scheme == "dynamic" and given is None and not config.data:
+    if config.scheme == "dynamic" and inputs is None and not config.data:
         # Dynamic INT8 is not calibrated; inputs would only measure its accuracy.
         require_no_budget(config)
         return None
-    return read_data(source, config, given)
+    return read_data(source, config, inputs)
 
 
 def run(
@@ -255,12 +255,12 @@ def _quantize_static(
         folder.mkdir()
         graphs.append(_convert(source, record, config, folder, data, notes, progress))
     reused = _read_ranges(graphs, config)
-    found = []
+    quantized = []
     for index, graph in enumerate(graphs):
         folder = scratch / f"graph-{index}"
-        found.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
-    cache = CalibrationCache.merge([each.cache for each in found], _digest(graphs))
-    answers = found[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
+        quantized.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
+    cache = CalibrationCache.merge([graph.cache for graph in quantized], _digest(graphs))
+    answers = quantized[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
     if config.target == "cpu":
         notes.append("activations are stored as uint8, for ONNX Runtime's CPU kernels")
     elif not list_capabilities(config):
@@ -268,14 +268,14 @@ def _quantize_static(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
-    notes += [note for each in found for note in each.more.notes()]
+    notes += [note for graph in quantized for note in graph.more.notes()]
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
         if not save_curve(directory / CURVE, answers.measured, config.scheme):
             notes.append(NOT_DRAWN)
     (directory / REPORTS / RANGES).write_bytes(cache.to_json())
-    report = make_report(found, answers, cache, config, data, notes, fields)
-    return tuple(each.record for each in found), report, notes
+    report = make_report(quantized, answers, cache, config, data, notes, fields)
+    return tuple(graph.record for graph in quantized), report, notes
 
 
 def _convert(
@@ -418,8 +418,8 @@ def _obtain_calibration(
         return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     excluded = excluded_layers(layers, config.exclude, None, scheme_from_config(config))
     progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
-    found = reused.of_graph(model, layers)
-    return replace(found, left_out={**found.left_out, **excluded}), None
+    cache = reused.of_graph(model, layers)
+    return replace(cache, left_out={**cache.left_out, **excluded}), None
 
 
 def _write_graph(
@@ -463,17 +463,17 @@ def _measure_saved(
 
 
 def _check_accuracy(
-    found: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
+    accuracy: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
 ) -> None:
     """Raise CheckFailedError if the saved graph does not meet the accuracy budget."""
-    if found and measured and not measured.budget.is_met_by(found):
-        rest = residual_precision(config)
-        before = "Simulated" if rest == "fp32" else f"Before casting the rest to {rest}"
+    if accuracy and measured and not measured.budget.is_met_by(accuracy):
+        residual = residual_precision(config)
+        before = "Simulated" if residual == "fp32" else f"Before casting the rest to {residual}"
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
+            f"{accuracy.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
             do="Lower the budget."
-            if rest == "fp32"
+            if residual == "fp32"
             else "Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
 

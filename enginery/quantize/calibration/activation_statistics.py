@@ -168,17 +168,17 @@ def collect_channel_means(
 ) -> dict[str, ChannelMeans]:
     """Return the means of the inputs of convolutions, by activation."""
     names = list(dict.fromkeys(layer.activation for layer in layers))
-    found: dict[str, ChannelMeans] = {}
+    means_by_name: dict[str, ChannelMeans] = {}
     with GraphTracer(model, names, optimized=True) as tracer:
         for batch in batches:
             values = tracer(batch.load())
             for name in list(values):
                 images = np.asarray(values.pop(name), dtype=np.float32)
                 zeros = np.zeros(images.shape[1])
-                means = found.setdefault(name, ChannelMeans(zeros, zeros.copy()))
+                means = means_by_name.setdefault(name, ChannelMeans(zeros, zeros.copy()))
                 means.add(images, ranges[name], scheme)
             advance()
-    return found
+    return means_by_name
 
 
 def scale_and_shift(rows: Vector, params: ActivationQuantParams) -> Vector:

@@ -95,15 +95,15 @@ def choose_smoothing(
         candidates += [(a, _smoothed(channels, layer_weights, a, shift=True)) for a in strengths]
     exact = [channels.sample @ _as_matrix(layer, weight) for layer, weight in layer_weights]
     total = sum(float(np.square(output).sum()) for output in exact) or 1.0
-    found = []
+    choices = []
     for tried, unscaled in candidates:
         params = with_observed_range(channels, unscaled, scheme)
         error = 0.0
         for (layer, weight), output in zip(layer_weights, exact, strict=True):
-            found_output = simulate_layer(channels.sample, layer, weight, params, scheme)
-            error += float(np.square(found_output - output).sum())
-        found.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
-    return min(found, key=lambda choice: choice.error)
+            simulated = simulate_layer(channels.sample, layer, weight, params, scheme)
+            error += float(np.square(simulated - output).sum())
+        choices.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
+    return min(choices, key=lambda choice: choice.error)
 
 
 def with_observed_range(
@@ -124,8 +124,8 @@ def with_observed_range(
     ends = scale_and_shift(np.stack([channels.smallest, channels.largest]), params)
     low, high = max(float(ends.min()), -limit), min(float(ends.max()), limit)
     if scheme.unsigned:
-        found = ActivationQuantParams.of_range(low, high)
-        return replace(params, scale=found.scale, zero_point=found.zero_point)
+        asymmetric = ActivationQuantParams.of_range(low, high)
+        return replace(params, scale=asymmetric.scale, zero_point=asymmetric.zero_point)
     return replace(params, scale=max(-low, high) / scheme.largest)
 
 
