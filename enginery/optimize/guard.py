@@ -242,13 +242,16 @@ def _cast_guarded(
             break
         worst = next(a for a in agreements if not a.passed)
         fixed = {*fp32_nodes, *config.keep_fp32}
-        found = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
-        repairable = [one for one in found if not one.fixed][: 1 << rounds]
-        unrepaired = repairable or found[:1]
+        divergences = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
+        movable = [divergence for divergence in divergences if not divergence.fixed]
+        repairable = movable[: 1 << rounds]
+        unrepaired = repairable or divergences[:1]
         if rounds >= config.max_rounds or not repairable:
             break
-        for one in repairable:
-            fp32_nodes[one.node] = _diverging_node(op_types[one.node], one, ranges)
+        for divergence in repairable:
+            fp32_nodes[divergence.node] = _diverging_node(
+                op_types[divergence.node], divergence, ranges
+            )
         rounds += 1
         progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
     result, data_files = _cast(fp32, out, precision, fp32_nodes, config)
@@ -314,15 +317,17 @@ def _cast(
     return result, data_files
 
 
-def _diverging_node(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Fp32Node:
-    known = ranges.get(found.tensor)
+def _diverging_node(
+    op_type: str, divergence: Divergence, ranges: Mapping[str, TensorRange]
+) -> Fp32Node:
+    tensor_range = ranges.get(divergence.tensor)
     return Fp32Node(
-        found.node,
+        divergence.node,
         op_type,
-        found.tensor,
-        known.largest if known else float("nan"),
-        known.smallest if known else float("nan"),
-        f"its error in FP16 was {found.error:.3g}, {found.before:.3g} at its inputs",
+        divergence.tensor,
+        tensor_range.largest if tensor_range else float("nan"),
+        tensor_range.smallest if tensor_range else float("nan"),
+        f"its error in FP16 was {divergence.error:.3g}, {divergence.before:.3g} at its inputs",
     )
 
 
