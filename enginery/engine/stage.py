@@ -61,16 +61,16 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
 
     Fields that differ between the graphs of an artifact are labeled with the graph.
     """
-    asked = {request.directory for request in requested.requests}
-    others = {_engine_directory(name) for name in source.manifest.files} - asked - {""}
+    directories = {request.directory for request in requested.requests}
+    others = {_engine_directory(name) for name in source.manifest.files} - directories - {""}
     names = dict.fromkeys(n for r in requested.requests for n in r.fingerprint.fields)
     engines: dict[str, str] = {}
     for name in names:
-        found = [r.fingerprint.fields.get(name, "none") for r in requested.requests]
-        if len(set(found)) == 1:
-            engines[name] = found[0]
+        values = [r.fingerprint.fields.get(name, "none") for r in requested.requests]
+        if len(set(values)) == 1:
+            engines[name] = values[0]
             continue
-        for request, value in zip(requested.requests, found, strict=True):
+        for request, value in zip(requested.requests, values, strict=True):
             label = f"{name} of {request.graph.file}"
             engines[label] = f"{engines[label]}; {value}" if label in engines else value
     return stage_fingerprint(
@@ -150,8 +150,9 @@ def run(
     engines: dict[str, tuple[Engine, bool]] = {}
     for request in requested.requests:
         if request.graph.file not in refused:
-            found = obtain_engine(source, request, config, force=force, progress=progress)
-            engines[request.directory] = found
+            engines[request.directory] = obtain_engine(
+                source, request, config, force=force, progress=progress
+            )
     earlier = [
         Engine.open(path) for path in engine_directories(source.path) if path.name not in engines
     ]
@@ -206,9 +207,9 @@ def _find_unsupported_graphs(
     refused = []
     for graph in dict.fromkeys(missing):
         with progress.task(f"checking TensorRT's support of {graph}"):
-            found = find_coverage(source.path / graph, graph, get_flavor(config.flavor))
-        if not found.complete:
-            refused.append(found)
+            coverage = find_coverage(source.path / graph, graph, get_flavor(config.flavor))
+        if not coverage.complete:
+            refused.append(coverage)
     if refused and not config.allow_partitions:
         raise refused[0].error(several=len(graphs) > 1)
     if refused and len(refused) == len(graphs):

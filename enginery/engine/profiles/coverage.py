@@ -54,19 +54,19 @@ def check_all_reachable(profiles: Sequence[Profile]) -> None:
 
 def describe_size_gaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe the sizes of each dim that lie between ranges and are in no profile."""
-    found = []
+    gaps = []
     for name in profiles[0].dims if profiles else ():
         ranges = sorted(_range_ends(profile.dims[name]) for profile in profiles)
         reached = ranges[0][1]
         for low, high in ranges[1:]:
             if low > reached + 1:
                 missing = DimRange(reached + 1, reached + 1, low - 1)
-                found.append(
+                gaps.append(
                     f"{_describe_range(name, missing)} is in no profile: the ranges end at "
                     f"{reached} and start again at {low}."
                 )
             reached = max(reached, high)
-    return found
+    return gaps
 
 
 def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
@@ -96,7 +96,7 @@ def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
 def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe each pair of overlapping profiles: the common shapes, and which profile is used."""
     order = preference_order(profiles)
-    found = []
+    overlaps = []
     for first, second in itertools.combinations(range(len(profiles)), 2):
         chosen, other = sorted((first, second), key=order.index)
         common = _intersection(profiles[chosen], profiles[other])
@@ -106,11 +106,11 @@ def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
         relation = "overlaps"
         if all(_range_ends(common[n]) == _range_ends(r) for n, r in profiles[chosen].dims.items()):
             relation = "lies within"
-        found.append(
+        overlaps.append(
             f"profile '{profiles[chosen]}' {relation} '{profiles[other]}' and is used for the "
             f"shapes in both, {shapes}: {_describe_preference(profiles[chosen], profiles[other])}."
         )
-    return found
+    return overlaps
 
 
 def _describe_preference(chosen: Profile, other: Profile) -> str:
