@@ -129,8 +129,8 @@ def _trace(
     floats = {name: t.to(model.dtype) for name, t in tensors.items() if t.is_floating_point()}
     tensors |= floats
     with torch.no_grad():
-        found = model(**tensors, return_dict=True)
-    outputs = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
+        result = model(**tensors, return_dict=True)
+    outputs = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
     # The position embeddings of most vision models fix height and width.
     dynamic = tuple(
         {
@@ -171,5 +171,5 @@ class _Positional(torch.nn.Module):  # type: ignore[misc]  # torch is not type-c
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
         named = dict(zip(self.inputs, tensors, strict=True))
-        found = self.model(**named, return_dict=True)
-        return tuple(found[name] for name in self.outputs)
+        result = self.model(**named, return_dict=True)
+        return tuple(result[name] for name in self.outputs)

@@ -297,8 +297,8 @@ def _takes_one_less(
     """Return True if a model runs with a dim that is shorter by one."""
     shorter = dict(inputs)
     for name in inputs:
-        for axis, each in axes.get(name, {}).items():
-            if each == dim:
+        for axis, axis_name in axes.get(name, {}).items():
+            if axis_name == dim:
                 shorter[name] = shorter[name].narrow(axis, 0, shorter[name].shape[axis] - 1)
     try:
         with torch.no_grad():

@@ -192,7 +192,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             progress.say(f"export: {phase}")
             advance()
 
-        found = run_in_subprocess(
+        result = run_in_subprocess(
             "enginery.export.worker",
             asdict(request),
             log=enginery_home() / "logs" / f"export-{name}.log",
@@ -201,4 +201,4 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             reraise=(OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
         )
-    return WorkerResult(**found)
+    return WorkerResult(**result)
