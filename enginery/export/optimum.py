@@ -364,8 +364,10 @@ def _require_trained(
     A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
     transposes, so matrices are found by their values.
     """
+    if not untrained:
+        return  # no weight to compare, so the graphs need not be read
     random: list[str] = []
-    for path in graphs if untrained else ():
+    for path in graphs:
         tensors = load_graph(path).graph.initializer
         names = {tensor.name for tensor in tensors}
         shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}

@@ -211,8 +211,9 @@ def search_mixed_precision(
             "multiply-adds quantized.",
             do="Lower the budget, or calibrate on inputs closer to those the model is used for.",
         )
-    for count in _powers_of_two(len(names)) if curve else ():
-        best.point(count)
+    if curve:
+        for count in _powers_of_two(len(names)):
+            best.point(count)
     ordered = sorted(best.points.values(), key=lambda point: point.left_out)
     return SearchResult(best.reasons(), best.point(best.left_out).accuracy, best.effects, ordered)
 

@@ -54,8 +54,10 @@ def check_all_reachable(profiles: Sequence[Profile]) -> None:
 
 def describe_size_gaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe the sizes of each dim that lie between ranges and are in no profile."""
+    if not profiles:
+        return []
     gaps = []
-    for name in profiles[0].dims if profiles else ():
+    for name in profiles[0].dims:
         ranges = sorted(_range_ends(profile.dims[name]) for profile in profiles)
         reached = ranges[0][1]
         for low, high in ranges[1:]:

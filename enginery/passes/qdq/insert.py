@@ -140,7 +140,10 @@ def quantize_residuals(model: ir.Model) -> list[str]:
         if node.op_type != "DequantizeLinear" or quantizer is None:
             continue
         source = quantizer.inputs[0] if quantizer.op_type == "QuantizeLinear" else None
-        for use in list(source.uses()) if source is not None else []:
+        if source is None:
+            continue
+        for use in list(source.uses()):
+            # The graph is sorted: only a later node may read this DequantizeLinear.
             if _is_residual(use.node, source) and position[node] < position[use.node]:
                 use.node.replace_input_with(use.idx, node.outputs[0])
                 additions.append(use.node.name or "")

@@ -56,7 +56,9 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     for node in model.graph:
         sources = [value.name or "" for value in node.inputs if value is not None]
         if moves_numbers(node) and sources[0] in ranges:
-            for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
+            # The other outputs of a MaxPool are indices, which are not quantized.
+            moved = node.outputs if node.op_type == "Split" else node.outputs[:1]
+            for output in moved:
                 ranges[output.name or ""] = ranges[sources[0]]
         elif _computes(node) and all(name in ranges for name in sources):
             name = activated_output(node).name or ""
