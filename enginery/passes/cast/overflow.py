@@ -124,6 +124,8 @@ def find_fp32_nodes(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[
             continue
         for attribute in node.attributes.values():
             for inner in subgraphs_of(attribute):
+                # Values in the body of a Loop or a Scan are computed anew in each iteration and
+                # have no ranges.
                 fp32_nodes |= (
                     find_fp32_nodes(inner, ranges)
                     if node.op_type == "If"
@@ -185,6 +187,7 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node |
     if before is None or after is None:
         return None
     if node.op_type in _MEANS and after.elements:
+        # A kernel may hold the sum in FP16 before it divides by the number of summed elements.
         total = after.largest * before.elements / after.elements
         if total > FP16_MAX:
             reason = f"the sum of its mean reaches {total:.3g}, {_LIMIT}"
@@ -198,6 +201,7 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node |
             f"logarithms up to {_LOG_SUM_MAX:.3g}"
         )
         return _fp32_node(node, source, before, reason)
+    # LpNormalization takes the root of the sum of squares, the norms that of their mean.
     square = before.row_mean_square * (_width(source) if node.op_type == "LpNormalization" else 1)
     if node.op_type in (*_SQUARE_NORMS, "LpNormalization") and square * HEADROOM > FP16_MAX:
         reason = f"its inner squares reach {square:.3g}, {_LIMIT}"

@@ -66,6 +66,7 @@ def simulate_cast(
     low = low_precision_type(precision)
     if model.functions:
         InlinePass()(model)
+    # A Constant node has one type; an initializer can have a rounded copy.
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     opset = model.opset_imports.get("", 1)
     if low == ir.DataType.BFLOAT16:
@@ -104,6 +105,7 @@ def simulate_low_precision(model: ir.Model) -> None:
     new_name = NameAllocator(model)
     for value, low in widen(model, keep_inputs=True).items():
         producer = value.producer()
+        # Nodes that only move numbers move rounded ones.
         if producer is None or producer.graph is None or producer.op_type in _MOVES:
             continue
         if not value.uses() and not value.is_graph_output():  # an optional output
@@ -205,6 +207,7 @@ def _round_output(
     for index, output in enumerate(graph.outputs):
         if output is value:
             graph.outputs[index] = rounded
+    # In the cast graph, this is the name of the value in the low precision.
     value.name = new_name(f"{name}_exact")
     rounded.name = name
 

@@ -55,6 +55,7 @@ def widen(
     changed = {}
     for graph in all_graphs(model.graph):
         values = [value for node in graph for value in node.outputs]
+        # Only the main graph's inputs come from the caller; those of a subgraph are FP32 by now.
         if not keep_inputs or graph is not model.graph:
             values = [*graph.inputs, *values]
         for value in values:

@@ -274,6 +274,7 @@ class _Rewriter:
         emit = self._grouped if fits else self._scattered
         self.counts[GROUPED if fits else SCATTERED] += 1
         context, buffers = emit(attention, visibility, past, new, (heads, kv_heads, width))
+        # MultiHeadAttention has keys for each head of the queries, so the buffer does, too.
         stored = kv_heads if fits else heads
         for value, buffer, present in zip(past, buffers, presents, strict=True):
             value.shape = ir.Shape(["batch", stored, "buffer", width])
@@ -369,6 +370,8 @@ class _Rewriter:
         for buffer, appended in zip(past, new, strict=True):
             rows = build("Transpose", appended, perm=_HEADS_BEFORE_POSITIONS)
             if kv_heads != heads:
+                # Heads share keys and values; MultiHeadAttention reads one for each, so they are
+                # repeated.
                 unsqueezed = build("Unsqueeze", rows, build.ints(3))
                 expanded = build("Expand", unsqueezed, build.ints(1, 1, 1, heads // kv_heads, 1))
                 rows = build("Reshape", expanded, build.ints(0, 0, heads, width))
@@ -420,6 +423,7 @@ class _Rewriter:
             table = build.constant(np.asarray(visibility.distance_bias, np.float32))
             last = build.constant(np.array(len(visibility.distance_bias) - 1, np.int64))
             flat = build("Squeeze", distance, build.ints(1))
+            # The last row stands for all greater distances.
             index = build("Min", build("Max", flat, zero), last)
             bias = build("Transpose", build("Gather", table, index, axis=0), perm=[0, 3, 1, 2])
         elif visibility.slopes is not None:

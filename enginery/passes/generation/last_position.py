@@ -54,6 +54,7 @@ def keep_last_position(model: ir.Model) -> bool:
         output.shape = _one_position(value.shape)
         return output
 
+    # Without a head, the logits of all positions are computed and cut.
     if states is None:
         name, shape = logits.name, logits.shape
         last = cut(logits)
@@ -63,6 +64,7 @@ def keep_last_position(model: ir.Model) -> bool:
         graph.outputs[graph.outputs.index(logits)] = last
         return False
     path[-1].replace_input_with(data_input(path[-1]), cut(states))
+    # The Slice was appended at the end, behind the head that reads it.
     graph.sort()
     for node in path:
         for value in node.outputs:

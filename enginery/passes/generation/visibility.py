@@ -76,8 +76,10 @@ def measure_visibility(
     """
     names = list(dict.fromkeys(_operand_names([*own.values(), *cross.values()])))
     longest = min(position_limit or _MAX_DISTANCE, _MAX_DISTANCE)
+    # One query behind all positions shows a window, and a bias at every distance.
     long = Sizes(1, 1, longest - 1, 5)
     mask = np.ones((_SHORT.batch, _SHORT.encoder), np.int64)
+    # Padding in one row shows whether an attention to the encoder hides it.
     mask[1, -_PADDED:] = 0
     extra = {"encoder_attention_mask": mask}
     short_arrays = sizes.evaluate(names, _SHORT, extra) if names else {}
@@ -190,9 +192,11 @@ def _own_visibility(
         return Visibility(scale, cap, window)
     changes = np.flatnonzero(np.abs(np.diff(table, axis=0)).max(axis=1) > _EXACT)
     constant_from = int(changes[-1]) + 1
+    # The last row of a table stands for all greater distances: it has to be constant from there on,
+    # or no position lies beyond.
     if constant_from <= length // 2 or (position_limit is not None and length >= position_limit):
-        kept = table[: constant_from + 1].astype(np.float32)
-        return Visibility(scale, cap, window, distance_bias=kept)
+        bounded = table[: constant_from + 1].astype(np.float32)
+        return Visibility(scale, cap, window, distance_bias=bounded)
     slopes = table[-1] / (count - 1)
     line = np.arange(count)[:, None] * slopes
     if np.abs(table - line).max() > 1e-4 * max(1.0, math.fabs(float(line.min()))):

@@ -71,6 +71,7 @@ def clean_graph(model: ir.Model) -> CleanupSummary:
         RemoveUnusedNodesPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         RemoveUnusedOpsetsPass()(model)
+    # Shape inference has replaced the names of dims, which are part of the interface.
     for value, shape in zip(model.graph.outputs, shapes, strict=True):
         _restore_dim_names(value, shape)
     if (changed := _interface(model)) != interface:
@@ -78,9 +79,10 @@ def clean_graph(model: ir.Model) -> CleanupSummary:
             f"clean-up changed the graph's interface from {interface} to {changed}.",
             do="This is a bug: please report it with the model. Nothing was saved.",
         )
-    left = _count_ops(model)
-    removed = {op: count for op, count in (counts - left).most_common() if op != "Constant"}
-    return CleanupSummary(counts.total(), left.total(), removed)
+    after = _count_ops(model)
+    # Constant nodes became initializers.
+    removed = {op: count for op, count in (counts - after).most_common() if op != "Constant"}
+    return CleanupSummary(counts.total(), after.total(), removed)
 
 
 def non_standard_nodes(model: ir.Model) -> list[str]:

@@ -71,6 +71,7 @@ def float_ports(node: ir.Node, opset: int) -> FloatPorts:
         return NO_FLOAT_PORTS
     inputs = _type_variables(schema.inputs, len(node.inputs))
     outputs = _type_variables(schema.outputs, len(node.outputs))
+    # Inputs and outputs of one type variable can only change their type together.
     bound = {
         variable
         for values, variables in ((node.inputs, inputs), (node.outputs, outputs))

@@ -73,6 +73,7 @@ def convert_opset(
     outputs = [value.name for value in model.graph.output]
     try:
         expected = _run(path, outputs, batches)
+        # What another order of sums changes, as the noise floor of the comparison.
         noisy = _run(path, outputs, batches, optimized=True)
     except (InputError, ProviderError) as error:
         raise ExportError(
@@ -87,6 +88,7 @@ def convert_opset(
         first = str(error).strip().partition("\n")[0]
         raise ExportError(f"{failed}: onnx.version_converter: {first}", do=_DO) from error
     del model
+    # A later opset may require a later version of the file format.
     min_ir_version = onnx.helper.find_min_ir_version_for(list(converted.opset_import))
     converted.ir_version = max(converted.ir_version, min_ir_version)
     out.parent.mkdir(parents=True, exist_ok=True)

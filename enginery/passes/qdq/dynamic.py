@@ -78,11 +78,11 @@ def _without_types_of_weights(source: Path) -> Any:
     """
     model = load_graph(source)
     weights = {tensor.name for tensor in model.graph.initializer}
-    kept = [value for value in model.graph.value_info if value.name not in weights]
-    if len(kept) == len(model.graph.value_info):
+    value_infos = [value for value in model.graph.value_info if value.name not in weights]
+    if len(value_infos) == len(model.graph.value_info):
         return source
     del model.graph.value_info[:]
-    model.graph.value_info.extend(kept)
+    model.graph.value_info.extend(value_infos)
     return model
 
 

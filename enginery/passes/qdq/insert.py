@@ -84,12 +84,14 @@ def insert_qdq(
     nodes = {node.name: node for node in graph}
     chosen = {layer.name: layer for layer in layers}
     quantized: dict[str, ir.Value] = {}
+    # ONNX Runtime multiplies a convolution in INT8 only between quantized tensors.
     if scheme.unsigned:
         quantized = _quantize_around_convolutions(graph, layers, joining, ranges, scheme)
     for node in [nodes[name] for name in nodes if name in chosen]:
         layer = chosen[node.name or ""]
         params = ranges[layer.activation]
         source, weight = operands(node)
+        # Layers that read one activation share its Q and DQ.
         if layer.activation not in quantized:
             quantized[layer.activation] = _quantize_activation(graph, node, source, params, scheme)
         scaled = scale_weight(layer, weight, params)
@@ -101,6 +103,8 @@ def insert_qdq(
         node.replace_input_with(0, quantized[layer.activation])
         scales = channel_scales(layer, scaled, scheme)
         shared_scale = has_shared_scale(layer, scheme)
+        # ONNX Runtime multiplies a Gemm in INT8 only if another node adds the bias. With a shared
+        # scale, the product is scaled before the bias is added.
         if layer.op_type == "Gemm" and (shared_scale or scheme.unsigned):
             _separate_bias(graph, node, layer)
         if shared_scale:
@@ -181,6 +185,8 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
         return
     vector = add_initializer(graph, f"{layer.name}/bias", delta)
     if layer.op_type == "Conv":  # its output has the channels elsewhere than the last axis
+        # A bias that the graph computes is not in `layer.bias`; the vector is added to it at run
+        # time.
         computed = node.inputs[2] if len(node.inputs) > 2 else None
         if computed is not None:
             addition = _node("Add", [computed, vector], f"{layer.name}/add_bias", like=computed)
@@ -306,6 +312,7 @@ def _quantizers(
     """Return the nodes that scale, shift, quantize and dequantize a tensor."""
     name, value = source.name or "", source
     nodes = []
+    # SmoothQuant: the weight and the bias of each layer take up the inverse.
     if params.multiplier is not None:
         factor = add_initializer(graph, f"{name}/multiplier", params.multiplier)
         nodes.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
@@ -314,7 +321,9 @@ def _quantizers(
         shift = add_initializer(graph, f"{name}/offset", params.offset)
         nodes.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
         value = nodes[-1].outputs[0]
+    # The graph may be cast to FP16 later, so the scale must be a number of FP16.
     scale = add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    # Q/DQ nodes derive their type from the zero point.
     zero = add_initializer(graph, f"{name}/zero_point", params.stored_zero_point(scheme))
     nodes.append(
         _node(
@@ -349,6 +358,7 @@ def _quantize_weight(
 
     The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
     """
+    # Round with the scales that take effect, so that a shared scale costs no accuracy.
     by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
     numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
     rounded = add_initializer(graph, f"{layer.name}/weight", numbers)

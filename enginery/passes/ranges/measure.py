@@ -74,6 +74,7 @@ def measure_ranges(
         typed_values=types,
         max_bytes=group_bytes,
     )
+    # The values between two segments are kept for every batch of a run.
     batches_per_run = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
     ranges: dict[_FetchKey, TensorRange] = {}
     for start in range(0, len(batches), batches_per_run):
@@ -167,8 +168,9 @@ def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str
     for value in (*model.graph.inputs, *values):
         name = value.name or ""
         if value.dtype is not None and isinstance(value.type, ir.TensorType):
-            known = types.setdefault(name, int(value.dtype))
-            if known != value.dtype:
+            first_type = types.setdefault(name, int(value.dtype))
+            # Two branches of an If may give one name to values of different types.
+            if first_type != value.dtype:
                 types[name] = int(ir.DataType.UNDEFINED)
             size = math.ceil(_elements(value, rows, longest) * value.dtype.itemsize)
             sizes[name] = max(size, sizes.get(name, 0))
@@ -188,6 +190,7 @@ def _run_segments(
     last_read = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
     for index, segment in enumerate(segments):
         for number, group in enumerate(segment.groups):
+            # Each group runs the nodes again; what later segments read is fetched in the first run.
             passed_on = segment.outputs if number == 0 else ()
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
@@ -209,6 +212,7 @@ def _run_segments(
                         yield (name, index, source), results[source]
                 held |= {name: results[name] for name in passed_on}
         for held in alive:
+            # No later segment reads these.
             for name in [name for name in held if last_read.get(name, -1) <= index]:
                 del held[name]
 

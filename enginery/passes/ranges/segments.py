@@ -58,6 +58,7 @@ def split_graph(
     tensors = [[name for name in output_names(node) if name in sizes] for node in graph.node]
     for index, names in enumerate(tensors):
         size = sum(sizes[name] for name in names)
+        # A value of unknown type, or that is no tensor, cannot pass from one model to the next.
         if total and total + size > max_bytes and index not in no_cut:
             starts.append(index)
             total = 0
@@ -67,6 +68,7 @@ def split_graph(
     for start, stop in zip(starts, [*starts[1:], len(graph.node)], strict=True):
         produced = [name for node in graph.node[start:stop] for name in node.output if name]
         consumed = dict.fromkeys(name for names in reads[start:stop] for name in names)
+        # Weights are no inputs: the segment's model holds those that it reads.
         outside = consumed.keys() - set(produced) - stored
         fetched = (name for names in tensors[start:stop] for name in names)
         segment = Segment(
@@ -124,6 +126,7 @@ def segment_model(
         value.name = name
         value.type.tensor_type.elem_type = types[name]
     produced = {name for node in graph.node for name in node.output}
+    # Tensors in the branches of an If are not outputs of the segment's own nodes.
     sources = expose_branches(graph, {*fetch} - produced)
     sources |= {name: [name] for name in fetch if name in produced}
     for name in dict.fromkeys(source for names in sources.values() for source in names):
@@ -135,10 +138,12 @@ def input_names(node: Any) -> set[str]:
     """Return the values that a node reads from its graph, also through its subgraphs."""
     names = {name for name in node.input if name}
     for graph in _subgraphs(node):
-        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-        own |= {name for inner in graph.node for name in inner.output}
-        taken = {name for inner in graph.node for name in input_names(inner)}
-        names |= (taken | {value.name for value in graph.output}) - own
+        local = {value.name for value in graph.input} | {
+            tensor.name for tensor in graph.initializer
+        }
+        local |= {name for inner in graph.node for name in inner.output}
+        inner_reads = {name for inner in graph.node for name in input_names(inner)}
+        names |= (inner_reads | {value.name for value in graph.output}) - local
     return names
 
 
