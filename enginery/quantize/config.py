@@ -146,6 +146,7 @@ def check_options(config: QuantizeConfig) -> None:
         )
     if config.accuracy_budget:
         parse_accuracy_budget(config.accuracy_budget)
+        # The default does not count as set.
         if config.min_cosine != QuantizeConfig.min_cosine:
             raise OptionError(
                 "options 'accuracy_budget' and 'min_cosine' are both set; expected one of them.",

@@ -71,6 +71,7 @@ def quantize_dynamic(
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
+        # The inputs have to lead to those of every graph.
         require_calibratable(source)
         accuracies = {}
         for record in records:
@@ -81,6 +82,7 @@ def quantize_dynamic(
             name = f"{record.file}: " if len(records) > 1 else ""
             parts.append(f"{name}{describe_accuracy(measured)}")
         accuracy = accuracies[answer_graph(source.manifest.graphs).file]
+        # The decoder computes the answers; its encoder is reported beside it.
         if len(records) > 1:
             encoder_accuracy = accuracies[input_graph(source.manifest.graphs).file]
         notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
@@ -117,15 +119,15 @@ def _measure(
 ) -> AccuracyMetrics:
     calibrating, held_out = make_batches(source.artifact, source.record, data, seed=config.seed)
     # Nothing was calibrated, so all rows can measure.
-    seen = {row for batch in held_out for row in batch.rows}
-    others = [batch for batch in calibrating if not seen & set(batch.rows)]
+    held_out_rows = {row for batch in held_out for row in batch.rows}
+    unseen = [batch for batch in calibrating if not held_out_rows & set(batch.rows)]
     with (
         GraphTracer(source.path, source.outputs, optimized=True) as reference,
         GraphTracer(graph, source.outputs, optimized=True) as quantized,
     ):
         evaluator = AccuracyEvaluator.of(
             source,
-            [*others, *held_out],
+            [*unseen, *held_out],
             reference,
             scratch=scratch,
             labels=data.labels,

@@ -91,6 +91,7 @@ def quantize_to_fastest(
         try:
             results[scheme] = make(source, scheme_config, folder, data, fields, temporary, progress)
         except Exception as error:  # ONNX Runtime's quantizer raises many unrelated types
+            # The other schemes only compete: no failure of theirs stops the first one.
             if scheme == first and not isinstance(error, CheckFailedError):
                 raise
             failures[scheme] = error
@@ -99,6 +100,7 @@ def quantize_to_fastest(
     with progress.task("measuring speed"):
         ratios = _measure(source, {scheme: directory / scheme for scheme in results}, data, config)
     preferred = first if first in results else next(iter(results))
+    # Another scheme has to beat the first one's fastest round in its slowest.
     faster = [s for s in results if min(ratios[s]) > max(ratios[preferred])]
     chosen = max(faster, key=lambda scheme: statistics.median(ratios[scheme]), default=preferred)
     notes = [_describe(ratios), *(_explain(scheme, e) for scheme, e in failures.items())]
@@ -168,15 +170,15 @@ def _measure(
 
 def _timed_batches(fp32: GraphTracer, held_out: Sequence[Batch]) -> list[Batch]:
     """Return the first batches, with which FP32 runs for about `_SECONDS`."""
-    few: list[Batch] = []
+    timed: list[Batch] = []
     spent = 0.0
     for batch in held_out:
         fp32(batch.load())
         spent += _seconds(fp32, [batch])
-        few.append(batch)
+        timed.append(batch)
         if spent > _SECONDS:
             break
-    return few
+    return timed
 
 
 def _seconds(run: GraphTracer, batches: Sequence[Batch]) -> float:

@@ -85,15 +85,16 @@ def count_multiply_adds(
     operands = {node.name: (node.inputs[0], node.outputs[0]) for node in products}
     # Not with `runtime.multiply_adds`, which goes by the node names in the file. Nodes there may
     # have no names; the graph in memory has been given some.
-    wanted = [layer.output for layer in layers]
-    wanted += [value.name or "" for pair in operands.values() for value in pair if value]
-    with GraphTracer(model_path, wanted, optimized=True) as tracer:
+    tensor_names = [layer.output for layer in layers]
+    tensor_names += [value.name or "" for pair in operands.values() for value in pair if value]
+    with GraphTracer(model_path, tensor_names, optimized=True) as tracer:
         shapes = {name: value.shape for name, value in tracer(feeds).items()}
     batch = next(iter(feeds.values())).shape[0]
     attention = 0
     for source, output in operands.values():
         if source is not None:
             inner = shapes[source.name or ""][-1]
+            # Per row: a graph with a fixed batch size has several.
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
     rows = {x.name: int(np.prod(shapes[x.output])) // x.out_channels // batch for x in layers}

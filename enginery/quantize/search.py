@@ -118,12 +118,12 @@ class AccuracyBudget:
         return value
 
     def __str__(self) -> str:
-        least = self.reference - self.allowed
+        minimum = self.reference - self.allowed
         words = {
-            "cosine": f"mean cosine of at least {least:.10g}",
-            "agreement": f"agreement with FP32's answers of at least {least:.2%}",
-            "accuracy": f"accuracy of at least {least:.2%}",
-            "boxes": f"F1 of the boxes to FP32's of at least {least:.2%}",
+            "cosine": f"mean cosine of at least {minimum:.10g}",
+            "agreement": f"agreement with FP32's answers of at least {minimum:.2%}",
+            "accuracy": f"accuracy of at least {minimum:.2%}",
+            "boxes": f"F1 of the boxes to FP32's of at least {minimum:.2%}",
         }
         return words[self.kind]
 
@@ -184,6 +184,7 @@ def search_mixed_precision(
         share = sum(weights[name] for name in names if name not in left_out)
         return CurvePoint(len(left_out), share, accuracy)
 
+    # Step 1 of the module's algorithm.
     everything = measure_point([])
     met_by_all = budget.is_met_in_search(everything.accuracy)
     if met_by_all and confirm is not None:
@@ -191,15 +192,19 @@ def search_mixed_precision(
     if met_by_all and not curve:
         return SearchResult({}, everything.accuracy, {}, [everything])
     orders: list[_Order] = []
+    # Steps 2 to 5, the second order only where the first leaves out much.
     for kind in ("last", "first"):
         effects = _measure_effects(names, measure, everything_but=kind == "last", advance=advance)
+        # A layer may have no multiply-adds at all.
         by_effect = sorted(names, key=lambda n: effects[n] / max(weights[n], 1e-9), reverse=True)
         order = _Order(kind, effects, by_effect, {0: everything}, measure_point, budget)
+        # If the budget is missed with all layers, at least one has to be left out.
         order.find_fewest(0 if met_by_all else 1)
         orders.append(order)
         if order.share >= _ENOUGH:
             break
     best = max(orders, key=lambda order: order.share)
+    # Step 6.
     if confirm is not None and best.left_out:
         best.confirm(confirm)
     if best.left_out == len(names):
@@ -246,6 +251,8 @@ class _Order:
             real = measure(set(self.names[self.left_out :]))
             if self.budget.is_met_by(real):
                 return
+            # The graph lost more than the simulation, so the simulation may lose less by that
+            # ratio.
             spendable = self.budget.spendable * HEADROOM * self.budget.allowed
             spendable /= self.budget.loss(real)
             self.budget = replace(self.budget, spendable=spendable)

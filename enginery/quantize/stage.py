@@ -180,7 +180,8 @@ def run(
         EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
-    written, config = config, resolve_scheme(config)
+    # The record has the options as they were set, and beside them what `auto` became.
+    requested, config = config, resolve_scheme(config)
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
@@ -204,6 +205,7 @@ def run(
                 )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
+        # On the inputs of `validate`, so that it knows what to expect.
         builtin = measure_builtin(first, directory / first.record.file, fused=fused)
         if builtin is not None and builtin.cosine < MIN_MEAN_COSINE:
             notes.append(
@@ -214,7 +216,7 @@ def run(
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord.of(
             key,
-            written,
+            requested,
             started=started,
             tools=stage_tools(TOOLS),
             peak_rss_bytes=peak_rss_bytes(),
@@ -226,6 +228,7 @@ def run(
             "target": config.target,
             "graphs": graphs,
             "stages": (*source.manifest.stages, stage),
+            # Verdicts on the source artifact do not apply to this one.
             "verdicts": (),
         }
         commit_artifact(directory, source.manifest.model_copy(update=changes))
@@ -254,6 +257,7 @@ def _quantize_static(
         folder = scratch / f"graph-{index}"
         folder.mkdir()
         graphs.append(_convert(source, record, config, folder, data, notes, progress))
+    # After the conversions: ranges belong to the digest of all graphs.
     reused = _read_ranges(graphs, config)
     quantized = []
     for index, graph in enumerate(graphs):
@@ -301,6 +305,7 @@ def _convert(
     )
     progress.say(f"quantize: {note}")
     notes.append(note)
+    # Without data, both graphs run on generated numbers.
     generated = CalibrationData("random", (0,), (), "", "")
     batches, _ = make_batches(source, record, data or generated, seed=config.seed)
     path = folder / record.file
@@ -345,14 +350,16 @@ def _quantize_graph(
         source, model, layers, data, config, reused, scratch, progress
     )
     quantized = cache.quantized_layers(layers)
-    known = float_operands(model, quantized)
+    # Before the graph is quantized in place.
+    fp32_operands = float_operands(model, quantized)
     record, more = _write_graph(model, quantized, cache, source.record, directory, config)
     graph = directory / record.file
     accuracy = _measure_saved(graph, measured, config)
     if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
+        # The layers alone may still meet the budget.
         cache = replace(cache, beyond_layers=False)
         model = source.read()
-        known = float_operands(model, quantized)
+        fp32_operands = float_operands(model, quantized)
         record, more = _write_graph(model, quantized, cache, source.record, directory, config)
         accuracy = _measure_saved(graph, measured, config)
     _check_accuracy(accuracy, measured, config)
@@ -360,7 +367,8 @@ def _quantize_graph(
     if config.target == "tensorrt":
         with progress.task("building a trial engine"):
             trials = build_trials(graph, source, config, quantized)
-    add_float_layers(model, float_layers(model, quantized, known))
+    # The graph is saved by now; these nodes only measure.
+    add_float_layers(model, float_layers(model, quantized, fp32_operands))
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
     return QuantizedGraph(
@@ -381,6 +389,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
         raise ArtifactError(
             f"{source.path} is already quantized.", do="Start from the exported artifact."
         )
+    # Q and DQ have to be inserted before layers are fused.
     targets = ("onnx", "cpu") if config.scheme == "dynamic" else ("onnx", "tensorrt")
     if manifest.precision != "fp32" or manifest.target not in targets:
         raise ArtifactError(
@@ -491,6 +500,7 @@ def _measure_layers(
     write_graph(model, path, max_inline_bytes=0)
     fused = scheme_from_config(config).supports_fusions
     evaluator = measured.evaluator if measured else None
+    # About `MAX_ROWS` rows, spread over the batches.
     held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)] if evaluator else []
     return (
         measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),

@@ -100,7 +100,9 @@ def make_batches(
     """
     count = len(data.items)
     rows = list(range(count))
+    # Every fourth row, or fewer where that would exceed the limit.
     every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
+    # With only a few rows, all of them calibrate and measure.
     held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
     calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
@@ -153,6 +155,7 @@ def _prompt_batches(
         [lengths[row] for row in long_enough],
         max_rows=fixed_batch(record) or _MAX_ROWS,
         max_tokens=_MAX_TOKENS,
+        # The rows of a batch share one cache, so their prompts have one length.
         equal_lengths=True,
     )
     batches = []
@@ -177,13 +180,15 @@ def _generation_batches(
         by_shape.setdefault(shape, []).append(row)
     last = (feeder.max_steps or max(_STEPS) + 1) - 1
     batches = []
-    for shape, alike in by_shape.items():
+    for shape, same_shape in by_shape.items():
+        # The tokens of texts are limited, and the number of images and sounds.
         largest = MEDIA if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
-        for part in in_batches(alike, min(largest, _MAX_ROWS), record):
+        for part in in_batches(same_shape, min(largest, _MAX_ROWS), record):
             batch_rows, chosen = tuple(part), [items[row] for row in part]
             if record == feeder.encoder_record:
                 batches.append(Batch(batch_rows, partial(feeder.encoder, chosen)))
                 continue
+            # Batches take turns, so that every length of the cache occurs.
             later = _STEPS[len(batches) // 2 % len(_STEPS)]
             batches += [
                 Batch(batch_rows, partial(feeder.step, chosen, step))

@@ -93,6 +93,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any]) ->
         raise InputError("the calibration inputs are empty.")
     stream = chain(first, stream)
     graph_inputs = {spec.name for spec in record.inputs}
+    # Dicts of exactly the graph's inputs are arrays, all others are rows with columns.
     if isinstance(first[0], Mapping) and set(first[0]) != graph_inputs:
         return _from_rows(artifact, config, inputs, stream)
     if takes_audio(record) and not isinstance(first[0], Mapping):

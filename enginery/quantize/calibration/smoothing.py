@@ -81,6 +81,7 @@ def choose_smoothing(
     """
     unscaled = with_observed_range(channels, ActivationQuantParams(1.0), scheme)
     plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
+    # Only a product over the last axis can take up the scales of channels in its weight.
     if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
         return plain
     strengths: Sequence[float] = STRENGTHS
@@ -88,6 +89,7 @@ def choose_smoothing(
         strengths = (strength,)
     elif strength == "none":
         strengths = ()
+    # A single strength is not compared with none.
     candidates = [] if strengths and strength != "search" else [(0.0, plain.params)]
     candidates += [(a, _smoothed(channels, layer_weights, a, shift=False)) for a in strengths]
     if shift:
