@@ -90,6 +90,7 @@ def find_divergences(
     for node in nodes:
         inputs = [value.name for value in node.inputs if value is not None]
         outputs = [value.name or "" for value in node.outputs if value.name in errors]
+        # The nodes inside the branches of an If are candidates themselves.
         if not outputs or has_subgraph(node):
             continue
         before = max((errors.get(name or "", 0.0) for name in inputs), default=0.0)
@@ -97,6 +98,7 @@ def find_divergences(
         candidates.append(
             Divergence(node.name or "", outputs[0], error, before, node.name in fixed)
         )
+    # Infinite behind finite inputs: the node overflows, and others only pass it on.
     broken = [c for c in candidates if math.isinf(c.error) and math.isfinite(c.before)]
     if broken:
         return broken

@@ -34,6 +34,7 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
     fused.mkdir()
     external = artifact.external_data()
     for name in artifact.manifest.files:
+        # Optimum deletes `*_data` files beside the graph that it reads.
         link_or_copy(artifact.path / name, source / name, linked=name not in external)
     files = [graph.file for graph in artifact.manifest.graphs]
     log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"

@@ -209,6 +209,7 @@ def _cast_guarded(
     outputs = [value.name or "" for value in model.graph.outputs]
     ranges: dict[str, TensorRange] = {}
     fp32_nodes: dict[str, Fp32Node] = {}
+    # BF16 has the range of FP32, so there is nothing to measure.
     if precision == "fp16":
         with progress.task(f"measuring ranges, {fp32.name}"):
             ranges = measure_ranges(
@@ -229,6 +230,8 @@ def _cast_guarded(
     # The error of FP32 arithmetic on rounded weights is the least that the precision can have.
     noise = run_on_batches(simulated, outputs, batches)
     while True:
+        # A simulation: ONNX Runtime computes most of an FP16 graph in FP32 on the CPU, which would
+        # hide an overflow.
         _simulate(fp32, simulated, precision, fp32_nodes, config)
         agreements = compare_outputs(
             expected,
@@ -244,7 +247,9 @@ def _cast_guarded(
         fixed = {*fp32_nodes, *config.keep_fp32}
         divergences = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
         movable = [divergence for divergence in divergences if not divergence.fixed]
+        # 1, 2, 4, …: one cause costs one node, and many causes still take few rounds.
         repairable = movable[: 1 << rounds]
+        # A node that is FP32 already cannot be repaired, but the report names it.
         unrepaired = repairable or divergences[:1]
         if rounds >= config.max_rounds or not repairable:
             break

@@ -67,6 +67,7 @@ def range_feeds(
         try:
             return make(artifact, record, config)
         except (ArtifactError, InputError):
+            # Built-in inputs are not required: generated numbers take their place.
             if config.data:
                 raise
     elif not config.data and has_builtin_inputs(artifact, record):

@@ -133,6 +133,7 @@ def run(
             config,
             started=started,
             tools=stage_tools(_tools(config)),
+            # Graphs are fused in a process of their own.
             peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
             notes=optimized.notes,
         )
