@@ -414,10 +414,10 @@ class _Rewriter:
         build = self.build
         distance = self._once("distance", self._distance)
         zero = build.constant(np.array(0, np.int64))
-        seen = build("GreaterOrEqual", distance, zero)
+        visible = build("GreaterOrEqual", distance, zero)
         if visibility.window is not None:
             limit = build.constant(np.array(visibility.window, np.int64))
-            seen = build("And", seen, build("Less", distance, limit))
+            visible = build("And", visible, build("Less", distance, limit))
         bias = build.constant(np.zeros((1, 1, 1, 1), np.float32))
         if visibility.distance_bias is not None:
             table = build.constant(np.asarray(visibility.distance_bias, np.float32))
@@ -430,7 +430,7 @@ class _Rewriter:
             slopes = np.asarray(visibility.slopes, np.float32).reshape(1, heads, 1, 1)
             steps = build("Cast", build("Max", distance, zero), to=_FLOAT)
             bias = build("Mul", steps, build.constant(-slopes))
-        return build("Where", seen, bias, build.constant(np.array(_HIDDEN, np.float32)))
+        return build("Where", visible, bias, build.constant(np.array(_HIDDEN, np.float32)))
 
     def _cross_attention(self, key: str, attention: Attention, visibility: Visibility) -> None:
         values = self.inputs[_value_of(key)]
@@ -458,9 +458,9 @@ class _Rewriter:
         # MultiHeadAttention takes a bias for every query.
         queries = build("Unsqueeze", self.positions, build.ints(1, 3))
         every = build("Add", mask, build("Sub", queries, queries))
-        seen = build("Greater", every, build.constant(np.array(0, np.int64)))
+        visible = build("Greater", every, build.constant(np.array(0, np.int64)))
         zero, hidden = (build.constant(np.array(x, np.float32)) for x in (0.0, _HIDDEN))
-        return build("Where", seen, zero, hidden)
+        return build("Where", visible, zero, hidden)
 
     def _replace_context(
         self, attention: Attention, context: ir.Value, heads: int, width: int

@@ -177,15 +177,15 @@ def _own_visibility(
     position_limit: int | None,
 ) -> Visibility:
     last = long_bias[0, :, 0, ::-1]  # (heads, distances)
-    seen = last > _MASKED
-    count = int(seen[0].sum())
+    visible = last > _MASKED
+    count = int(visible[0].sum())
     length = last.shape[1]
-    if not (seen == (np.arange(length) < count)).all() or not count:
+    if not (visible == (np.arange(length) < count)).all() or not count:
         raise UnsuitableGraphError(
             f"{where}, whose last query does not see the positions before it"
         )
     window = None if count == length else count
-    table = np.where(seen, last, 0.0).T[:count].astype(np.float64)
+    table = np.where(visible, last, 0.0).T[:count].astype(np.float64)
     table = table - table[:1]  # Softmax ignores what is added to all scores of a query
     _require_table(where, bias, table)
     if np.abs(table).max() <= _EXACT:
@@ -220,11 +220,11 @@ def _require_table(where: str, bias: NDArray[Any], table: NDArray[Any]) -> None:
 
 
 def _masks_encoder(where: str, bias: NDArray[Any], mask: NDArray[Any]) -> bool:
-    seen = bias > _MASKED
-    if np.abs(bias[seen]).max(initial=0.0) > _EXACT:
+    visible = bias > _MASKED
+    if np.abs(bias[visible]).max(initial=0.0) > _EXACT:
         raise UnsuitableGraphError(f"{where}, which adds a bias to the scores of an encoder")
-    if seen.all():
+    if visible.all():
         return False
-    if (seen == mask[:, None, None].astype(bool)).all():
+    if (visible == mask[:, None, None].astype(bool)).all():
         return True
     raise UnsuitableGraphError(f"{where}, which masks other positions than the encoder's padding")
