@@ -392,6 +392,7 @@ def _ranges_by_method(
     progress: Progress,
 ) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
+        # A second pass: the first one found the upper edges, so that the bins never change.
         histograms = collect_histograms(
             source.path, tensors, batches, statistics, ranges, advance=advance
         )

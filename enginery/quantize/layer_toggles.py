@@ -68,6 +68,7 @@ class LayerToggleModel(Closeable):
             path.read_bytes(),
             path.parent,
             choose_providers(["cpu"]),
+            # ONNX Runtime's CPU kernels lack FP8 fusions.
             optimized=scheme.supports_fusions,
         )
 
@@ -191,6 +192,7 @@ def _quantized_branch(
     if np.any(delta):
         value = add("Add", [value, constant("delta", delta)])
     if output_params is not None:
+        # Also in front of a ReLU: what that removes is outside the range.
         fake_quantize(value, "output", output_params)
     return _branch(stem, nodes, constants)
 

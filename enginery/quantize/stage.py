@@ -397,6 +397,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             f"{config.target} expects FP32 for {' or '.join(targets)}.",
             do="Start from the exported artifact: enginery export MODEL --dtype fp32",
         )
+    # Dynamic INT8 without inputs calibrates and measures nothing.
     if config.scheme != "dynamic" or config.data:
         require_calibratable(source)
     for option in ("accuracy_budget", "label_column"):

@@ -72,6 +72,7 @@ class CalibrationCache:
         def join(parts: Iterable[Mapping[str, Item]]) -> dict[str, Item]:
             merged: dict[str, Item] = {}
             for part in parts:
+                # Nodes and tensors are found by name, whichever graph they are in.
                 if common := sorted(merged.keys() & part.keys()):
                     raise ArtifactError(
                         f"two graphs have a node or a tensor named '{common[0]}', which their "
