@@ -282,6 +282,7 @@ def _run_fixed(
         for step in range(_STEPS + 1):
             if step == 0:
                 tokens, positions = ids[:, :width], np.tile(np.arange(width), (rows, 1))
+                # Rows are padded on the right, so each has its last token elsewhere.
                 last, total = ends - 1, width
             else:
                 positions = (ends + step - 1)[:, None]

@@ -167,6 +167,7 @@ def cast_guarded(
     """
     with temporary_directory("guard") as scratch:
         return _cast_guarded(
+            # Ranges and errors are recorded by name.
             _with_unique_names(fp32, scratch),
             out,
             precision,

@@ -137,6 +137,7 @@ def run(
             peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
             notes=optimized.notes,
         )
+        # A failed check is a verdict, not an error: the report says where the outputs diverge.
         verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
         commit_artifact(
             directory, _manifest(artifact, config, optimized, directory, stage, verdict)
