@@ -107,8 +107,8 @@ def has_engines(source: Artifact, requested: RequestedEngines) -> bool:
 def engines_lost(source: Artifact, requested: RequestedEngines, out: Path) -> list[str]:
     """Return the engines at `out` that the new artifact will not have."""
     present = {path.name for path in engine_directories(out)}
-    kept = {path.name for path in engine_directories(source.path)}
-    return sorted(present - kept - {request.directory for request in requested.requests})
+    source_engines = {path.name for path in engine_directories(source.path)}
+    return sorted(present - source_engines - {request.directory for request in requested.requests})
 
 
 def run(
@@ -229,5 +229,5 @@ def _copy(source: Artifact, directory: Path) -> None:
 
 def _engine_directory(file: str) -> str:
     """Return the name of the engine directory that a file is in; empty for other files."""
-    first, _, rest = file.partition("/")
-    return rest.partition("/")[0] if first == ENGINES else ""
+    first, _, below = file.partition("/")
+    return below.partition("/")[0] if first == ENGINES else ""

@@ -40,10 +40,10 @@ def check_all_reachable(profiles: Sequence[Profile]) -> None:
                 "chosen.",
                 do="Remove one of them.",
             )
-    taken = _assign_profiles(profiles)
+    assigned = _assign_profiles(profiles)
     for index, profile in enumerate(profiles):
-        if index not in taken:
-            others = np.unique(taken[_region(profile, _boundaries(profiles))])
+        if index not in assigned:
+            others = np.unique(assigned[_region(profile, _boundaries(profiles))])
             names = " and ".join(f"'{profiles[other]}'" for other in others)
             raise ShapeError(
                 f"profile '{profile}' is never chosen: all its shapes are in a smaller profile, "
@@ -152,10 +152,10 @@ def _boundaries(profiles: Sequence[Profile]) -> dict[str, list[int]]:
 def _assign_profiles(profiles: Sequence[Profile]) -> NDArray[np.int64]:
     """Return the index of the profile used for each box, or -1; one axis per dim."""
     cuts = _boundaries(profiles)
-    taken = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
+    assigned = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
     for index in reversed(preference_order(profiles)):
-        taken[_region(profiles[index], cuts)] = index
-    return taken
+        assigned[_region(profiles[index], cuts)] = index
+    return assigned
 
 
 def _region(profile: Profile, cuts: dict[str, list[int]]) -> tuple[slice, ...]:

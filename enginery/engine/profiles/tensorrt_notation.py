@@ -153,9 +153,9 @@ def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str
         for dim, size in zip(specs[name].dims, shape, strict=True):
             unknown = [term for term in dim_terms(dim) if term not in sizes]
             if len(unknown) == 1:
-                rest = size - resolve_dim(dim, {**sizes, unknown[0]: 0})
-                if rest >= 1:
-                    sizes[unknown[0]] = rest
+                remainder = size - resolve_dim(dim, {**sizes, unknown[0]: 0})
+                if remainder >= 1:
+                    sizes[unknown[0]] = remainder
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:
