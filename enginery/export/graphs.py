@@ -314,11 +314,11 @@ def base_sizes(
 
     Those that the graph was traced with are preferred; there are always two rows.
     """
-    known = {**limits.sizes, **(samples or {})}
+    preferred = {**limits.sizes, **(samples or {})}
 
     def size(name: str) -> int:
         rows = limits.rows(name, _ROWS)
-        return known.get(name, max(_SMALL, limits.min_sequence)) if rows is None else rows
+        return preferred.get(name, max(_SMALL, limits.min_sequence)) if rows is None else rows
 
     return {name: size(name) for name in dynamic_dims(record.inputs)}
 

@@ -178,8 +178,8 @@ def name_input_dims(path: Path, dims_option: Sequence[str] = ()) -> list[str]:
     keys = {value.name: _keys(value) for value in inputs}
     new = _given_dims(keys, dims_option)
     dim_texts = [dim.dim_param for value in _values(model.graph) for dim in _dims(value)]
-    taken = {word for text in dim_texts for word in _WORD.findall(canonical_dim(text))}
-    taken |= {str(name) for name in new.values()}
+    used_names = {word for text in dim_texts for word in _WORD.findall(canonical_dim(text))}
+    used_names |= {str(name) for name in new.values()}
     has_convolutions = any(node.op_type == "Conv" for node in model.graph.node)
     batches = _batch_dims(keys, new)
     for value in inputs:
@@ -194,8 +194,8 @@ def name_input_dims(path: Path, dims_option: Sequence[str] = ()) -> list[str]:
             else:
                 lower = key.lower() if isinstance(key, str) else ""
                 candidates = [*names[axis : axis + 1], *([lower] if is_readable(lower) else [])]
-                new[key] = _free_name([*candidates, _axis_name(value.name, axis)], taken)
-                taken.add(str(new[key]))
+                new[key] = _free_name([*candidates, _axis_name(value.name, axis)], used_names)
+                used_names.add(str(new[key]))
     if not new:
         return []
     _rename(model, inputs, keys, new)
@@ -327,10 +327,13 @@ def _axis_name(name: str, axis: int) -> str:
     return f"{word}_{axis}" if word[:1].isalpha() else f"input_{word}_{axis}"
 
 
-def _free_name(wanted: Sequence[str], taken: set[str]) -> str:
+def _free_name(candidates: Sequence[str], used_names: set[str]) -> str:
     """Return the first name that is free; if none is, the last with a number."""
-    names = [*wanted, *(f"{wanted[-1]}_{number}" for number in range(2, len(taken) + 3))]
-    return next(name for name in names if name not in taken)
+    names = [
+        *candidates,
+        *(f"{candidates[-1]}_{number}" for number in range(2, len(used_names) + 3)),
+    ]
+    return next(name for name in names if name not in used_names)
 
 
 def _rename(

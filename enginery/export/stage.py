@@ -106,13 +106,13 @@ def with_opset(source: ModelSource, config: ExportConfig) -> ExportConfig:
     """
     if source.record.kind != "onnx":
         return replace(config, opset=DEFAULT_OPSET) if config.opset == "auto" else config
-    own = read_structure(source.path, error=SourceError).opset
+    file_opset = read_structure(source.path, error=SourceError).opset
     if config.opset == "auto":
-        return replace(config, opset=own)
-    if config.opset < own:
+        return replace(config, opset=file_opset)
+    if config.opset < file_opset:
         raise OptionError(
-            f"option 'opset' is {config.opset}, but {source.path} has opset {own}, and a file is "
-            "only converted to a later one.",
+            f"option 'opset' is {config.opset}, but {source.path} has opset {file_opset}, and a "
+            "file is only converted to a later one.",
             do="Leave it out to keep the file's.",
             option="opset",
         )
