@@ -358,7 +358,7 @@ def _quantize_weight(
 
     The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
     """
-    # Round with the scales that take effect, so that a shared scale costs no accuracy.
+    # Round with the scales that take effect: the shared one times the factors.
     by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
     numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
     rounded = add_initializer(graph, f"{layer.name}/weight", numbers)
