@@ -65,10 +65,10 @@ def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
             break  # without a mask all inputs have the same size
     mean = np.average([length for length, _, _ in loaded], weights=[n for _, n, _ in loaded])
     nearest = min(loaded, key=lambda entry: abs(entry[0] - mean))[2]
-    feeds = nearest.load()
+    whole_batch = nearest.load()
     if fixed_batch(record):
-        return feeds
-    return {name: value[:1] if value.ndim else value for name, value in feeds.items()}
+        return whole_batch
+    return {name: value[:1] if value.ndim else value for name, value in whole_batch.items()}
 
 
 def count_multiply_adds(

@@ -243,7 +243,7 @@ def _before_views(node: ir.Node) -> ir.Value | None:
     if node.op_type == "Transpose":
         first_perm, second_perm = (n.attributes.get_ints("perm") or () for n in (first, node))
         both = [first_perm[axis] for axis in second_perm]
-        return source if both == list(range(len(both))) else None
+        return source if both == list(range(len(first_perm))) else None
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
     split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))
