@@ -113,9 +113,9 @@ def find_coverage(path: Path, name: str, flavor: Flavor) -> GraphCoverage:
     if faults:
         refused = tuple(RefusedNode(f.node, "", f.problem, f.remedy) for f in faults)
         return GraphCoverage(name, 0, 0, 0, refused)
-    found = coverage(path, flavor=flavor)
-    refused = tuple(RefusedNode(r.node, r.op_type, r.reason, r.remedy) for r in found.refused)
-    return GraphCoverage(name, found.total, found.taken, found.partitions, refused)
+    supported = coverage(path, flavor=flavor)
+    refused = tuple(RefusedNode(r.node, r.op_type, r.reason, r.remedy) for r in supported.refused)
+    return GraphCoverage(name, supported.total, supported.taken, supported.partitions, refused)
 
 
 def find_engine(request: EngineRequest) -> Engine | None:

@@ -76,11 +76,11 @@ def check_config(config: BuildConfig) -> None:
         "data": bool(config.data),
     }
     if sum(ways.values()) > 1:
-        found = ", ".join(f"'{name}'" for name, given in ways.items() if given)
+        options = ", ".join(f"'{name}'" for name, is_set in ways.items() if is_set)
         raise OptionError(
-            f"several options set profiles: {found}.",
+            f"several options set profiles: {options}.",
             do="Use one of them: the profiles and their order are part of the engine's cache key.",
-            option=next(name for name, given in ways.items() if given),
+            option=next(name for name, is_set in ways.items() if is_set),
         )
     if config.count < 1:
         raise OptionError(f"option 'count' is {config.count}, expected 1 or more.", option="count")

@@ -113,8 +113,8 @@ def to_python(provider: str, options: Mapping[str, str]) -> str:
 
 def to_json(provider: str, options: Mapping[str, str]) -> str:
     """Format the options as JSON with Optimum's arguments `provider` and `provider_options`."""
-    found = {"provider": full_name(provider), "provider_options": dict(options)}
-    return json.dumps(found, indent=2) + "\n"
+    arguments = {"provider": full_name(provider), "provider_options": dict(options)}
+    return json.dumps(arguments, indent=2) + "\n"
 
 
 def _flavor(provider: str) -> Flavor:
@@ -129,8 +129,8 @@ def _flavor(provider: str) -> Flavor:
 
 
 def _check_typing(manifest: Manifest, flavor: Flavor, *, fp16: bool, save_context: bool) -> None:
-    for name, given in (("fp16", fp16), ("save_context", save_context)):
-        if given and flavor is RTX:
+    for name, enabled in (("fp16", fp16), ("save_context", save_context)):
+        if enabled and flavor is RTX:
             raise OptionError(
                 f"option '{name}' is set, but the provider of {RTX.title} does not have it.",
                 do="Convert the graph to FP16: enginery optimize --target tensorrt --precision fp16"
@@ -146,9 +146,9 @@ def _check_typing(manifest: Manifest, flavor: Flavor, *, fp16: bool, save_contex
 
 
 def _profiles(
-    artifact: Artifact, record: GraphRecord, flavor: Flavor, given: Sequence[str]
+    artifact: Artifact, record: GraphRecord, flavor: Flavor, profile_texts: Sequence[str]
 ) -> list[Profile]:
-    texts = list(given) or _built_profiles(artifact, record, flavor)
+    texts = list(profile_texts) or _built_profiles(artifact, record, flavor)
     profiles = read_profiles(texts, record.inputs)
     limits = FeedLimits.from_artifact(artifact)
     check_profiles(profiles, record.inputs, limits.max_sizes)

@@ -49,7 +49,7 @@ def make_report(
     parts = [_describe_count(engines), *(_describe_engine(engine) for engine, _ in engines)]
     parts += [f"{graph.graph} has no engine: {graph.refused[0]}" for graph in left_out]
     profiles = {request.graph.file: request.checked for request in requested.requests}
-    notes = [note for found in profiles.values() for note in (*found.warnings, *found.notes)]
+    notes = [note for checked in profiles.values() for note in (*checked.warnings, *checked.notes)]
     if any(len(engine.record.profiles) > 1 for engine, _ in engines):
         notes.append(_FIRST_PROFILE)
     if any(engine.record.flavor == RTX.name for engine, _ in engines):
@@ -73,7 +73,7 @@ def make_report(
         ],
         earlier_engines=[engine.name for engine in earlier],
         left_out=[asdict(graph) for graph in left_out],
-        profiles={graph: asdict(found) for graph, found in profiles.items()},
+        profiles={graph: asdict(checked) for graph, checked in profiles.items()},
         lengths=asdict(requested.buckets) if requested.buckets else None,
         fields=dict(fields),
     )

@@ -81,20 +81,20 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
     profiles, buckets = _profiles(artifact, config)
     requests = []
     for graph in artifact.manifest.graphs:
-        found = profiles[graph.file]
-        checked = _check_graph_profiles(graph, found, limits, several=len(profiles) > 1)
+        graph_profiles = profiles[graph.file]
+        checked = _check_graph_profiles(graph, graph_profiles, limits, several=len(profiles) > 1)
         digest = graph_sha256(graph, artifact.manifest.files)
-        apart = config.engine_per_profile and len(found) > 1
-        for together in [[one] for one in found] if apart else [found]:
+        engine_profiles = [graph_profiles]
+        if config.engine_per_profile and len(graph_profiles) > 1:
+            engine_profiles = [[profile] for profile in graph_profiles]
+        for group in engine_profiles:
             fields = {
                 "graph": digest,
-                **key_fields(flavor, config.options, capabilities, together),
+                **key_fields(flavor, config.options, capabilities, group),
                 "engine version": ENGINE_VERSION,
             }
             key = Fingerprint(flavor.name, fields)
-            requests.append(
-                EngineRequest(graph, tuple(together), checked, capabilities, digest, key)
-            )
+            requests.append(EngineRequest(graph, tuple(group), checked, capabilities, digest, key))
     return RequestedEngines(tuple(requests), buckets)
 
 
@@ -116,7 +116,7 @@ def _profiles(
                 "one of these graphs has the length of a text as a dim.",
                 do="Set the profiles of each graph with --profile.",
             )
-        found, buckets = profiles_from_data(
+        text_profiles, buckets = profiles_from_data(
             artifact,
             graphs[0],
             Path(config.data).expanduser(),
@@ -124,7 +124,7 @@ def _profiles(
             count=config.count,
             batch=config.batch,
         )
-        return {graphs[0].file: found}, buckets
+        return {graphs[0].file: text_profiles}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)
     if len(graphs) == 1:
         return {graphs[0].file: _read_profiles(config.profile, shapes, graphs[0])}, None

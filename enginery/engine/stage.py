@@ -61,16 +61,16 @@ def fingerprint(source: Artifact, config: BuildConfig, requested: RequestedEngin
 
     Fields that differ between the graphs of an artifact are labeled with the graph.
     """
-    asked = {request.directory for request in requested.requests}
-    others = {_engine_directory(name) for name in source.manifest.files} - asked - {""}
+    directories = {request.directory for request in requested.requests}
+    others = {_engine_directory(name) for name in source.manifest.files} - directories - {""}
     names = dict.fromkeys(n for r in requested.requests for n in r.fingerprint.fields)
     engines: dict[str, str] = {}
     for name in names:
-        found = [r.fingerprint.fields.get(name, "none") for r in requested.requests]
-        if len(set(found)) == 1:
-            engines[name] = found[0]
+        values = [r.fingerprint.fields.get(name, "none") for r in requested.requests]
+        if len(set(values)) == 1:
+            engines[name] = values[0]
             continue
-        for request, value in zip(requested.requests, found, strict=True):
+        for request, value in zip(requested.requests, values, strict=True):
             label = f"{name} of {request.graph.file}"
             engines[label] = f"{engines[label]}; {value}" if label in engines else value
     return stage_fingerprint(
@@ -107,8 +107,8 @@ def has_engines(source: Artifact, requested: RequestedEngines) -> bool:
 def engines_lost(source: Artifact, requested: RequestedEngines, out: Path) -> list[str]:
     """Return the engines at `out` that the new artifact will not have."""
     present = {path.name for path in engine_directories(out)}
-    kept = {path.name for path in engine_directories(source.path)}
-    return sorted(present - kept - {request.directory for request in requested.requests})
+    source_engines = {path.name for path in engine_directories(source.path)}
+    return sorted(present - source_engines - {request.directory for request in requested.requests})
 
 
 def run(
@@ -150,8 +150,9 @@ def run(
     engines: dict[str, tuple[Engine, bool]] = {}
     for request in requested.requests:
         if request.graph.file not in refused:
-            found = obtain_engine(source, request, config, force=force, progress=progress)
-            engines[request.directory] = found
+            engines[request.directory] = obtain_engine(
+                source, request, config, force=force, progress=progress
+            )
     earlier = [
         Engine.open(path) for path in engine_directories(source.path) if path.name not in engines
     ]
@@ -206,9 +207,9 @@ def _find_unsupported_graphs(
     refused = []
     for graph in dict.fromkeys(missing):
         with progress.task(f"checking TensorRT's support of {graph}"):
-            found = find_coverage(source.path / graph, graph, get_flavor(config.flavor))
-        if not found.complete:
-            refused.append(found)
+            coverage = find_coverage(source.path / graph, graph, get_flavor(config.flavor))
+        if not coverage.complete:
+            refused.append(coverage)
     if refused and not config.allow_partitions:
         raise refused[0].error(several=len(graphs) > 1)
     if refused and len(refused) == len(graphs):
@@ -228,5 +229,5 @@ def _copy(source: Artifact, directory: Path) -> None:
 
 def _engine_directory(file: str) -> str:
     """Return the name of the engine directory that a file is in; empty for other files."""
-    first, _, rest = file.partition("/")
-    return rest.partition("/")[0] if first == ENGINES else ""
+    first, _, below = file.partition("/")
+    return below.partition("/")[0] if first == ENGINES else ""

@@ -95,13 +95,13 @@ def check_options(config: ExportConfig, *, is_onnx: bool = False) -> None:
         )
     for text in config.dims:
         parse_input_dims(text)
-    given = [name for name in IMAGE_OPTIONS if getattr(config, name)]
-    if given and not is_onnx:
+    image_options = [name for name in IMAGE_OPTIONS if getattr(config, name)]
+    if image_options and not is_onnx:
         raise OptionError(
-            f"option '{given[0]}' is given, but other models than .onnx files come with the "
-            "settings of their images, preprocessor_config.json.",
+            f"option '{image_options[0]}' is given, but other models than .onnx files come with "
+            "the settings of their images, preprocessor_config.json.",
             do="Leave it out.",
-            option=given[0],
+            option=image_options[0],
         )
     parse_image_options(config)
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", config.device):
@@ -143,7 +143,7 @@ def parse_image_options(config: ExportConfig) -> dict[str, Any]:
     above, _, below = (config.rescale or "1/255").rpartition("/")
     if factor is None or not 0 < float(below) <= 1000:
         raise _image_option("rescale", config.rescale, "1/255, or a number")
-    found = {
+    settings = {
         "image_processor_type": "RawImageProcessor",
         "do_resize": bool(sides),
         "rescale_factor": 1 / float(below) if above else float(below),
@@ -152,8 +152,8 @@ def parse_image_options(config: ExportConfig) -> dict[str, Any]:
         "channel_order": config.channel_order or None,
     }
     if sides:
-        found["size"] = {"height": int(sides[0]), "width": int(sides[-1])}
-    return found
+        settings["size"] = {"height": int(sides[0]), "width": int(sides[-1])}
+    return settings
 
 
 def _numbers(name: str, text: str) -> list[float]:

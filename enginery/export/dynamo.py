@@ -94,26 +94,26 @@ def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
     """Return the specs of the tokenizer and processor outputs that `forward` takes."""
     accepted = inspect.signature(model.forward).parameters
     floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[dtype]
-    known = [
+    supported = [
         TensorSpec("input_ids", "int64", _TOKENS),
         TensorSpec("attention_mask", "int64", _TOKENS),
         TensorSpec("token_type_ids", "int64", _TOKENS),
         TensorSpec("pixel_values", floats, ("batch", "channels", "height", "width")),
         TensorSpec("input_values", floats, _TOKENS),
     ]
-    wanted = [spec for spec in known if spec.name in accepted]
-    names = [spec.name for spec in wanted]
+    specs = [spec for spec in supported if spec.name in accepted]
+    names = [spec.name for spec in specs]
     if "token_type_ids" in names and not settings.type_vocab_size:
-        wanted = [spec for spec in wanted if spec.name != "token_type_ids"]
+        specs = [spec for spec in specs if spec.name != "token_type_ids"]
     if model.main_input_name not in names:
         raise ExportError(
-            f"the dynamo exporter supports the inputs {', '.join(spec.name for spec in known)}, "
+            f"the dynamo exporter supports the inputs {', '.join(s.name for s in supported)}, "
             f"but this model's main input is {model.main_input_name}."
         )
     channels = settings.merged().num_channels or 3
     return [
         TensorSpec(s.name, s.dtype, tuple(channels if d == "channels" else d for d in s.dims))
-        for s in wanted
+        for s in specs
     ]
 
 
@@ -129,8 +129,8 @@ def _trace(
     floats = {name: t.to(model.dtype) for name, t in tensors.items() if t.is_floating_point()}
     tensors |= floats
     with torch.no_grad():
-        found = model(**tensors, return_dict=True)
-    outputs = [name for name, value in found.items() if isinstance(value, torch.Tensor)]
+        result = model(**tensors, return_dict=True)
+    outputs = [name for name, value in result.items() if isinstance(value, torch.Tensor)]
     # The position embeddings of most vision models fix height and width.
     dynamic = tuple(
         {
@@ -171,5 +171,5 @@ class _Positional(torch.nn.Module):  # type: ignore[misc]  # torch is not type-c
 
     def forward(self, *tensors: Any) -> tuple[Any, ...]:
         named = dict(zip(self.inputs, tensors, strict=True))
-        found = self.model(**named, return_dict=True)
-        return tuple(found[name] for name in self.outputs)
+        result = self.model(**named, return_dict=True)
+        return tuple(result[name] for name in self.outputs)

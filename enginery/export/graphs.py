@@ -282,16 +282,16 @@ def float_precision(path: Path, model: Any = None) -> str:
 def _check_task(exported: ExportedModel, records: Sequence[GraphRecord]) -> list[str]:
     """Raise ExportError if the graphs do not fit the task or have no batch dim; return notes."""
     notes = []
-    wanted = _TASK_OUTPUTS.get(exported.task)
-    found = [spec.name for record in records for spec in record.outputs]
-    if wanted and not any(name in wanted for name in found):
+    task_outputs = _TASK_OUTPUTS.get(exported.task)
+    outputs = [spec.name for record in records for spec in record.outputs]
+    if task_outputs and not any(name in task_outputs for name in outputs):
         if not exported.from_registry:
             raise ExportError(
-                f"the task {exported.task} needs the output {' or '.join(wanted)}, "
-                f"but the graph has {', '.join(found)}."
+                f"the task {exported.task} needs the output {' or '.join(task_outputs)}, "
+                f"but the graph has {', '.join(outputs)}."
             )
         notes.append(
-            f"the outputs {', '.join(found)} are not those of {exported.task}; they are tensors"
+            f"the outputs {', '.join(outputs)} are not those of {exported.task}; they are tensors"
         )
     batched = [any(map(is_batch, dynamic_dims(record.inputs))) for record in records]
     # A part of a generator can have rows of another kind, such as MusicGen's codebooks.
@@ -314,11 +314,11 @@ def base_sizes(
 
     Those that the graph was traced with are preferred; there are always two rows.
     """
-    known = {**limits.sizes, **(samples or {})}
+    preferred = {**limits.sizes, **(samples or {})}
 
     def size(name: str) -> int:
         rows = limits.rows(name, _ROWS)
-        return known.get(name, max(_SMALL, limits.min_sequence)) if rows is None else rows
+        return preferred.get(name, max(_SMALL, limits.min_sequence)) if rows is None else rows
 
     return {name: size(name) for name in dynamic_dims(record.inputs)}
 
@@ -408,11 +408,11 @@ def _vary(run: Callable[..., Shapes | str], dim: str, size: int) -> tuple[int, S
         sizes = [2 * size, size // 2, size + 1, size - 1]  # many samples make one position
     else:
         sizes = [size + 1, size - 1]
-    found: Shapes | str = ""
-    for other in sizes:
-        if other > 0 and not isinstance(found := run(**{dim: other}), str):
-            return other, found
-    return size, found
+    shapes: Shapes | str = ""
+    for varied in sizes:
+        if varied > 0 and not isinstance(shapes := run(**{dim: varied}), str):
+            return varied, shapes
+    return size, shapes
 
 
 def _fixed_note(dim: str, size: int) -> str:
@@ -545,16 +545,16 @@ def _run(
 
 def _specs(file: str, values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     """Return the specs of inputs or outputs; raise ExportError if one does not fit a manifest."""
-    found = []
+    specs = []
     for value in values:
         element = value.type.tensor_type.elem_type
         dtype = _DTYPES.get(element) or onnx.TensorProto.DataType.Name(element).lower()
-        found.append({"name": value.name, "dtype": dtype, "dims": _dims(value)})
+        specs.append({"name": value.name, "dtype": dtype, "dims": _dims(value)})
     try:
-        return _SPECS.validate_python(found)
+        return _SPECS.validate_python(specs)
     except ValidationError as error:
         first = error.errors()[0]
-        name = found[int(first["loc"][0])]["name"]
+        name = specs[int(first["loc"][0])]["name"]
         raise ExportError(
             f"{file}: '{name[:40]}': {'.'.join(map(str, first['loc'][1:]))}: {first['msg']}.",
             do="Give the model's inputs and outputs shorter names and sizes that fit 32 bits.",

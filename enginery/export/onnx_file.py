@@ -103,8 +103,8 @@ def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
     Raises:
         OptionError: the graph does not take such images.
     """
-    given = parse_image_options(config)
-    if not given:
+    settings = parse_image_options(config)
+    if not settings:
         return TracedInputs()
     option = next(name for name in IMAGE_OPTIONS if getattr(config, name))
     record = record_graph(out / "model.onnx", out)
@@ -121,7 +121,7 @@ def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
         zip(("height", "width"), spec.dims[2:] if axis == 1 else spec.dims[1:3], strict=True)
     )
     fixed = {name: side for name, side in sides.items() if isinstance(side, int)}
-    size = {**given.get("size", fixed), **({} if given["do_resize"] else fixed)}
+    size = {**settings.get("size", fixed), **({} if settings["do_resize"] else fixed)}
     if wrong := [name for name in fixed if size[name] != fixed[name]]:
         raise OptionError(
             f"option 'resize' is '{config.resize}', but the graph takes images of the {wrong[0]} "
@@ -129,24 +129,28 @@ def _write_image_settings(out: Path, config: ExportConfig) -> TracedInputs:
             do="Leave it out for the graph's own size.",
             option="resize",
         )
-    order = given["channel_order"] or ("gray" if spec.dims[axis] == 1 else "rgb")
+    order = settings["channel_order"] or ("gray" if spec.dims[axis] == 1 else "rgb")
     if (order == "gray") != (spec.dims[axis] == 1):
         raise OptionError(
             f"option 'channel_order' is '{order}', but the graph takes images of {spec.dims[axis]} "
             "channels.",
             option="channel_order",
         )
-    whole = len(size) == 2
-    given |= {"channel_order": order, "do_resize": whole, **({"size": size} if whole else {})}
-    (out / PreprocessorConfig.FILE).write_text(json.dumps(given, indent=2) + "\n")
-    if not whole:
+    fixed_size = len(size) == 2
+    settings |= {
+        "channel_order": order,
+        "do_resize": fixed_size,
+        **({"size": size} if fixed_size else {}),
+    }
+    (out / PreprocessorConfig.FILE).write_text(json.dumps(settings, indent=2) + "\n")
+    if not fixed_size:
         return TracedInputs()
-    known = {sides[name]: side for name, side in size.items()}
-    shape = (known.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.dims[1:])
+    traced = {sides[name]: side for name, side in size.items()}
+    shape = (traced.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.dims[1:])
     return TracedInputs({spec.name: (1, *(side for side in shape if isinstance(side, int)))})
 
 
-def name_input_dims(path: Path, given: Sequence[str] = ()) -> list[str]:
+def name_input_dims(path: Path, dims_option: Sequence[str] = ()) -> list[str]:
     """Give every dynamic dim of an input a readable name, and save the file if one changes.
 
     A dim keeps a readable name, and dims of equal names keep equal names. Others become:
@@ -160,22 +164,22 @@ def name_input_dims(path: Path, given: Sequence[str] = ()) -> list[str]:
 
     Args:
         path: the ONNX file.
-        given: the option `dims`: names and sizes that replace all others.
+        dims_option: the option `dims`: names and sizes that replace all others.
 
     Returns:
         A note for each input whose dims have changed.
 
     Raises:
-        OptionError: `given` does not fit the inputs.
+        OptionError: `dims_option` does not fit the inputs.
     """
     model = load_graph(path)
     stored = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in stored]
     keys = {value.name: _keys(value) for value in inputs}
-    new = _given_dims(keys, given)
-    found = [dim.dim_param for value in _values(model.graph) for dim in _dims(value)]
-    taken = {word for text in found for word in _WORD.findall(canonical_dim(text))}
-    taken |= {str(name) for name in new.values()}
+    new = _given_dims(keys, dims_option)
+    dim_texts = [dim.dim_param for value in _values(model.graph) for dim in _dims(value)]
+    used_names = {word for text in dim_texts for word in _WORD.findall(canonical_dim(text))}
+    used_names |= {str(name) for name in new.values()}
     has_convolutions = any(node.op_type == "Conv" for node in model.graph.node)
     batches = _batch_dims(keys, new)
     for value in inputs:
@@ -189,9 +193,9 @@ def name_input_dims(path: Path, given: Sequence[str] = ()) -> list[str]:
                 new[key] = names[axis]
             else:
                 lower = key.lower() if isinstance(key, str) else ""
-                wanted = [*names[axis : axis + 1], *([lower] if is_readable(lower) else [])]
-                new[key] = _free_name([*wanted, _axis_name(value.name, axis)], taken)
-                taken.add(str(new[key]))
+                candidates = [*names[axis : axis + 1], *([lower] if is_readable(lower) else [])]
+                new[key] = _free_name([*candidates, _axis_name(value.name, axis)], used_names)
+                used_names.add(str(new[key]))
     if not new:
         return []
     _rename(model, inputs, keys, new)
@@ -228,8 +232,8 @@ def convert_import(
         ) from error
     path = out / record.file
     with tempfile.TemporaryDirectory(prefix="opset-", dir=out) as scratch:
-        made = Path(scratch, record.file)
-        data_files = convert_opset(path, made, opset, [feeds], name=exported.imported)
+        converted = Path(scratch, record.file)
+        data_files = convert_opset(path, converted, opset, [feeds], name=exported.imported)
         for name in record.data_files:
             (out / name).unlink()
         for name in (record.file, *data_files):
@@ -255,10 +259,12 @@ def _keys(value: Any) -> list[Key | int]:
     return keys
 
 
-def _given_dims(keys: dict[str, list[Key | int]], given: Sequence[str]) -> dict[Key, int | str]:
+def _given_dims(
+    keys: dict[str, list[Key | int]], dims_option: Sequence[str]
+) -> dict[Key, int | str]:
     """Return the new name or size of each dim that the option `dims` names."""
     new: dict[Key, int | str] = {}
-    for text in given:
+    for text in dims_option:
         name, dims = parse_input_dims(text)
         if name not in keys:
             raise OptionError(
@@ -321,10 +327,13 @@ def _axis_name(name: str, axis: int) -> str:
     return f"{word}_{axis}" if word[:1].isalpha() else f"input_{word}_{axis}"
 
 
-def _free_name(wanted: Sequence[str], taken: set[str]) -> str:
+def _free_name(candidates: Sequence[str], used_names: set[str]) -> str:
     """Return the first name that is free; if none is, the last with a number."""
-    names = [*wanted, *(f"{wanted[-1]}_{number}" for number in range(2, len(taken) + 3))]
-    return next(name for name in names if name not in taken)
+    names = [
+        *candidates,
+        *(f"{candidates[-1]}_{number}" for number in range(2, len(used_names) + 3)),
+    ]
+    return next(name for name in names if name not in used_names)
 
 
 def _rename(
@@ -343,7 +352,7 @@ def _rename(
     for value in _values(model.graph):
         for dim in _dims(value):
             if dim.dim_param:
-                _set_dim(dim, mention.sub(lambda found: str(new[found[0]]), dim.dim_param))
+                _set_dim(dim, mention.sub(lambda match: str(new[match[0]]), dim.dim_param))
 
 
 def _set_dim(dim: Any, text: str) -> None:

@@ -68,7 +68,7 @@ def export_with_optimum(
     model_type = settings.model_type or library
     task = choose_task(config.task, settings)
     if library == "transformers":
-        task = _supported_task(model_type, task, asked=config.task)
+        task = _supported_task(model_type, task, requested=config.task)
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
     with _traced_inputs() as traced:
@@ -290,8 +290,8 @@ def _takes_one_less(
     """Return True if a model runs with a dim that is shorter by one."""
     shorter = dict(inputs)
     for name in inputs:
-        for axis, each in axes.get(name, {}).items():
-            if each == dim:
+        for axis, axis_name in axes.get(name, {}).items():
+            if axis_name == dim:
                 shorter[name] = shorter[name].narrow(axis, 0, shorter[name].shape[axis] - 1)
     try:
         with torch.no_grad():
@@ -357,8 +357,10 @@ def _require_trained(
     A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
     transposes, so matrices are found by their values.
     """
+    if not untrained:
+        return  # no weight to compare, so the graphs need not be read
     random: list[str] = []
-    for path in graphs if untrained else ():
+    for path in graphs:
         tensors = load_graph(path).graph.initializer
         names = {tensor.name for tensor in tensors}
         shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}
@@ -402,15 +404,15 @@ def _pad_token_id(source: Path) -> int:
     return int(tokenizer.pad_token_id)
 
 
-def choose_task(asked: str, settings: ModelConfig) -> str:
+def choose_task(requested: str, settings: ModelConfig) -> str:
     """Return the requested task; `auto` infers it from the model's class.
 
     Raises:
         ExportError: the task cannot be inferred.
     """
     tasks = sorted(TasksManager.get_all_tasks())
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if settings.architecture:  # timm's config.json
         return "image-classification"
     names = settings.architectures
@@ -432,7 +434,7 @@ def choose_task(asked: str, settings: ModelConfig) -> str:
     return str(task)
 
 
-def _supported_task(model_type: str, task: str, *, asked: str) -> str:
+def _supported_task(model_type: str, task: str, *, requested: str) -> str:
     """Return the registry's task for this model type; `auto` prefers generation with a KV cache.
 
     Raises:
@@ -447,7 +449,7 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
     tasks = TasksManager.get_supported_tasks_for_model_type(
         model_type, "onnx", library_name="transformers"
     )
-    if asked == "auto" and f"{task}-with-past" in tasks:
+    if requested == "auto" and f"{task}-with-past" in tasks:
         return f"{task}-with-past"
     if task not in tasks:
         raise ExportError(
@@ -460,8 +462,8 @@ def _supported_task(model_type: str, task: str, *, asked: str) -> str:
 
 def with_image_size(settings: ModelConfig, source: Path) -> ModelConfig:
     """Return the config with an `image_size`: its own, or that of the image processor."""
-    whole = settings.merged()
-    if whole.image_size is not None or not whole.num_channels:
+    merged = settings.merged()
+    if merged.image_size is not None or not merged.num_channels:
         return settings
     processor = PreprocessorConfig.read(source, error=SourceError)
     size = (processor.crop_size if processor.do_center_crop else None) or processor.size

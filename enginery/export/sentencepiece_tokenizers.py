@@ -182,12 +182,12 @@ def _unigram(tokens: Sequence[str], pieces: Mapping[str, float], *, unk_id: int)
 
 def _bpe(tokens: Sequence[str], pieces: Mapping[str, float], *, unk_token: str) -> Any:
     """Return the model that joins neighbours, those first whose piece has the highest score."""
-    known = {token: pieces[token] for token in tokens if token in pieces}
+    scores = {token: pieces[token] for token in tokens if token in pieces}
     merges = [
         (piece[:end], piece[end:])
-        for piece in sorted(known, key=lambda piece: -known[piece])
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
         for end in range(1, len(piece))
-        if piece[:end] in known and piece[end:] in known
+        if piece[:end] in scores and piece[end:] in scores
     ]
     ids = {token: i for i, token in enumerate(tokens)}
     return models.BPE(ids, merges, unk_token=unk_token, fuse_unk=True)
@@ -202,11 +202,13 @@ def _normalizer(spec: Any, processor: Any, codes: Sequence[str] | None) -> Any:
             raise UnsupportedTokenizerError("its sentencepiece model keeps spaces as they are")
         # The space put in front of a text tells whether it starts with a code. Each pattern matches
         # a character at least: `Replace` breaks the alignment with the text if it only inserts.
-        known = "|".join(code.strip("<>") for code in codes)
+        code_names = "|".join(code.strip("<>") for code in codes)
         before += [
-            normalizers.Replace(Regex(rf"\A >>(?!(?:{known})<<)(?m:.*?)<<"), f"{_UNKNOWN_CODE} "),
-            normalizers.Replace(Regex(rf"\A (?=>>(?:{known})<<)"), _KNOWN_CODE),
-            normalizers.Replace(Regex(rf"\A{_KNOWN_CODE}>>(?:{known})\K<<"), "<< "),
+            normalizers.Replace(
+                Regex(rf"\A >>(?!(?:{code_names})<<)(?m:.*?)<<"), f"{_UNKNOWN_CODE} "
+            ),
+            normalizers.Replace(Regex(rf"\A (?=>>(?:{code_names})<<)"), _KNOWN_CODE),
+            normalizers.Replace(Regex(rf"\A{_KNOWN_CODE}>>(?:{code_names})\K<<"), "<< "),
         ]
         # That of a known code makes it a hidden token, and a lone one is an unknown token.
         after.append(normalizers.Replace(Regex(rf"\A[{_KNOWN_CODE}{_UNKNOWN_CODE}]"), HIDDEN))

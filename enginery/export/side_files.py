@@ -40,8 +40,8 @@ def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False
         refuse_linked_out(folder, source)
         for path in sorted(folder.iterdir()):
             name = path.relative_to(source).as_posix()
-            wanted = path.is_file() and path.suffix in suffixes and name not in left_out
-            if not wanted or path.name.endswith(".index.json"):
+            is_side_file = path.is_file() and path.suffix in suffixes and name not in left_out
+            if not is_side_file or path.name.endswith(".index.json"):
                 continue
             if not is_relative_path(name):
                 raise UntrustedModelError(

@@ -105,13 +105,13 @@ def with_opset(source: ModelSource, config: ExportConfig) -> ExportConfig:
     """
     if source.record.kind != "onnx":
         return replace(config, opset=DEFAULT_OPSET) if config.opset == "auto" else config
-    own = read_structure(source.path, error=SourceError).opset
+    file_opset = read_structure(source.path, error=SourceError).opset
     if config.opset == "auto":
-        return replace(config, opset=own)
-    if config.opset < own:
+        return replace(config, opset=file_opset)
+    if config.opset < file_opset:
         raise OptionError(
-            f"option 'opset' is {config.opset}, but {source.path} has opset {own}, and a file is "
-            "only converted to a later one.",
+            f"option 'opset' is {config.opset}, but {source.path} has opset {file_opset}, and a "
+            "file is only converted to a later one.",
             do="Leave it out to keep the file's.",
             option="opset",
         )
@@ -189,7 +189,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             progress.say(f"export: {phase}")
             advance()
 
-        found = run_in_subprocess(
+        result = run_in_subprocess(
             "enginery.export.worker",
             asdict(request),
             log=enginery_home() / "logs" / f"export-{name}.log",
@@ -198,4 +198,4 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             reraise=(OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
         )
-    return WorkerResult(**found)
+    return WorkerResult(**result)

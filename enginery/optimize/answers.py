@@ -46,6 +46,7 @@ def append_answer(
             pooling = read_pooling(artifact.path)
             append_pooling(model, pooling, tokens=tokens.name)
         except ArtifactError as error:
+            # Readers then pool by the model's own settings.
             return None, f"{record.file}: vectors are pooled outside the graph: {error.message}"
         spec = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
         normalized = " and normalized" if pooling.normalize else ""
@@ -63,6 +64,7 @@ def append_answer(
         note = f"the output {SCORES}, the {activation} of the logits"
     else:
         return None, ""
+    # Only the graph is written anew; its external data stay as they are.
     graph.write_bytes(ir.to_proto(model).SerializeToString())
     check_graph(graph)
     return spec, f"{record.file}: {note}, in FP32"

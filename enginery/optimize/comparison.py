@@ -76,11 +76,11 @@ def run_on_batches(path: Path, outputs: Sequence[str], batches: Sequence[Feeds])
     results = []
     with GraphTracer(path, outputs) as trace:
         for feeds in batches:
-            found = trace(cast_feeds(feeds, types))
+            outputs_by_name = trace(cast_feeds(feeds, types))
             results.append(
                 {
                     name: drop_padding(array, feeds)
-                    for name, array in found.items()
+                    for name, array in outputs_by_name.items()
                     if array.dtype.kind == "f"
                 }
             )
@@ -89,7 +89,7 @@ def run_on_batches(path: Path, outputs: Sequence[str], batches: Sequence[Feeds])
 
 def compare_outputs(
     expected: Batches,
-    found: Batches,
+    actual: Batches,
     tolerance: Tolerance,
     *,
     noise: Batches | None = None,
@@ -99,7 +99,7 @@ def compare_outputs(
 
     Args:
         expected: the outputs of the reference, see `run_on_batches`.
-        found: the outputs of the graph to check.
+        actual: the outputs of the graph to check.
         tolerance: the tolerance of its precision.
         noise: the outputs of the reference with weights rounded to the precision. Their error is
             the noise floor that scales the tolerance. None for no noise floor.
@@ -108,20 +108,21 @@ def compare_outputs(
     """
     agreements = []
     for name in expected[0]:
-        wide = [batch[name] for batch in expected]
+        reference = [batch[name] for batch in expected]
         floor, noise_cosine = 0.0, 1.0
         for index, batch in enumerate(noise or ()):
-            if wide[index].shape != batch[name].shape:
+            # The size depends on values, so elements cannot be matched.
+            if reference[index].shape != batch[name].shape:
                 continue
-            differs = _difference(wide[index], batch[name])
+            differs = _difference(reference[index], batch[name])
             floor, noise_cosine = max(floor, differs[0]), min(noise_cosine, differs[1])
-        largest = max((_largest(array) for array in wide), default=0.0)
+        largest = max((_largest(array) for array in reference), default=0.0)
         limit = tolerance.limit(noise_floor=floor, largest=largest)
-        least = tolerance.cosine_limit(noise_cosine=noise_cosine)
+        cosine_limit = tolerance.cosine_limit(noise_cosine=noise_cosine)
         if max_error is not None:
-            limit, least = max_error * largest, 1.0 - 0.5 * max_error**2
+            limit, cosine_limit = max_error * largest, 1.0 - 0.5 * max_error**2
         agreements.append(
-            _compare_output(name, wide, [batch[name] for batch in found], limit, least)
+            _compare_output(name, reference, [batch[name] for batch in actual], limit, cosine_limit)
         )
     return agreements
 
@@ -173,32 +174,34 @@ def cast_feeds(feeds: Feeds, types: Mapping[str, Any]) -> dict[str, NDArray[Any]
 def _compare_output(
     name: str,
     expected: Sequence[NDArray[Any]],
-    found: Sequence[NDArray[Any]],
+    actual: Sequence[NDArray[Any]],
     limit: float,
-    least: float,
+    cosine_limit: float,
 ) -> OutputComparison:
     largest = max((_largest(array) for array in expected), default=0.0)
     worst, worst_batch, cosine, nonfinite = 0.0, 0, 1.0, 0
-    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one.shape != other.shape:
+    for index, (reference, output) in enumerate(zip(expected, actual, strict=True)):
+        if reference.shape != output.shape:
             # The size depends on values, so elements cannot be matched.
             worst, worst_batch, cosine = math.inf, index, 0.0
             continue
-        unequal = int((np.isfinite(one) != np.isfinite(other)).sum())
-        error, similarity = _difference(one, other)
+        unequal = int((np.isfinite(reference) != np.isfinite(output)).sum())
+        error, similarity = _difference(reference, output)
         if unequal > nonfinite or (not nonfinite and error > worst):
             worst_batch = index
         worst = max(worst, error)
         nonfinite = max(nonfinite, unequal)
         # The direction of a tensor no larger than the allowed error is meaningless.
-        if _largest(one) > limit:
+        if _largest(reference) > limit:
             cosine = min(cosine, similarity)
-    return OutputComparison(name, largest, worst, cosine, nonfinite, limit, least, worst_batch)
+    return OutputComparison(
+        name, largest, worst, cosine, nonfinite, limit, cosine_limit, worst_batch
+    )
 
 
-def _difference(one: NDArray[Any], other: NDArray[Any]) -> tuple[float, float]:
+def _difference(reference: NDArray[Any], output: NDArray[Any]) -> tuple[float, float]:
     """Return the largest absolute difference and the cosine of the elements that are finite."""
-    a, b = one.astype(np.float64).ravel(), other.astype(np.float64).ravel()
+    a, b = reference.astype(np.float64).ravel(), output.astype(np.float64).ravel()
     both = np.isfinite(a) & np.isfinite(b)
     a, b = a[both], b[both]
     norms = float(np.sqrt((a @ a) * (b @ b)))

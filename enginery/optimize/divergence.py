@@ -59,16 +59,16 @@ def find_divergences(
         fixed: names of nodes that are FP32 already. They are marked in the result, because keeping
             them in FP32 again cannot help: the error comes from a cast at their inputs or outputs.
     """
-    reference, other = read_graph(fp32), read_graph(simulated)
+    reference, cast_graph = read_graph(fp32), read_graph(simulated)
     infer_types(reference)
-    made = {value.name for node in all_nodes(other) for value in node.outputs}
+    simulated_names = {value.name for node in all_nodes(cast_graph) for value in node.outputs}
     nodes = [value.producer() for value in float_tensors(reference.graph)]
     nodes = list(dict.fromkeys(node for node in nodes if node is not None))
     names = [
         value.name or ""
         for node in nodes
         for value in node.outputs
-        if value.dtype == FLOAT and value.name in made
+        if value.dtype == FLOAT and value.name in simulated_names
     ]
     errors: dict[str, float] = {}
     types = input_types(simulated)
@@ -77,12 +77,12 @@ def find_divergences(
         with GraphTracer(fp32, group) as trace:
             expected = {name: drop_padding(array, feeds) for name, array in trace(feeds).items()}
         with GraphTracer(simulated, group) as trace:
-            found = {
+            actual = {
                 name: drop_padding(array, feeds)
                 for name, array in trace(cast_feeds(feeds, types)).items()
             }
         errors |= {
-            name: relative_error(found[name], expected[name])
+            name: relative_error(actual[name], expected[name])
             for name in group
             if expected[name].dtype.kind == "f"
         }
@@ -90,6 +90,7 @@ def find_divergences(
     for node in nodes:
         inputs = [value.name for value in node.inputs if value is not None]
         outputs = [value.name or "" for value in node.outputs if value.name in errors]
+        # The nodes inside the branches of an If are candidates themselves.
         if not outputs or has_subgraph(node):
             continue
         before = max((errors.get(name or "", 0.0) for name in inputs), default=0.0)
@@ -97,6 +98,7 @@ def find_divergences(
         candidates.append(
             Divergence(node.name or "", outputs[0], error, before, node.name in fixed)
         )
+    # Infinite behind finite inputs: the node overflows, and others only pass it on.
     broken = [c for c in candidates if math.isinf(c.error) and math.isfinite(c.before)]
     if broken:
         return broken
@@ -104,16 +106,16 @@ def find_divergences(
     return sorted(added, key=lambda c: c.before - c.error)
 
 
-def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
+def relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
     """Return the root mean square of the difference, divided by that of the reference.
 
     Masked values do not count. The error is infinite if the shapes differ, or if a value is finite
     only in the reference.
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf  # another branch ran, or other elements were selected
     reference = expected.astype(np.float64)
-    values = found.astype(np.float64)
+    values = actual.astype(np.float64)
     # Softmax yields 0 for all values that a mask has moved beyond FP16's range.
     masked = (reference < -65504 / 2) & (values < -65504 / 2)
     finite = np.isfinite(reference) & ~masked

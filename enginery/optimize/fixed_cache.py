@@ -107,8 +107,8 @@ def add_fixed_cache(
         return _add(artifact, decoder, config, target)
     except Exception as error:  # whatever is unusual in a graph: the artifact does without
         target.unlink(missing_ok=True)
-        known = isinstance(error, UnsuitableGraphError | EngineryError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        expected = isinstance(error, UnsuitableGraphError | EngineryError)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
         return FixedCacheGraph(
             f"{decoder.record.file}: no graph with a cache of fixed size, because of {reason}",
             data_files=_data_files(decoder.out),
@@ -122,14 +122,16 @@ def _add(
     # ONNX Runtime's CUDA kernel of GroupQueryAttention computes in FP16 and BF16 alone.
     grouped = config.precision != "fp32"
     rotary = _has_rotary(facts, decoder, grouped=grouped)
+    # With rotary embeddings, `_has_rotary` has made this comparison.
     if not rotary:
         _compare(facts, decoder, fix_cache(facts, grouped=grouped).model, _MAX_ERROR)
     fixed = fix_cache(facts, grouped=grouped, rotary=rotary)
     model = fixed.model
     if config.precision != "fp32":
-        kept = fixed.kept(decoder.keep_fp32)
-        cast_graph(model, config.precision, keep_fp32=kept, io_dtype="same")
+        fp32_nodes = fixed.kept(decoder.keep_fp32)
+        cast_graph(model, config.precision, keep_fp32=fp32_nodes, io_dtype="same")
     if config.precision == "fp16":  # the CPU has no kernels for BF16
+        # A clone, because the comparison adds a choice to the graph.
         _compare(facts, decoder, model.clone(), _MAX_ERROR_FP16)
     add_choice(model)
     data_files = _share_weights(model, decoder.out)
@@ -178,14 +180,15 @@ def _share_weights(model: ir.Model, decoder: Path) -> tuple[str, ...]:
         stored = read_graph(decoder)
     weights = stored.graph.initializers
     for name, value in model.graph.initializers.items():
-        other = weights[name].const_value if name in weights else None
-        own = value.const_value
+        shared = weights[name].const_value if name in weights else None
+        weight = value.const_value
+        # A weight that was cast or rearranged in only one of the graphs is not shared.
         if (
-            isinstance(other, ir.ExternalTensor)
-            and own is not None
-            and (other.dtype, tuple(other.shape)) == (own.dtype, tuple(own.shape))
+            isinstance(shared, ir.ExternalTensor)
+            and weight is not None
+            and (shared.dtype, tuple(shared.shape)) == (weight.dtype, tuple(weight.shape))
         ):
-            value.const_value = other
+            value.const_value = shared
     return _data_files(decoder)
 
 
@@ -251,14 +254,14 @@ def _row_lengths(facts: DecoderFacts) -> tuple[int, ...]:
 def _encoder_inputs(facts: DecoderFacts) -> Arrays:
     """Return what the decoder reads of an encoder, with padding in the last row."""
     feeds = facts.sizes.feeds(Sizes(len(_LENGTHS), 1, 0, _ENCODER_POSITIONS))
-    taken = {
+    encoder = {
         name: array
         for name, array in feeds.items()
         if is_cross_attention(name) or name.startswith("encoder_")
     }
-    if "encoder_attention_mask" in taken:
-        taken["encoder_attention_mask"][-1, -_ENCODER_PADDING:] = 0
-    return taken
+    if "encoder_attention_mask" in encoder:
+        encoder["encoder_attention_mask"][-1, -_ENCODER_PADDING:] = 0
+    return encoder
 
 
 def _run_fixed(
@@ -279,6 +282,7 @@ def _run_fixed(
         for step in range(_STEPS + 1):
             if step == 0:
                 tokens, positions = ids[:, :width], np.tile(np.arange(width), (rows, 1))
+                # Rows are padded on the right, so each has its last token elsewhere.
                 last, total = ends - 1, width
             else:
                 positions = (ends + step - 1)[:, None]
@@ -295,8 +299,8 @@ def _run_fixed(
                 **encoder,
                 **cache,
             }
-            taken = {name: array for name, array in feeds.items() if name in inputs}
-            outputs = trace(cast_feeds(taken, types))
+            used = {name: array for name, array in feeds.items() if name in inputs}
+            outputs = trace(cast_feeds(used, types))
             cache = {name: outputs[present_name(name)] for name in cache}
             logits.append(outputs[LOGITS])
     return np.stack(logits)

@@ -30,10 +30,11 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
     fused.mkdir()
     external = artifact.external_data()
     for name in artifact.manifest.files:
+        # Optimum deletes `*_data` files beside the graph that it reads.
         link_or_copy(artifact.path / name, source / name, linked=name not in external)
     files = [graph.file for graph in artifact.manifest.graphs]
     log = enginery_home() / "logs" / f"optimize-{artifact.name}.log"
-    found = run_in_subprocess(
+    result = run_in_subprocess(
         "enginery.optimize.worker",
         {"model": str(source), "files": files, "level": level, "out": str(fused)},
         log=log,
@@ -46,10 +47,10 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         )
     for file in files:
         ops = fused_ops(fused / file)
-        found["notes"].append(
+        result["notes"].append(
             f"{file}: " + (", ".join(f"{n} {op}" for op, n in ops.items()) or "no fused ops")
         )
-    return found["notes"], int(found["peak_rss_bytes"])
+    return result["notes"], int(result["peak_rss_bytes"])
 
 
 def fused_ops(path: Path) -> dict[str, int]:

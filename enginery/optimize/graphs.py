@@ -86,6 +86,7 @@ def optimize_graphs(
         result.notes += notes
         prepared = scratch / "fused"
     for record in artifact.manifest.graphs:
+        # Loading a graph with inline weights takes two to three times their memory.
         source = externalize_weights(artifact.path / record.file, scratch / "outside")
         fp32 = prepared / record.file
         if config.target == "tensorrt":
@@ -93,6 +94,7 @@ def optimize_graphs(
         else:
             fp32 = externalize_weights(fp32, scratch / "fused-outside")
         batches, origin = range_feeds(artifact, record, config)
+        # Before the cast, whose error is measured against the prepared graph.
         _compare_with_source(source, record, fp32, batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,17 +115,20 @@ def optimize_graphs(
         else:
             data_files = write_graph(read_graph(fp32), out)
             check_graph(out)
+        # After the checks: the CPU has no kernels for packed tokens.
         if config.packed:
             data_files = _pack(out, result)
         if config.target == "cuda":
+            # Then a vector is copied from the GPU, and not the vectors of all tokens.
             answer, note = append_answer(artifact, record, out)
             if answer is not None:
                 result.answers[record.file] = answer
             result.notes += [note] if note else []
         if wants_fixed_cache(artifact, record, config):
-            kept = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
+            # It is cast as its decoder was.
+            fp32_nodes = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
             fixed = add_fixed_cache(
-                artifact, DecoderFiles(record, fp32, out, frozenset(kept)), config
+                artifact, DecoderFiles(record, fp32, out, frozenset(fp32_nodes)), config
             )
             result.notes.append(fixed.note)
             result.added += [] if fixed.record is None else [fixed.record]
@@ -154,12 +159,13 @@ def _check_keep_fp32(artifact: Artifact, config: OptimizeConfig) -> None:
 
 def _check_standard_ops(artifact: Artifact) -> None:
     for record in artifact.manifest.graphs:
-        others = non_standard_nodes(read_graph(artifact.path / record.file))
-        if others:
-            more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
+        non_standard = non_standard_nodes(read_graph(artifact.path / record.file))
+        if non_standard:
+            count = len(non_standard)
+            more = f" and {count - _MAX_LISTED} more" if count > _MAX_LISTED else ""
             raise ExportError(
-                f"{artifact.path}: {record.file} has {len(others)} nodes that TensorRT cannot "
-                f"parse: {', '.join(others[:_MAX_LISTED])}{more}.",
+                f"{artifact.path}: {record.file} has {count} nodes that TensorRT cannot "
+                f"parse: {', '.join(non_standard[:_MAX_LISTED])}{more}.",
                 do="Optimize the exported artifact instead: ONNX Runtime's fused ops suit only the "
                 "targets cuda and cpu.",
             )

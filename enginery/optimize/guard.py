@@ -167,6 +167,7 @@ def cast_guarded(
     """
     with temporary_directory("guard") as scratch:
         return _cast_guarded(
+            # Ranges and errors are recorded by name.
             _with_unique_names(fp32, scratch),
             out,
             precision,
@@ -209,6 +210,7 @@ def _cast_guarded(
     outputs = [value.name or "" for value in model.graph.outputs]
     ranges: dict[str, TensorRange] = {}
     fp32_nodes: dict[str, Fp32Node] = {}
+    # BF16 has the range of FP32, so there is nothing to measure.
     if precision == "fp16":
         with progress.task(f"measuring ranges, {fp32.name}"):
             ranges = measure_ranges(
@@ -229,6 +231,8 @@ def _cast_guarded(
     # The error of FP32 arithmetic on rounded weights is the least that the precision can have.
     noise = run_on_batches(simulated, outputs, batches)
     while True:
+        # A simulation: ONNX Runtime computes most of an FP16 graph in FP32 on the CPU, which would
+        # hide an overflow.
         _simulate(fp32, simulated, precision, fp32_nodes, config)
         agreements = compare_outputs(
             expected,
@@ -242,13 +246,18 @@ def _cast_guarded(
             break
         worst = next(a for a in agreements if not a.passed)
         fixed = {*fp32_nodes, *config.keep_fp32}
-        found = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
-        repairable = [one for one in found if not one.fixed][: 1 << rounds]
-        unrepaired = repairable or found[:1]
+        divergences = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
+        movable = [divergence for divergence in divergences if not divergence.fixed]
+        # 1, 2, 4, …: one cause costs one node, and many causes still take few rounds.
+        repairable = movable[: 1 << rounds]
+        # A node that is FP32 already cannot be repaired, but the report names it.
+        unrepaired = repairable or divergences[:1]
         if rounds >= config.max_rounds or not repairable:
             break
-        for one in repairable:
-            fp32_nodes[one.node] = _diverging_node(op_types[one.node], one, ranges)
+        for divergence in repairable:
+            fp32_nodes[divergence.node] = _diverging_node(
+                op_types[divergence.node], divergence, ranges
+            )
         rounds += 1
         progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
     result, data_files = _cast(fp32, out, precision, fp32_nodes, config)
@@ -314,15 +323,17 @@ def _cast(
     return result, data_files
 
 
-def _diverging_node(op_type: str, found: Divergence, ranges: Mapping[str, TensorRange]) -> Fp32Node:
-    known = ranges.get(found.tensor)
+def _diverging_node(
+    op_type: str, divergence: Divergence, ranges: Mapping[str, TensorRange]
+) -> Fp32Node:
+    tensor_range = ranges.get(divergence.tensor)
     return Fp32Node(
-        found.node,
+        divergence.node,
         op_type,
-        found.tensor,
-        known.largest if known else float("nan"),
-        known.smallest if known else float("nan"),
-        f"its error in FP16 was {found.error:.3g}, {found.before:.3g} at its inputs",
+        divergence.tensor,
+        tensor_range.largest if tensor_range else float("nan"),
+        tensor_range.smallest if tensor_range else float("nan"),
+        f"its error in FP16 was {divergence.error:.3g}, {divergence.before:.3g} at its inputs",
     )
 
 

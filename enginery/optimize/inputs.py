@@ -67,12 +67,13 @@ def range_feeds(
         try:
             return make(artifact, record, config)
         except (ArtifactError, InputError):
+            # Built-in inputs are not required: generated numbers take their place.
             if config.data:
                 raise
     elif not config.data and has_builtin_inputs(artifact, record):
         with suppress(ArtifactError, InputError):
-            found = builtin_batches(artifact, record)
-            return [batch.load() for batch in found], "built-in inputs"
+            builtin = builtin_batches(artifact, record)
+            return [batch.load() for batch in builtin], "built-in inputs"
     elif config.data and len(artifact.manifest.graphs) == 1:
         names = sorted(spec.name for spec in record.inputs)
         raise InputError(
@@ -111,8 +112,8 @@ def _image_feeds(
         images, origin = list(list_images(path, rows=config.rows)), f"images of {path.name}"
     return [
         feeder(part)
-        for places in feeder.by_shape(images).values()
-        for part in in_batches([images[place] for place in places], _ROWS, record)
+        for indices in feeder.by_shape(images).values()
+        for part in in_batches([images[index] for index in indices], _ROWS, record)
     ], origin
 
 

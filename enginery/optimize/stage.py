@@ -133,9 +133,11 @@ def run(
             config,
             started=started,
             tools=stage_tools(_tools(config)),
+            # Graphs are fused in a process of their own.
             peak_rss_bytes=max(peak_rss_bytes(), optimized.peak_rss_bytes),
             notes=optimized.notes,
         )
+        # A failed check is a verdict, not an error: the report says where the outputs diverge.
         verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
         commit_artifact(
             directory, _manifest(artifact, config, optimized, directory, stage, verdict)

@@ -107,12 +107,12 @@ class AccuracyEvaluator:
         for batch, files in zip(part, self._expected, strict=False):
             feeds = batch.load()
             expected = {name: np.load(file, mmap_mode="r") for name, file in files.items()}
-            found = expected if graph is None else graph(feeds)
-            agreement.add(found, expected, feeds)
-            if self._labels and "logits" in found:
+            outputs = expected if graph is None else graph(feeds)
+            agreement.add(outputs, expected, feeds)
+            if self._labels and "logits" in outputs:
                 right += [
                     int(argmax_of_finite(np.ravel(logits))) == self._labels[row]
-                    for row, logits in zip(batch.rows, found["logits"], strict=False)
+                    for row, logits in zip(batch.rows, outputs["logits"], strict=False)
                 ]
         return agreement.metrics(label_accuracy=float(np.mean(right)) if right else None)
 

@@ -107,14 +107,14 @@ class BeyondLayers:
 
     def notes(self) -> list[str]:
         """Say what was quantized."""
-        found = {
+        names_by_note = {
             f"{len(self.additions)} residual additions after convolutions read their input in "
             "INT8, so that TensorRT keeps it in one byte": self.additions,
             f"{len(self.joining)} tensors between convolutions are in INT8, too, so that ONNX "
             "Runtime does not convert them": self.joining,
             f"embedding tables in INT8: {', '.join(self.tables)}": self.tables,
         }
-        return [note for note, names in found.items() if names]
+        return [note for note, names in names_by_note.items() if names]
 
 
 def scheme_from_config(config: QuantizeConfig) -> Scheme:
@@ -158,8 +158,10 @@ def quantize_graph(
     elif beyond_layers:
         more = BeyondLayers(additions=quantize_residuals(model))
     RemoveUnusedNodesPass()(model)
+    # TensorRT limits the elements of a pool's window.
     make_pools_global(model)
     if scheme.unsigned:
+        # With known shapes, ONNX Runtime fuses residuals to a kernel that is slower than its parts.
         clear_shapes(model)
     if residual_precision(config) == "fp16":
         cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
@@ -192,6 +194,7 @@ def calibrate(
         CheckFailedError: no set of quantized layers meets the accuracy budget.
     """
     scheme = scheme_from_config(config)
+    # A budget in accuracy counts right answers, which takes more rows than a cosine.
     max_held_out = _MAX_COUNTED_ROWS if config.accuracy_budget else MAX_HELD_OUT
     batches, held_out = make_batches(
         source.artifact, source.record, data, seed=config.seed, max_held_out=max_held_out
@@ -215,37 +218,44 @@ def calibrate(
         )
     tensors, _ = _quantized_tensors(model, candidates, scheme)
     with progress.task("calibrating: channels", total=len(batches)) as advance:
-        seen = collect_channel_statistics(
+        statistics = collect_channel_statistics(
             source.path, tensors, batches, seed=config.seed, advance=advance
         )
-    zeros = {name for name, found in seen.items() if not found.largest_magnitude}
+    zeros = {name for name, channels in statistics.items() if not channels.largest_magnitude}
     for layer in list(candidates):
-        read, written = layer.activation in zeros, layer.activated_output in zeros
-        if read or (written and scheme.unsigned and not layer.linear):
-            what = "its input" if read else "its output"
-            left_out[layer.name] = f"{what} is zero on all calibration inputs, so it has no range"
+        reads_zeros, writes_zeros = layer.activation in zeros, layer.activated_output in zeros
+        # On the CPU, the output of a convolution is quantized as well.
+        if reads_zeros or (writes_zeros and scheme.unsigned and not layer.linear):
+            tensor = "its input" if reads_zeros else "its output"
+            left_out[layer.name] = f"{tensor} is zero on all calibration inputs, so it has no range"
             candidates.remove(layer)
     if not candidates:
         raise InputError("every layer's input or output is zero on all calibration inputs.")
+    # Once more, without the layers that were just left out.
     tensors, sources = _quantized_tensors(model, candidates, scheme)
     tensors = {name: by_channel for name, by_channel in tensors.items() if name not in zeros}
     sources = {name: source for name, source in sources.items() if source in tensors}
-    seen = {name: found for name, found in seen.items() if name in tensors}
+    statistics = {name: channels for name, channels in statistics.items() if name in tensors}
     weights = _weights(model, candidates)
-    ranges, smoothed = _choose_smoothing(candidates, weights, seen, config, scheme, progress)
+    ranges, smoothed = _choose_smoothing(candidates, weights, statistics, config, scheme, progress)
+    # So far, ranges cover all values that were seen.
     if config.method != "minmax":
-        ranges = _ranges_by_method(source, tensors, batches, seen, ranges, config, scheme, progress)
+        ranges = _ranges_by_method(
+            source, tensors, batches, statistics, ranges, config, scheme, progress
+        )
+    # A tensor whose numbers are only moved has the range of the one that they come from.
     ranges |= {name: ranges[source] for name, source in sources.items()}
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
-        name: replace(found, scale=float(fp16_scale(found.scale))) for name, found in ranges.items()
+        name: replace(params, scale=float(fp16_scale(params.scale)))
+        for name, params in ranges.items()
     }
     deltas = {
         x.name: mean_output_error(
-            seen[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
+            statistics[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
         )
         for x in candidates
-        if config.bias_correction and x.linear and seen[x.activation].width > 1
+        if config.bias_correction and x.linear and statistics[x.activation].width > 1
     }
     convolutions = [x for x in candidates if config.bias_correction and not x.linear]
     if convolutions:
@@ -311,6 +321,7 @@ def excluded_layers(
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
         vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
         on_cpu = scheme.unsigned and not layer.linear
+        # A small size matters to tensor cores alone.
         if layer.skip_reason and not (on_cpu and layer.too_small):
             reasons[layer.name] = layer.skip_reason
         elif named:
@@ -350,21 +361,22 @@ def _weights(model: ir.Model, layers: Sequence[Layer]) -> dict[str, Vector]:
 def _choose_smoothing(
     layers: Sequence[Layer],
     weights: Mapping[str, Vector],
-    seen: Mapping[str, ChannelStatistics],
+    statistics: Mapping[str, ChannelStatistics],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
 ) -> tuple[dict[str, ActivationQuantParams], dict[str, SmoothQuantParams]]:
     ranges: dict[str, ActivationQuantParams] = {}
     smoothed: dict[str, SmoothQuantParams] = {}
-    with progress.task("calibrating: smoothing", total=len(seen)) as advance:
-        for name, channels in seen.items():
+    with progress.task("calibrating: smoothing", total=len(statistics)) as advance:
+        for name, channels in statistics.items():
+            # All layers that read an activation share its scales, so they choose together.
             group = [(x, weights[x.name]) for x in layers if x.activation == name]
-            found = choose_smoothing(
+            choice = choose_smoothing(
                 channels, group, scheme, strength=config.smoothing, shift=config.shift
             )
-            ranges[name] = found.params
-            smoothed[name] = SmoothQuantParams(found.strength, found.shifted, found.error)
+            ranges[name] = choice.params
+            smoothed[name] = SmoothQuantParams(choice.strength, choice.shifted, choice.error)
             advance()
     return ranges, smoothed
 
@@ -373,20 +385,21 @@ def _ranges_by_method(
     source: SourceGraph,
     tensors: Mapping[str, bool],
     batches: Sequence[Batch],
-    seen: Mapping[str, ChannelStatistics],
+    statistics: Mapping[str, ChannelStatistics],
     ranges: Mapping[str, ActivationQuantParams],
     config: QuantizeConfig,
     scheme: Scheme,
     progress: Progress,
 ) -> dict[str, ActivationQuantParams]:
     with progress.task("calibrating: ranges", total=len(batches)) as advance:
+        # A second pass: the first one found the upper edges, so that the bins never change.
         histograms = collect_histograms(
-            source.path, tensors, batches, seen, ranges, advance=advance
+            source.path, tensors, batches, statistics, ranges, advance=advance
         )
 
     def chosen(name: str) -> ActivationQuantParams:
         def params_of(limit: float) -> ActivationQuantParams:
-            return with_observed_range(seen[name], ranges[name], scheme, limit=limit)
+            return with_observed_range(statistics[name], ranges[name], scheme, limit=limit)
 
         return params_of(
             choose_range(
@@ -423,7 +436,7 @@ def _search(
 ) -> AccuracySearch:
     total = sum(multiply_adds.by_layer.values())
     weights = {layer.name: multiply_adds.by_layer[layer.name] / total for layer in layers}
-    few = _batches_for_effects(held_out)
+    effect_batches = _batches_for_effects(held_out)
     with (
         LayerToggleModel(source.path, layers, ranges, deltas, scheme) as toggled,
         progress.task("measuring mixed precision") as advance,
@@ -446,15 +459,17 @@ def _search(
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 path = Path(folder, "model.onnx")
                 write_graph(graph, path)
+                # ONNX Runtime's CPU kernels lack FP8 fusions.
                 return measure_file(path, evaluator, fused=scheme.supports_fusions)
 
         measured: dict[tuple[frozenset[str], bool], AccuracyMetrics] = {}
 
         def measure(quantized: Collection[str], part: bool) -> AccuracyMetrics:
             key = frozenset(quantized), part
+            # For the CPU, the search may run twice, on the same simulations.
             if key not in measured:
                 measured[key] = evaluator.measure(
-                    lambda feeds: toggled(feeds, quantized), batches=few if part else 0
+                    lambda feeds: toggled(feeds, quantized), batches=effect_batches if part else 0
                 )
             return measured[key]
 
@@ -498,32 +513,34 @@ def _search_for_cpu(
         return sum(weights[name] for name in weights.keys() - result.left_out.keys())
 
     try:
-        whole = search(True)
+        beyond = search(True)
     except CheckFailedError:
         return search(False), False
-    if share(whole) >= _LITTLE:
-        return whole, True
+    if share(beyond) >= _LITTLE:
+        return beyond, True
     try:
-        alone = search(False)
+        layers_only = search(False)
     except CheckFailedError:
-        return whole, True
-    return (alone, False) if share(alone) > 2 * share(whole) else (whole, True)
+        return beyond, True
+    return (layers_only, False) if share(layers_only) > 2 * share(beyond) else (beyond, True)
 
 
 def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) -> dict[str, str]:
     """Return the nodes whose tensors would overflow in FP16, with reasons."""
     fixed = isinstance(source.record.inputs[0].dims[0], int)
+    # Spread from the longest batch to the shortest.
     feeds = [batch.load() for batch in batches[:: -(-len(batches) // _RANGE_BATCHES)]]
+    # A graph with a fixed batch size takes whole batches only.
     if not fixed:
         feeds = [{name: a[:_RANGE_ROWS] for name, a in part.items()} for part in feeds]
-    found = measure_ranges(
+    ranges = measure_ranges(
         source.path,
         float_tensors(model.graph),
         feeds,
         mask_floor=mask_floor(model),
         group_bytes=_RANGE_BYTES,
     )
-    return {name: node.reason for name, node in find_fp32_nodes(model.graph, found).items()}
+    return {name: node.reason for name, node in find_fp32_nodes(model.graph, ranges).items()}
 
 
 def _batches_for_effects(batches: Sequence[Batch]) -> int:

@@ -122,10 +122,10 @@ def check_options(config: QuantizeConfig) -> None:
             option="method",
         )
     if config.ranges and (config.data or config.accuracy_budget):
-        given = "data" if config.data else "accuracy_budget"
+        conflicting = "data" if config.data else "accuracy_budget"
         raise OptionError(
-            f"options 'ranges' and '{given}' are both set, but with ranges nothing is calibrated "
-            "and no budget is checked.",
+            f"options 'ranges' and '{conflicting}' are both set, but with ranges nothing is "
+            "calibrated and no budget is checked.",
             do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
             option="ranges",
         )
@@ -146,6 +146,7 @@ def check_options(config: QuantizeConfig) -> None:
         )
     if config.accuracy_budget:
         parse_accuracy_budget(config.accuracy_budget)
+        # The default does not count as set.
         if config.min_cosine != QuantizeConfig.min_cosine:
             raise OptionError(
                 "options 'accuracy_budget' and 'min_cosine' are both set; expected one of them.",
@@ -173,8 +174,8 @@ def require_calibration(config: QuantizeConfig) -> None:
     Raises:
         OptionError: a static scheme has neither, and random inputs are not allowed.
     """
-    given = config.data or config.ranges or config.allow_random
-    if not given and config.scheme != "dynamic":
+    calibrated = config.data or config.ranges or config.allow_random
+    if not calibrated and config.scheme != "dynamic":
         raise OptionError(
             "there are no calibration inputs. Ranges from random token ids are of no use: they "
             "are not those of texts.",
@@ -232,8 +233,8 @@ def parse_accuracy_budget(budget: str) -> float:
     Raises:
         OptionError: the text is not a percentage. A bare number could mean either.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
-    part = float(found[1]) / 100 if found else -1.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", budget)
+    part = float(match[1]) / 100 if match else -1.0
     if not 0 <= part <= 1:
         raise OptionError(
             f"option 'accuracy_budget' is '{budget}', expected a percentage, such as 0.5%.",

@@ -56,8 +56,10 @@ def quantize_dynamic(
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
     if not any(products.values()):
-        what = "that 'exclude' leaves" if config.exclude else "with a constant weight"
-        raise ArtifactError(f"{source.path} has no MatMul {what}, so nothing can be quantized.")
+        unquantizable = "that 'exclude' leaves" if config.exclude else "with a constant weight"
+        raise ArtifactError(
+            f"{source.path} has no MatMul {unquantizable}, so nothing can be quantized."
+        )
     notes = [
         "activation scales are computed at run time; only ONNX Runtime's CPU provider runs this"
     ]
@@ -69,18 +71,20 @@ def quantize_dynamic(
     if data is None:
         notes.append("accuracy was not measured: no inputs were given")
     else:
+        # The inputs have to lead to those of every graph.
         require_calibratable(source)
-        found = {}
+        accuracies = {}
         for record in records:
             graph, folder = SourceGraph.of(source, record), scratch / record.file
             folder.mkdir(parents=True)
             measured = _measure(graph, directory / record.file, config, data, folder)
-            found[record.file] = measured
+            accuracies[record.file] = measured
             name = f"{record.file}: " if len(records) > 1 else ""
             parts.append(f"{name}{describe_accuracy(measured)}")
-        accuracy = found[answer_graph(source.manifest.graphs).file]
+        accuracy = accuracies[answer_graph(source.manifest.graphs).file]
+        # The decoder computes the answers; its encoder is reported beside it.
         if len(records) > 1:
-            encoder_accuracy = found[input_graph(source.manifest.graphs).file]
+            encoder_accuracy = accuracies[input_graph(source.manifest.graphs).file]
         notes += [data.description, *AccuracyBudget.notes(config, accuracy.rows)]
     report = QuantizationReport(
         summary="; ".join(parts),
@@ -103,10 +107,10 @@ def _excluded_nodes(source: Artifact, patterns: Sequence[str]) -> dict[str, list
         record.file: [str(node.name) for node in read_graph(source.path / record.file).graph]
         for record in source.manifest.graphs
     }
-    check_patterns([name for found in nodes.values() for name in found], patterns)
+    check_patterns([name for names in nodes.values() for name in names], patterns)
     return {
-        file: [name for name in found if any(fnmatchcase(name, p) for p in patterns)]
-        for file, found in nodes.items()
+        file: [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+        for file, names in nodes.items()
     }
 
 
@@ -115,24 +119,25 @@ def _measure(
 ) -> AccuracyMetrics:
     calibrating, held_out = make_batches(source.artifact, source.record, data, seed=config.seed)
     # Nothing was calibrated, so all rows can measure.
-    seen = {row for batch in held_out for row in batch.rows}
-    others = [batch for batch in calibrating if not seen & set(batch.rows)]
+    held_out_rows = {row for batch in held_out for row in batch.rows}
+    unseen = [batch for batch in calibrating if not held_out_rows & set(batch.rows)]
     with (
         GraphTracer(source.path, source.outputs, optimized=True) as reference,
         GraphTracer(graph, source.outputs, optimized=True) as quantized,
     ):
         evaluator = AccuracyEvaluator.of(
             source,
-            [*others, *held_out],
+            [*unseen, *held_out],
             reference,
             scratch=scratch,
             labels=data.labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
-        found = evaluator.measure(quantized)
-    if not budget.is_met_by(found):
+        accuracy = evaluator.measure(quantized)
+    if not budget.is_met_by(accuracy):
         raise CheckFailedError(
-            f"dynamic INT8 does not meet the budget, a {budget}: found {describe_accuracy(found)}.",
+            f"dynamic INT8 does not meet the budget, a {budget}: "
+            f"found {describe_accuracy(accuracy)}.",
             do="Lower the budget, or keep FP32.",
         )
-    return found
+    return accuracy

@@ -75,7 +75,7 @@ def quantize_to_fastest(
         EngineryError: what the first scheme raises.
     """
     first = next(iter(makers))
-    made: dict[SchemeName, Result] = {}
+    results: dict[SchemeName, Result] = {}
     failures: dict[str, Exception] = {}
     large = sum(map(source.graph_bytes, source.manifest.graphs)) > _MAX_BYTES
     for scheme, make in makers.items():
@@ -87,24 +87,26 @@ def quantize_to_fastest(
         folder, temporary = directory / scheme, scratch / scheme
         (folder / REPORTS).mkdir(parents=True)
         temporary.mkdir()
-        given = replace(config, scheme=scheme)
+        scheme_config = replace(config, scheme=scheme)
         try:
-            made[scheme] = make(source, given, folder, data, fields, temporary, progress)
+            results[scheme] = make(source, scheme_config, folder, data, fields, temporary, progress)
         except Exception as error:  # ONNX Runtime's quantizer raises many unrelated types
+            # The other schemes only compete: no failure of theirs stops the first one.
             if scheme == first and not isinstance(error, CheckFailedError):
                 raise
             failures[scheme] = error
-    if not made:
+    if not results:
         raise failures[first]
     with progress.task("measuring speed"):
-        ratios = _measure(source, {scheme: directory / scheme for scheme in made}, data, config)
-    preferred = first if first in made else next(iter(made))
-    faster = [s for s in made if min(ratios[s]) > max(ratios[preferred])]
+        ratios = _measure(source, {scheme: directory / scheme for scheme in results}, data, config)
+    preferred = first if first in results else next(iter(results))
+    # Another scheme has to beat the first one's fastest round in its slowest.
+    faster = [s for s in results if min(ratios[s]) > max(ratios[preferred])]
     chosen = max(faster, key=lambda scheme: statistics.median(ratios[scheme]), default=preferred)
     notes = [_describe(ratios), *(_explain(scheme, e) for scheme, e in failures.items())]
     notes += [
         f"{_NAMES[s]} was not chosen: {_why_not(ratios[s], ratios[chosen])}"
-        for s in made
+        for s in results
         if s != chosen
     ]
     if statistics.median(ratios[chosen]) < 1:
@@ -114,15 +116,19 @@ def quantize_to_fastest(
         if scheme == chosen:
             _move_files(directory / scheme, directory)
         shutil.rmtree(directory / scheme, ignore_errors=True)
-    records, report, own = made[chosen]
-    return chosen, (records, replace(report, notes=[*report.notes, *notes]), [*own, *notes])
+    records, report, scheme_notes = results[chosen]
+    return chosen, (
+        records,
+        replace(report, notes=[*report.notes, *notes]),
+        [*scheme_notes, *notes],
+    )
 
 
 def _describe(ratios: Mapping[str, Ratios]) -> str:
-    found = ", ".join(f"{_NAMES[s]} {statistics.median(part):.2f}" for s, part in ratios.items())
+    factors = ", ".join(f"{_NAMES[s]} {statistics.median(part):.2f}" for s, part in ratios.items())
     return (
         f"times as fast as FP32 on the {usable_cpus()} cores of this machine, over held-out "
-        f"rows: {found}"
+        f"rows: {factors}"
     )
 
 
@@ -153,26 +159,26 @@ def _measure(
                 )
                 for scheme, folder in {"fp32": source.path, **folders}.items()
             }
-            few = _timed_batches(runs["fp32"], held_out)
+            timed = _timed_batches(runs["fp32"], held_out)
             for run in runs.values():  # the first run of a shape takes longer
-                _seconds(run, few)
-            for found in rounds:
+                _seconds(run, timed)
+            for seconds in rounds:
                 for scheme, run in runs.items():
-                    found[scheme] += _seconds(run, few)
-    return {scheme: [found["fp32"] / found[scheme] for found in rounds] for scheme in folders}
+                    seconds[scheme] += _seconds(run, timed)
+    return {scheme: [seconds["fp32"] / seconds[scheme] for seconds in rounds] for scheme in folders}
 
 
 def _timed_batches(fp32: GraphTracer, held_out: Sequence[Batch]) -> list[Batch]:
     """Return the first batches, with which FP32 runs for about `_SECONDS`."""
-    few: list[Batch] = []
+    timed: list[Batch] = []
     spent = 0.0
     for batch in held_out:
         fp32(batch.load())
         spent += _seconds(fp32, [batch])
-        few.append(batch)
+        timed.append(batch)
         if spent > _SECONDS:
             break
-    return few
+    return timed
 
 
 def _seconds(run: GraphTracer, batches: Sequence[Batch]) -> float:

@@ -68,6 +68,7 @@ class LayerToggleModel(Closeable):
             path.read_bytes(),
             path.parent,
             choose_providers(["cpu"]),
+            # ONNX Runtime's CPU kernels lack FP8 fusions.
             optimized=scheme.supports_fusions,
         )
 
@@ -112,8 +113,10 @@ def _insert_toggles(
         if layer.name in bias_deltas:
             delta = delta + bias_deltas[layer.name]
         if layer.op_type == "Conv":
+            # The channels of a convolution's output are on axis 1.
             delta = delta.reshape((-1,) + (1,) * (weight.ndim - 2))
         stem = toggles[layer.name]
+        # As in `insert_qdq`: on the CPU, a convolution multiplies between quantized tensors only.
         quantizes_output = scheme.unsigned and not layer.linear
         output_params = ranges[layer.activated_output] if quantizes_output else None
         branches = {
@@ -131,6 +134,7 @@ def _insert_toggles(
             use.node.replace_input_with(use.idx, switch.outputs[0])
         for index, value in enumerate(model.graph.outputs):
             if value is output:
+                # The graph's output keeps its name.
                 switch.outputs[0].name, output.name = output.name, f"{stem}_replaced"
                 model.graph.outputs[index] = switch.outputs[0]
         model.graph.remove(node, safe=True)
@@ -181,12 +185,14 @@ def _quantized_branch(
     if params.offset is not None:
         value = add("Add", [value, constant("offset", params.offset)])
     value = fake_quantize(value, "input", params)
+    # The weight is rounded already; the product is computed in FP32.
     nodes.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
     value = nodes[-1].outputs[0]
     value.name = f"{stem}_product"
     if np.any(delta):
         value = add("Add", [value, constant("delta", delta)])
     if output_params is not None:
+        # Also in front of a ReLU: what that removes is outside the range.
         fake_quantize(value, "output", output_params)
     return _branch(stem, nodes, constants)
 

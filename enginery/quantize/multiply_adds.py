@@ -65,10 +65,10 @@ def mean_length_feeds(batches: Sequence[Batch], record: GraphRecord) -> Feeds:
             break  # without a mask all inputs have the same size
     mean = np.average([length for length, _, _ in loaded], weights=[n for _, n, _ in loaded])
     nearest = min(loaded, key=lambda entry: abs(entry[0] - mean))[2]
-    found = nearest.load()
+    whole_batch = nearest.load()
     if fixed_batch(record):
-        return found
-    return {name: value[:1] if value.ndim else value for name, value in found.items()}
+        return whole_batch
+    return {name: value[:1] if value.ndim else value for name, value in whole_batch.items()}
 
 
 def count_multiply_adds(
@@ -85,15 +85,16 @@ def count_multiply_adds(
     operands = {node.name: (node.inputs[0], node.outputs[0]) for node in products}
     # Not with `runtime.multiply_adds`, which goes by the node names in the file. Nodes there may
     # have no names; the graph in memory has been given some.
-    wanted = [layer.output for layer in layers]
-    wanted += [value.name or "" for pair in operands.values() for value in pair if value]
-    with GraphTracer(model_path, wanted, optimized=True) as tracer:
+    tensor_names = [layer.output for layer in layers]
+    tensor_names += [value.name or "" for pair in operands.values() for value in pair if value]
+    with GraphTracer(model_path, tensor_names, optimized=True) as tracer:
         shapes = {name: value.shape for name, value in tracer(feeds).items()}
     batch = next(iter(feeds.values())).shape[0]
     attention = 0
     for source, output in operands.values():
         if source is not None:
             inner = shapes[source.name or ""][-1]
+            # Per row: a graph with a fixed batch size has several.
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
     rows = {x.name: int(np.prod(shapes[x.output])) // x.out_channels // batch for x in layers}

@@ -184,9 +184,9 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
             markerfacecolor="none",
             label="chosen",
         )
-        least = budget.reference - budget.allowed
-        if least > min(values) - 3 * (max(values) - min(values)) - 1e-3:
-            axes.axhline(least, color="black", linestyle="--", linewidth=1, label="budget")
+        minimum = budget.reference - budget.allowed
+        if minimum > min(values) - 3 * (max(values) - min(values)) - 1e-3:
+            axes.axhline(minimum, color="black", linestyle="--", linewidth=1, label="budget")
         axes.set(xlabel=f"multiply-adds in {scheme.upper()}, %", ylabel=_AXES[budget.kind])
 
     return save_figure(path, draw)
@@ -229,16 +229,16 @@ def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:
 
 
 def _search(measured: AccuracySearch) -> SearchRecord:
-    found = measured.result
+    result = measured.result
     return SearchRecord(
         budget=str(measured.budget),
         about=measured.budget.kind,
         reference=measured.budget.reference,
         allowed=measured.budget.allowed,
-        simulated=found.accuracy,
-        effects=found.effects,
+        simulated=result.accuracy,
+        effects=result.effects,
         curve=[
             MixAccuracy(left_out=p.left_out, share=p.share, **asdict(p.accuracy))
-            for p in found.curve
+            for p in result.curve
         ],
     )

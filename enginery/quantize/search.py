@@ -92,25 +92,25 @@ class AccuracyBudget:
             "quarter of --rows, or all of a file with fewer"
         ]
 
-    def is_met_by(self, found: AccuracyMetrics) -> bool:
+    def is_met_by(self, metrics: AccuracyMetrics) -> bool:
         """Return True if the loss is at most the budget."""
-        return self.loss(found) <= self.allowed + _ROUNDING
+        return self.loss(metrics) <= self.allowed + _ROUNDING
 
-    def is_met_in_search(self, found: AccuracyMetrics) -> bool:
+    def is_met_in_search(self, metrics: AccuracyMetrics) -> bool:
         """Return True if the loss is at most what the search may spend."""
-        return self.loss(found) <= self.spendable * self.allowed + _ROUNDING
+        return self.loss(metrics) <= self.spendable * self.allowed + _ROUNDING
 
-    def loss(self, found: AccuracyMetrics) -> float:
+    def loss(self, metrics: AccuracyMetrics) -> float:
         """Return by how much the metric is below that of the FP32 model."""
-        return self.reference - self.value(found)
+        return self.reference - self.value(metrics)
 
-    def value(self, found: AccuracyMetrics) -> float:
+    def value(self, metrics: AccuracyMetrics) -> float:
         """Return the metric that the budget limits."""
         values = {
-            "cosine": found.cosine,
-            "agreement": found.argmax_agreement,
-            "accuracy": found.label_accuracy,
-            "boxes": found.box_f1,
+            "cosine": metrics.cosine,
+            "agreement": metrics.argmax_agreement,
+            "accuracy": metrics.label_accuracy,
+            "boxes": metrics.box_f1,
         }
         value = values[self.kind]
         if value is None:
@@ -118,12 +118,12 @@ class AccuracyBudget:
         return value
 
     def __str__(self) -> str:
-        least = self.reference - self.allowed
+        minimum = self.reference - self.allowed
         words = {
-            "cosine": f"mean cosine of at least {least:.10g}",
-            "agreement": f"agreement with FP32's answers of at least {least:.2%}",
-            "accuracy": f"accuracy of at least {least:.2%}",
-            "boxes": f"F1 of the boxes to FP32's of at least {least:.2%}",
+            "cosine": f"mean cosine of at least {minimum:.10g}",
+            "agreement": f"agreement with FP32's answers of at least {minimum:.2%}",
+            "accuracy": f"accuracy of at least {minimum:.2%}",
+            "boxes": f"F1 of the boxes to FP32's of at least {minimum:.2%}",
         }
         return words[self.kind]
 
@@ -184,26 +184,31 @@ def search_mixed_precision(
         share = sum(weights[name] for name in names if name not in left_out)
         return CurvePoint(len(left_out), share, accuracy)
 
+    # Step 1 of the module's algorithm.
     everything = measure_point([])
     met_by_all = budget.is_met_in_search(everything.accuracy)
     if met_by_all and confirm is not None:
         met_by_all = budget.is_met_by(confirm(set(names)))
     if met_by_all and not curve:
         return SearchResult({}, everything.accuracy, {}, [everything])
-    found: list[_Order] = []
+    orders: list[_Order] = []
+    # Steps 2 to 5, the second order only where the first leaves out much.
     for kind in ("last", "first"):
         effects = _measure_effects(names, measure, everything_but=kind == "last", advance=advance)
+        # A layer may have no multiply-adds at all.
         by_effect = sorted(names, key=lambda n: effects[n] / max(weights[n], 1e-9), reverse=True)
         order = _Order(kind, effects, by_effect, {0: everything}, measure_point, budget)
+        # If the budget is missed with all layers, at least one has to be left out.
         order.find_fewest(0 if met_by_all else 1)
-        found.append(order)
+        orders.append(order)
         if order.share >= _ENOUGH:
             break
-    best = max(found, key=lambda order: order.share)
+    best = max(orders, key=lambda order: order.share)
+    # Step 6.
     if confirm is not None and best.left_out:
         best.confirm(confirm)
     if best.left_out == len(names):
-        points = [point for order in found for point in order.points.values()]
+        points = [point for order in orders for point in order.points.values()]
         nearest = max(points, key=lambda point: budget.value(point.accuracy))
         raise CheckFailedError(
             f"no combination with a quantized layer meets the budget, a {budget}: the best has a "
@@ -211,8 +216,9 @@ def search_mixed_precision(
             "multiply-adds quantized.",
             do="Lower the budget, or calibrate on inputs closer to those the model is used for.",
         )
-    for count in _powers_of_two(len(names)) if curve else ():
-        best.point(count)
+    if curve:
+        for count in _powers_of_two(len(names)):
+            best.point(count)
     ordered = sorted(best.points.values(), key=lambda point: point.left_out)
     return SearchResult(best.reasons(), best.point(best.left_out).accuracy, best.effects, ordered)
 
@@ -245,6 +251,8 @@ class _Order:
             real = measure(set(self.names[self.left_out :]))
             if self.budget.is_met_by(real):
                 return
+            # The graph lost more than the simulation, so the simulation may lose less by that
+            # ratio.
             spendable = self.budget.spendable * HEADROOM * self.budget.allowed
             spendable /= self.budget.loss(real)
             self.budget = replace(self.budget, spendable=spendable)

@@ -120,7 +120,7 @@ def _machine() -> dict[str, str]:
 
 
 def read_calibration(
-    source: Artifact, config: QuantizeConfig, given: Iterable[Any] | None = None
+    source: Artifact, config: QuantizeConfig, inputs: Iterable[Any] | None = None
 ) -> CalibrationData | None:
     """Read the calibration inputs for `fingerprint` and `run`; see `read_data`.
 
@@ -135,18 +135,18 @@ def read_calibration(
     check_options(config)
     config = resolve_scheme(config)
     require_quantizable(source, config)
-    if config.ranges and given is not None:
+    if config.ranges and inputs is not None:
         raise OptionError(
             "both calibration inputs and ranges were given, but ranges replace the calibration.",
             do="Remove one.",
         )
     if config.scheme != "dynamic":
         check_trial_options(source, config)
-    if config.scheme == "dynamic" and given is None and not config.data:
+    if config.scheme == "dynamic" and inputs is None and not config.data:
         # Dynamic INT8 is not calibrated; inputs would only measure its accuracy.
         require_no_budget(config)
         return None
-    return read_data(source, config, given)
+    return read_data(source, config, inputs)
 
 
 def run(
@@ -180,7 +180,8 @@ def run(
         EngineryError: there is no space for FP32's outputs in the temporary directory.
     """
     started = time.monotonic()
-    written, config = config, resolve_scheme(config)
+    # The record has the options as they were set, and beside them what `auto` became.
+    requested, config = config, resolve_scheme(config)
     source.require_passed(allow_failed=config.allow_failed)
     require_quantizable(source, config)
     key = key or fingerprint(source, config, data)
@@ -204,6 +205,7 @@ def run(
                 )
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
+        # On the inputs of `validate`, so that it knows what to expect.
         builtin = measure_builtin(first, directory / first.record.file, fused=fused)
         if builtin is not None and builtin.cosine < MIN_MEAN_COSINE:
             notes.append(
@@ -214,7 +216,7 @@ def run(
         (directory / REPORT).write_bytes(report.to_json())
         stage = StageRecord.of(
             key,
-            written,
+            requested,
             started=started,
             tools=stage_tools(TOOLS),
             peak_rss_bytes=peak_rss_bytes(),
@@ -226,6 +228,7 @@ def run(
             "target": config.target,
             "graphs": graphs,
             "stages": (*source.manifest.stages, stage),
+            # Verdicts on the source artifact do not apply to this one.
             "verdicts": (),
         }
         commit_artifact(directory, source.manifest.model_copy(update=changes))
@@ -254,13 +257,14 @@ def _quantize_static(
         folder = scratch / f"graph-{index}"
         folder.mkdir()
         graphs.append(_convert(source, record, config, folder, data, notes, progress))
+    # After the conversions: ranges belong to the digest of all graphs.
     reused = _read_ranges(graphs, config)
-    found = []
+    quantized = []
     for index, graph in enumerate(graphs):
         folder = scratch / f"graph-{index}"
-        found.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
-    cache = CalibrationCache.merge([each.cache for each in found], _digest(graphs))
-    answers = found[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
+        quantized.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
+    cache = CalibrationCache.merge([graph.cache for graph in quantized], _digest(graphs))
+    answers = quantized[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
     if config.target == "cpu":
         notes.append("activations are stored as uint8, for ONNX Runtime's CPU kernels")
     elif not list_capabilities(config):
@@ -268,14 +272,14 @@ def _quantize_static(
             "no trial engine was built, because 'capability' is none: TensorRT has not checked "
             "this graph"
         )
-    notes += [note for each in found for note in each.more.notes()]
+    notes += [note for graph in quantized for note in graph.more.notes()]
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
         if not save_curve(directory / CURVE, answers.measured, config.scheme):
             notes.append(NOT_DRAWN)
     (directory / REPORTS / RANGES).write_bytes(cache.to_json())
-    report = make_report(found, answers, cache, config, data, notes, fields)
-    return tuple(each.record for each in found), report, notes
+    report = make_report(quantized, answers, cache, config, data, notes, fields)
+    return tuple(graph.record for graph in quantized), report, notes
 
 
 def _convert(
@@ -301,6 +305,7 @@ def _convert(
     )
     progress.say(f"quantize: {note}")
     notes.append(note)
+    # Without data, both graphs run on generated numbers.
     generated = CalibrationData("random", (0,), (), "", "")
     batches, _ = make_batches(source, record, data or generated, seed=config.seed)
     path = folder / record.file
@@ -345,14 +350,16 @@ def _quantize_graph(
         source, model, layers, data, config, reused, scratch, progress
     )
     quantized = cache.quantized_layers(layers)
-    known = float_operands(model, quantized)
+    # Before the graph is quantized in place.
+    fp32_operands = float_operands(model, quantized)
     record, more = _write_graph(model, quantized, cache, source.record, directory, config)
     graph = directory / record.file
     accuracy = _measure_saved(graph, measured, config)
     if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
+        # The layers alone may still meet the budget.
         cache = replace(cache, beyond_layers=False)
         model = source.read()
-        known = float_operands(model, quantized)
+        fp32_operands = float_operands(model, quantized)
         record, more = _write_graph(model, quantized, cache, source.record, directory, config)
         accuracy = _measure_saved(graph, measured, config)
     _check_accuracy(accuracy, measured, config)
@@ -360,7 +367,8 @@ def _quantize_graph(
     if config.target == "tensorrt":
         with progress.task("building a trial engine"):
             trials = build_trials(graph, source, config, quantized)
-    add_float_layers(model, float_layers(model, quantized, known))
+    # The graph is saved by now; these nodes only measure.
+    add_float_layers(model, float_layers(model, quantized, fp32_operands))
     with progress.task("measuring each layer"):
         held_out, builtin = _measure_layers(model, source, measured, config, scratch)
     return QuantizedGraph(
@@ -381,6 +389,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
         raise ArtifactError(
             f"{source.path} is already quantized.", do="Start from the exported artifact."
         )
+    # Q and DQ have to be inserted before layers are fused.
     targets = ("onnx", "cpu") if config.scheme == "dynamic" else ("onnx", "tensorrt")
     if manifest.precision != "fp32" or manifest.target not in targets:
         raise ArtifactError(
@@ -388,6 +397,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
             f"{config.target} expects FP32 for {' or '.join(targets)}.",
             do="Start from the exported artifact: enginery export MODEL --dtype fp32",
         )
+    # Dynamic INT8 without inputs calibrates and measures nothing.
     if config.scheme != "dynamic" or config.data:
         require_calibratable(source)
     for option in ("accuracy_budget", "label_column"):
@@ -418,8 +428,8 @@ def _obtain_calibration(
         return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
     excluded = excluded_layers(layers, config.exclude, None, scheme_from_config(config))
     progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
-    found = reused.of_graph(model, layers)
-    return replace(found, left_out={**found.left_out, **excluded}), None
+    cache = reused.of_graph(model, layers)
+    return replace(cache, left_out={**cache.left_out, **excluded}), None
 
 
 def _write_graph(
@@ -463,17 +473,17 @@ def _measure_saved(
 
 
 def _check_accuracy(
-    found: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
+    accuracy: AccuracyMetrics | None, measured: AccuracySearch | None, config: QuantizeConfig
 ) -> None:
     """Raise CheckFailedError if the saved graph does not meet the accuracy budget."""
-    if found and measured and not measured.budget.is_met_by(found):
-        rest = residual_precision(config)
-        before = "Simulated" if rest == "fp32" else f"Before casting the rest to {rest}"
+    if accuracy and measured and not measured.budget.is_met_by(accuracy):
+        residual = residual_precision(config)
+        before = "Simulated" if residual == "fp32" else f"Before casting the rest to {residual}"
         raise CheckFailedError(
             f"the saved graph does not meet the budget, a {measured.budget}: its mean cosine is "
-            f"{found.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
+            f"{accuracy.cosine:.5f}. {before}, it was {measured.result.accuracy.cosine:.5f}.",
             do="Lower the budget."
-            if rest == "fp32"
+            if residual == "fp32"
             else "Keep the rest in FP32 with --residual fp32, or lower the budget.",
         )
 
@@ -491,6 +501,7 @@ def _measure_layers(
     write_graph(model, path, max_inline_bytes=0)
     fused = scheme_from_config(config).supports_fusions
     evaluator = measured.evaluator if measured else None
+    # About `MAX_ROWS` rows, spread over the batches.
     held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)] if evaluator else []
     return (
         measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),

@@ -57,6 +57,7 @@ def build_trials(
         MissingPackageError: TensorRT is not installed.
         ShapeError: a profile does not fit the graph.
     """
+    # The rules check every node; the parser may stop at the first error.
     faults = lint_onnx(graph, parser=False).errors
     if faults:
         raise ProviderError(

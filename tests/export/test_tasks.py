@@ -70,7 +70,7 @@ def test_inferred_tasks_are_those_that_optimum_infers():
                 continue
             supported = TasksManager.get_supported_tasks_for_model_type(model_type, "onnx")
             if task in supported and name.removeprefix(stem).startswith(("For", "Model")):
-                found = _supported_task(model_type, choose_task("auto", settings), asked="auto")
+                found = _supported_task(model_type, choose_task("auto", settings), requested="auto")
                 assert task == found, name
                 checked += 1
     assert checked > 15

@@ -129,9 +129,9 @@ def bucket_lengths(
         InputError: `lengths` is empty, negative, or not of integers.
         OptionError: `count`, `most` or `multiple_of` is below 1, or `hidden_size` below 0.
     """
-    least = {"count": 1, "most": 1, "multiple_of": 1, "hidden_size": 0}
-    given = (count, most, multiple_of, hidden_size)
-    for (name, low), value in zip(least.items(), given, strict=True):
+    minimums = {"count": 1, "most": 1, "multiple_of": 1, "hidden_size": 0}
+    values = (count, most, multiple_of, hidden_size)
+    for (name, low), value in zip(minimums.items(), values, strict=True):
         if value < low:
             raise OptionError(f"option '{name}' is {value}, expected {low} or more.")
     observed = np.asarray(lengths)
@@ -149,13 +149,13 @@ def bucket_lengths(
     # Integers, so that sums are exact: the cost in the docstring times 6 * hidden_size.
     costs = boundaries * (6 * hidden_size + boundaries) if hidden_size else boundaries
     ends = boundaries[_optimal_ends(costs, rows, count)]
-    place = np.searchsorted(ends, rounded)
+    bucket_index = np.searchsorted(ends, rounded)
     buckets = tuple(
         Bucket(
             shortest=1 if index == 0 else int(ends[index - 1]) + 1,
             longest=int(end),
-            rows=int((place == index).sum()),
-            tokens=int(cut[place == index].sum()),
+            rows=int((bucket_index == index).sum()),
+            tokens=int(cut[bucket_index == index].sum()),
         )
         for index, end in enumerate(ends)
     )

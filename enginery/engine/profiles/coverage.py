@@ -40,10 +40,10 @@ def check_all_reachable(profiles: Sequence[Profile]) -> None:
                 "chosen.",
                 do="Remove one of them.",
             )
-    taken = _assign_profiles(profiles)
+    assigned = _assign_profiles(profiles)
     for index, profile in enumerate(profiles):
-        if index not in taken:
-            others = np.unique(taken[_region(profile, _boundaries(profiles))])
+        if index not in assigned:
+            others = np.unique(assigned[_region(profile, _boundaries(profiles))])
             names = " and ".join(f"'{profiles[other]}'" for other in others)
             raise ShapeError(
                 f"profile '{profile}' is never chosen: all its shapes are in a smaller profile, "
@@ -54,19 +54,21 @@ def check_all_reachable(profiles: Sequence[Profile]) -> None:
 
 def describe_size_gaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe the sizes of each dim that lie between ranges and are in no profile."""
-    found = []
-    for name in profiles[0].dims if profiles else ():
+    if not profiles:
+        return []
+    gaps = []
+    for name in profiles[0].dims:
         ranges = sorted(_range_ends(profile.dims[name]) for profile in profiles)
         reached = ranges[0][1]
         for low, high in ranges[1:]:
             if low > reached + 1:
                 missing = DimRange(reached + 1, reached + 1, low - 1)
-                found.append(
+                gaps.append(
                     f"{_describe_range(name, missing)} is in no profile: the ranges end at "
                     f"{reached} and start again at {low}."
                 )
             reached = max(reached, high)
-    return found
+    return gaps
 
 
 def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
@@ -96,7 +98,7 @@ def describe_uncovered_combinations(profiles: Sequence[Profile]) -> list[str]:
 def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
     """Describe each pair of overlapping profiles: the common shapes, and which profile is used."""
     order = preference_order(profiles)
-    found = []
+    overlaps = []
     for first, second in itertools.combinations(range(len(profiles)), 2):
         chosen, other = sorted((first, second), key=order.index)
         common = _intersection(profiles[chosen], profiles[other])
@@ -106,11 +108,11 @@ def describe_overlaps(profiles: Sequence[Profile]) -> list[str]:
         relation = "overlaps"
         if all(_range_ends(common[n]) == _range_ends(r) for n, r in profiles[chosen].dims.items()):
             relation = "lies within"
-        found.append(
+        overlaps.append(
             f"profile '{profiles[chosen]}' {relation} '{profiles[other]}' and is used for the "
             f"shapes in both, {shapes}: {_describe_preference(profiles[chosen], profiles[other])}."
         )
-    return found
+    return overlaps
 
 
 def _describe_preference(chosen: Profile, other: Profile) -> str:
@@ -150,10 +152,10 @@ def _boundaries(profiles: Sequence[Profile]) -> dict[str, list[int]]:
 def _assign_profiles(profiles: Sequence[Profile]) -> NDArray[np.int64]:
     """Return the index of the profile used for each box, or -1; one axis per dim."""
     cuts = _boundaries(profiles)
-    taken = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
+    assigned = np.full([len(cut) - 1 for cut in cuts.values()], _NONE, dtype=np.int64)
     for index in reversed(preference_order(profiles)):
-        taken[_region(profiles[index], cuts)] = index
-    return taken
+        assigned[_region(profiles[index], cuts)] = index
+    return assigned
 
 
 def _region(profile: Profile, cuts: dict[str, list[int]]) -> tuple[slice, ...]:

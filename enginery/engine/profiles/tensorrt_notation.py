@@ -40,22 +40,22 @@ def profiles_from_shapes(
     texts = {"min": minimum, "opt": optimum, "max": maximum}
     absent = [end for end, text in texts.items() if not text.strip()]
     if absent:
-        given = " and ".join(end for end in texts if end not in absent)
+        present = " and ".join(end for end in texts if end not in absent)
         raise ShapeError(
-            f"{' and '.join(absent)} shapes are missing; found {given or 'no'} shapes.",
+            f"{' and '.join(absent)} shapes are missing; found {present or 'no'} shapes.",
             do="Set all three: --min-shapes, --opt-shapes and --max-shapes.",
         )
-    read = {end: _profile_shapes(f"{end} shapes '{text}'", text) for end, text in texts.items()}
-    counts = {end: len(groups) for end, groups in read.items()}
+    parsed = {end: _profile_shapes(f"{end} shapes '{text}'", text) for end, text in texts.items()}
+    counts = {end: len(groups) for end, groups in parsed.items()}
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} in {end} shapes" for end, count in counts.items())
+        numbers = ", ".join(f"{count} in {end} shapes" for end, count in counts.items())
         raise ShapeError(
-            f"the numbers of profiles differ: {found}.",
+            f"the numbers of profiles differ: {numbers}.",
             do="Name every input once per profile in all three.",
         )
     corners = {
         end: [_solve_dims(f"{end} shapes '{texts[end]}'", group, specs) for group in groups]
-        for end, groups in read.items()
+        for end, groups in parsed.items()
     }
     return [
         _profile(*sizes)
@@ -153,9 +153,9 @@ def _solve_sums(shapes: Shapes, specs: Mapping[str, TensorSpec], sizes: dict[str
         for dim, size in zip(specs[name].dims, shape, strict=True):
             unknown = [term for term in dim_terms(dim) if term not in sizes]
             if len(unknown) == 1:
-                rest = size - resolve_dim(dim, {**sizes, unknown[0]: 0})
-                if rest >= 1:
-                    sizes[unknown[0]] = rest
+                remainder = size - resolve_dim(dim, {**sizes, unknown[0]: 0})
+                if remainder >= 1:
+                    sizes[unknown[0]] = remainder
 
 
 def _format_shape(shape: tuple[int, ...]) -> str:

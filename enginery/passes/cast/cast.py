@@ -107,6 +107,7 @@ class _GraphCaster:
         for node in all_nodes(self.model):
             self._retype(node)
         for graph in graphs:
+            # Before Casts are added: a constant in the type of its reader needs none.
             self._convert_initializers(graph)
         for graph in graphs:
             for node in list(graph):
@@ -141,9 +142,9 @@ class _GraphCaster:
             if attribute is not None and attribute.as_int() == FLOAT:
                 node.attributes[name] = ir.AttrInt64(name, int(self.low))
         if node.op_type == "ConstantOfShape":
-            given = node.attributes.get("value")
+            default = node.attributes.get("value")
             # The default value in ONNX is 0.
-            tensor = given.as_tensor() if given is not None else ir.tensor([0.0], dtype=FLOAT)
+            tensor = default.as_tensor() if default is not None else ir.tensor([0.0], dtype=FLOAT)
             self._note_clamped(tensor, node.name or "")
             node.attributes["value"] = ir.AttrTensor("value", cast_tensor(tensor, self.low))
 
@@ -161,6 +162,7 @@ class _GraphCaster:
                 value.const_value = cast_tensor(tensor, self.low)
                 self._lower(value)
                 continue
+            # Nodes of both types read it, so it is stored twice.
             self.shared.append(name)
             copy = ir.Value(
                 name=self.new_name(f"{name}_{self.precision}"),
@@ -201,6 +203,7 @@ class _GraphCaster:
             producer = value.producer()
             if producer is not None and producer.graph is graph:
                 graph.insert_after(producer, cast)
+            # The value is an input, or belongs to an outer graph.
             elif len(graph):
                 graph.insert_before(graph[0], cast)
             else:

@@ -118,16 +118,18 @@ def find_fp32_nodes(graph: ir.Graph, ranges: Mapping[str, TensorRange]) -> dict[
     fp32_nodes: dict[str, Fp32Node] = {}
     for node in graph:
         if not has_subgraph(node):
-            found = _unmeasured(node, ranges) or _range_problem(node, ranges)
-            if found is not None:
-                fp32_nodes[node.name or ""] = found
+            fp32_node = _unmeasured(node, ranges) or _range_problem(node, ranges)
+            if fp32_node is not None:
+                fp32_nodes[node.name or ""] = fp32_node
             continue
         for attribute in node.attributes.values():
             for inner in subgraphs_of(attribute):
+                # Values in the body of a Loop or a Scan are computed anew in each iteration and
+                # have no ranges.
                 fp32_nodes |= (
                     find_fp32_nodes(inner, ranges)
                     if node.op_type == "If"
-                    else {found.node: found for found in _unmeasurable(inner, node)}
+                    else {fp32.node: fp32 for fp32 in _unmeasurable(inner, node)}
                 )
     return fp32_nodes
 
@@ -142,9 +144,11 @@ def subgraphs_of(attribute: ir.Attr) -> list[ir.Graph]:
 def _unmeasured(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Return the node if none of the inputs gave it a value."""
     for value in node.outputs:
-        found = ranges.get(value.name or "")
-        if value.dtype == FLOAT and found is not None and not found.elements:
-            return _fp32_node(node, value, found, "no input reached it, so its range is unknown")
+        tensor_range = ranges.get(value.name or "")
+        if value.dtype == FLOAT and tensor_range is not None and not tensor_range.elements:
+            return _fp32_node(
+                node, value, tensor_range, "no input reached it, so its range is unknown"
+            )
     return None
 
 
@@ -160,16 +164,16 @@ def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Fp32Node]:
 
 def _range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Return the node if its inputs, outputs or inner values do not fit FP16."""
-    for what, values in (("output", node.outputs), ("input", node.inputs)):
+    for role, values in (("output", node.outputs), ("input", node.inputs)):
         for value in values:
             if value is None or value.dtype != FLOAT:
                 continue
-            found = ranges.get(value.name or "")
-            if found is None and value.const_value is not None:
-                found = _constant_range(value.const_value)
-            if found is not None and found.largest * HEADROOM > FP16_MAX:
-                reason = f"its {what} reaches {found.largest:.3g}, {_LIMIT}"
-                return _fp32_node(node, value, found, reason)
+            tensor_range = ranges.get(value.name or "")
+            if tensor_range is None and value.const_value is not None:
+                tensor_range = _constant_range(value.const_value)
+            if tensor_range is not None and tensor_range.largest * HEADROOM > FP16_MAX:
+                reason = f"its {role} reaches {tensor_range.largest:.3g}, {_LIMIT}"
+                return _fp32_node(node, value, tensor_range, reason)
     return _sum_problem(node, ranges) or _small_problem(node, ranges)
 
 
@@ -183,6 +187,7 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node |
     if before is None or after is None:
         return None
     if node.op_type in _MEANS and after.elements:
+        # A kernel may hold the sum in FP16 before it divides by the number of summed elements.
         total = after.largest * before.elements / after.elements
         if total > FP16_MAX:
             reason = f"the sum of its mean reaches {total:.3g}, {_LIMIT}"
@@ -196,6 +201,7 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node |
             f"logarithms up to {_LOG_SUM_MAX:.3g}"
         )
         return _fp32_node(node, source, before, reason)
+    # LpNormalization takes the root of the sum of squares, the norms that of their mean.
     square = before.row_mean_square * (_width(source) if node.op_type == "LpNormalization" else 1)
     if node.op_type in (*_SQUARE_NORMS, "LpNormalization") and square * HEADROOM > FP16_MAX:
         reason = f"its inner squares reach {square:.3g}, {_LIMIT}"
@@ -220,13 +226,14 @@ def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node
     if index is None or index >= len(node.inputs):
         return None
     value = node.inputs[index]
-    found = ranges.get(value.name or "") if value is not None else None
-    if value is None or found is None or not 0 < found.smallest < FP16_MIN_NORMAL:
+    tensor_range = ranges.get(value.name or "") if value is not None else None
+    if value is None or tensor_range is None or not 0 < tensor_range.smallest < FP16_MIN_NORMAL:
         return None
     reason = (
-        f"its input has values of {found.smallest:.3g}; FP16 loses bits below {FP16_MIN_NORMAL:.3g}"
+        f"its input has values of {tensor_range.smallest:.3g}; "
+        f"FP16 loses bits below {FP16_MIN_NORMAL:.3g}"
     )
-    return _fp32_node(node, value, found, reason)
+    return _fp32_node(node, value, tensor_range, reason)
 
 
 def _is_negative(exponent: ir.Value | None) -> bool:
@@ -254,7 +261,12 @@ def _constants(graph: ir.Graph) -> Iterable[ir.TensorProtocol]:
                 yield tensor
 
 
-def _fp32_node(node: ir.Node, value: ir.Value, found: TensorRange, reason: str) -> Fp32Node:
+def _fp32_node(node: ir.Node, value: ir.Value, tensor_range: TensorRange, reason: str) -> Fp32Node:
     return Fp32Node(
-        node.name or "", node.op_type, value.name or "", found.largest, found.smallest, reason
+        node.name or "",
+        node.op_type,
+        value.name or "",
+        tensor_range.largest,
+        tensor_range.smallest,
+        reason,
     )

@@ -36,21 +36,21 @@ def find_position_nodes(graph: ir.Graph) -> dict[str, str]:
     """Return the names of such nodes of one graph, with the reason. Values must have types."""
     nodes = list(graph)
     data = _data_values(graph, nodes)
-    kept: dict[str, str] = {}
+    reasons_by_node: dict[str, str] = {}
     outputs = set(graph.outputs)
     for node in reversed(nodes):
         floats = [value for value in node.outputs if value.dtype == FLOAT]
         if not floats or has_subgraph(node):
             continue
         if node.op_type in _ANGLES and node.inputs[0] not in data:
-            kept[node.name or ""] = "an angle computed from positions"
+            reasons_by_node[node.name or ""] = "an angle computed from positions"
             continue
         if any(value in outputs for value in floats):
             continue
-        reasons = [_reason(value, data, kept) for value in floats]
+        reasons = [_reason(value, data, reasons_by_node) for value in floats]
         if all(reasons):
-            kept[node.name or ""] = reasons[0]
-    return kept
+            reasons_by_node[node.name or ""] = reasons[0]
+    return reasons_by_node
 
 
 def _data_values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> set[ir.Value]:
@@ -69,18 +69,18 @@ def _data_values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> set[ir.Value]:
     return data
 
 
-def _reason(value: ir.Value, data: set[ir.Value], kept: dict[str, str]) -> str:
+def _reason(value: ir.Value, data: set[ir.Value], reasons_by_node: dict[str, str]) -> str:
     """Return why all uses of a value need FP32, or '' if one does not."""
     reason = ""
     for use in value.uses():
         node = use.node
         if has_subgraph(node) or node.graph is not value.graph:
             return ""
-        if node.name in kept:
+        if node.name in reasons_by_node:
             # The node is kept, but data that it reads is not a position.
             if value in data:
                 return ""
-            reason = kept[node.name]
+            reason = reasons_by_node[node.name]
         elif value not in data and _becomes_integers(node):
             reason = "its values become integers"
         else:

@@ -66,6 +66,7 @@ def simulate_cast(
     low = low_precision_type(precision)
     if model.functions:
         InlinePass()(model)
+    # A Constant node has one type; an initializer can have a rounded copy.
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     opset = model.opset_imports.get("", 1)
     if low == ir.DataType.BFLOAT16:
@@ -83,9 +84,9 @@ def simulate_cast(
         for value in list(graph.inputs):
             _round_input(value, plan, graph, low, new_name, all_uses=low_io)
         for node in nodes:
-            given = node.attributes.get("value")
-            if node.op_type == "ConstantOfShape" and given and any(plan.ports[node].outputs):
-                rounded = round_tensor(given.as_tensor(), low)
+            attribute = node.attributes.get("value")
+            if node.op_type == "ConstantOfShape" and attribute and any(plan.ports[node].outputs):
+                rounded = round_tensor(attribute.as_tensor(), low)
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
             low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, low_outputs, strict=False):
@@ -104,6 +105,7 @@ def simulate_low_precision(model: ir.Model) -> None:
     new_name = NameAllocator(model)
     for value, low in widen(model, keep_inputs=True).items():
         producer = value.producer()
+        # Nodes that only move numbers move rounded ones.
         if producer is None or producer.graph is None or producer.op_type in _MOVES:
             continue
         if not value.uses() and not value.is_graph_output():  # an optional output
@@ -205,6 +207,7 @@ def _round_output(
     for index, output in enumerate(graph.outputs):
         if output is value:
             graph.outputs[index] = rounded
+    # In the cast graph, this is the name of the value in the low precision.
     value.name = new_name(f"{name}_exact")
     rounded.name = name
 

@@ -54,9 +54,11 @@ def widen(
     infer_types(model)
     changed = {}
     for graph in all_graphs(model.graph):
-        computed = [value for node in graph for value in node.outputs]
-        kept = keep_inputs and graph is model.graph
-        for value in (*(() if kept else graph.inputs), *computed):
+        values = [value for node in graph for value in node.outputs]
+        # Only the main graph's inputs come from the caller; those of a subgraph are FP32 by now.
+        if not keep_inputs or graph is not model.graph:
+            values = [*graph.inputs, *values]
+        for value in values:
             if value.dtype is not None and value.dtype in low:
                 changed[value], value.dtype = value.dtype, FLOAT
         for name, value in graph.initializers.items():

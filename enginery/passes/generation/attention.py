@@ -116,10 +116,10 @@ def is_scalar(value: ir.Value, depth: int = 12) -> bool:
         return False
     if node.op_type == "Shape":
         return True
-    inputs = [each for each in node.inputs if each is not None]
+    inputs = [operand for operand in node.inputs if operand is not None]
     if node.op_type in ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape"):
         inputs = inputs[:1]
-    return all(is_scalar(each, depth - 1) for each in inputs)
+    return all(is_scalar(operand, depth - 1) for operand in inputs)
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, tuple[str, ir.Value]] | None:

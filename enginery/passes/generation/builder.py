@@ -63,6 +63,7 @@ class Builder:
         producer = values[0].producer()
         if producer is not None:
             self.added.add(producer)
+        # ONNX requires an opset for each domain of a model's operators.
         if domain == MICROSOFT:
             self._model.opset_imports.setdefault(MICROSOFT, 1)
         return values

@@ -35,14 +35,14 @@ def add_cross_attention(
     """
     copy = _Copy(encoder, states)
     by_name = {value.name: value for value in decoder.graph.outputs}
-    found = []
+    added_outputs = []
     for name in outputs:
         value = copy.value(by_name[name])
         if value.is_graph_output():
             raise UnknownPathError(f"{name} is the encoder's states themselves")
         value.name, value.type, value.shape = name, by_name[name].type, by_name[name].shape
-        found.append(value)
-    encoder.graph.outputs.extend(found)
+        added_outputs.append(value)
+    encoder.graph.outputs.extend(added_outputs)
 
 
 class _Copy:
@@ -62,16 +62,19 @@ class _Copy:
 
     def _copy(self, value: ir.Value) -> ir.Value:
         if value.name == self._states and value.is_graph_input():
+            # The states, which the decoder takes as an input, are the encoder's first output.
             return self._graph.outputs[0]
         if value.const_value is not None and value.is_initializer():
             return self._initializer(value)
         node = value.producer()
         if node is None:
             raise UnknownPathError(f"the input {value.name}")
+        # Its shape may be computed from other inputs of the decoder, which the encoder does not
+        # have.
         if node.op_type == "Reshape" and (shape := node.inputs[1]) is not None:
             copied = [self.value(node.inputs[0]), self._shape(node, shape)]
         else:
-            copied = [None if each is None else self.value(each) for each in node.inputs]
+            copied = [None if operand is None else self.value(operand) for operand in node.inputs]
         twin = ir.Node(
             node.domain,
             node.op_type,
@@ -101,14 +104,14 @@ class _Copy:
         What is reshaped is (batch, positions, features), and heads come out of the features: sizes
         that are computed are those of the first two dims, which stay as they are (0).
         """
-        if (known := _constant(shape)) is None:
+        if (numbers := _constant(shape)) is None:
             sizes = _parts(shape)
             if None in sizes[2:]:
                 raise UnknownPathError(f"{node.name}, whose shape has unknown sizes")
-            known = np.array([0 if size is None else size for size in sizes], np.int64)
+            numbers = np.array([0 if size is None else size for size in sizes], np.int64)
         name = self._names(f"{_PREFIX}/{node.name or node.op_type}_shape")
-        twin = ir.Value(name=name, const_value=ir.tensor(known, name=name))
-        twin.type, twin.shape = ir.TensorType(ir.DataType.INT64), ir.Shape(known.shape)
+        twin = ir.Value(name=name, const_value=ir.tensor(numbers, name=name))
+        twin.type, twin.shape = ir.TensorType(ir.DataType.INT64), ir.Shape(numbers.shape)
         self._graph.register_initializer(twin)
         return twin
 
@@ -120,8 +123,8 @@ def _parts(shape: ir.Value) -> list[int | None]:
         raise UnknownPathError(f"the shape {shape.name}")
     sizes: list[int | None] = []
     for part in node.inputs:
-        known = None if part is None else _constant(part)
-        sizes += [None] if known is None else [int(size) for size in known]
+        constant = None if part is None else _constant(part)
+        sizes += [None] if constant is None else [int(size) for size in constant]
     return sizes
 
 

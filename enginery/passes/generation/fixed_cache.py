@@ -274,6 +274,7 @@ class _Rewriter:
         emit = self._grouped if fits else self._scattered
         self.counts[GROUPED if fits else SCATTERED] += 1
         context, buffers = emit(attention, visibility, past, new, (heads, kv_heads, width))
+        # MultiHeadAttention has keys for each head of the queries, so the buffer does, too.
         stored = kv_heads if fits else heads
         for value, buffer, present in zip(past, buffers, presents, strict=True):
             value.shape = ir.Shape(["batch", stored, "buffer", width])
@@ -330,22 +331,25 @@ class _Rewriter:
         self, query: ir.Value, key: ir.Value, width: int
     ) -> tuple[ir.Value, ir.Value, list[ir.Value]] | None:
         """Return queries and keys before they are rotated, and the tables for it."""
-        one, other = find_rotation(query), find_rotation(key)
-        if one is None or other is None:
+        query_rotation, key_rotation = find_rotation(query), find_rotation(key)
+        if query_rotation is None or key_rotation is None:
             return None
-        if (one.cosines, one.sines) != (other.cosines, other.sines):
+        if (query_rotation.cosines, query_rotation.sines) != (
+            key_rotation.cosines,
+            key_rotation.sines,
+        ):
             return None
-        names = (one.cosines.name, one.sines.name)
+        names = (query_rotation.cosines.name, query_rotation.sines.name)
         if names not in self._tables:
             limit = self.facts.limits.position_limit
             self._tables[names] = read_tables(
-                one, self.facts.sizes, width=width, position_limit=limit
+                query_rotation, self.facts.sizes, width=width, position_limit=limit
             )
         tables = self._tables[names]
         if tables is None:
             return None
         constants = [self.build.constant(table) for table in (tables.cosines, tables.sines)]
-        return one.source, other.source, constants
+        return query_rotation.source, key_rotation.source, constants
 
     def _scattered(
         self,
@@ -366,9 +370,11 @@ class _Rewriter:
         for buffer, appended in zip(past, new, strict=True):
             rows = build("Transpose", appended, perm=_HEADS_BEFORE_POSITIONS)
             if kv_heads != heads:
-                apart = build("Unsqueeze", rows, build.ints(3))
-                spread = build("Expand", apart, build.ints(1, 1, 1, heads // kv_heads, 1))
-                rows = build("Reshape", spread, build.ints(0, 0, heads, width))
+                # Heads share keys and values; MultiHeadAttention reads one for each, so they are
+                # repeated.
+                unsqueezed = build("Unsqueeze", rows, build.ints(3))
+                expanded = build("Expand", unsqueezed, build.ints(1, 1, 1, heads // kv_heads, 1))
+                rows = build("Reshape", expanded, build.ints(0, 0, heads, width))
             buffers.append(build("ScatterND", buffer, indices, rows))
         query = build.merge_heads(attention.query, heads * width)
         (context,) = build.node(
@@ -408,22 +414,23 @@ class _Rewriter:
         build = self.build
         distance = self._once("distance", self._distance)
         zero = build.constant(np.array(0, np.int64))
-        seen = build("GreaterOrEqual", distance, zero)
+        visible = build("GreaterOrEqual", distance, zero)
         if visibility.window is not None:
             limit = build.constant(np.array(visibility.window, np.int64))
-            seen = build("And", seen, build("Less", distance, limit))
+            visible = build("And", visible, build("Less", distance, limit))
         bias = build.constant(np.zeros((1, 1, 1, 1), np.float32))
         if visibility.distance_bias is not None:
             table = build.constant(np.asarray(visibility.distance_bias, np.float32))
             last = build.constant(np.array(len(visibility.distance_bias) - 1, np.int64))
             flat = build("Squeeze", distance, build.ints(1))
+            # The last row stands for all greater distances.
             index = build("Min", build("Max", flat, zero), last)
             bias = build("Transpose", build("Gather", table, index, axis=0), perm=[0, 3, 1, 2])
         elif visibility.slopes is not None:
             slopes = np.asarray(visibility.slopes, np.float32).reshape(1, heads, 1, 1)
             steps = build("Cast", build("Max", distance, zero), to=_FLOAT)
             bias = build("Mul", steps, build.constant(-slopes))
-        return build("Where", seen, bias, build.constant(np.array(_HIDDEN, np.float32)))
+        return build("Where", visible, bias, build.constant(np.array(_HIDDEN, np.float32)))
 
     def _cross_attention(self, key: str, attention: Attention, visibility: Visibility) -> None:
         values = self.inputs[_value_of(key)]
@@ -451,9 +458,9 @@ class _Rewriter:
         # MultiHeadAttention takes a bias for every query.
         queries = build("Unsqueeze", self.positions, build.ints(1, 3))
         every = build("Add", mask, build("Sub", queries, queries))
-        seen = build("Greater", every, build.constant(np.array(0, np.int64)))
+        visible = build("Greater", every, build.constant(np.array(0, np.int64)))
         zero, hidden = (build.constant(np.array(x, np.float32)) for x in (0.0, _HIDDEN))
-        return build("Where", seen, zero, hidden)
+        return build("Where", visible, zero, hidden)
 
     def _replace_context(
         self, attention: Attention, context: ir.Value, heads: int, width: int
@@ -467,8 +474,8 @@ class _Rewriter:
         context.type = ir.TensorType(_FLOAT)
         context.shape = ir.Shape(["batch", "sequence", heads * width])
         self._contexts.append((context, context.shape))
-        apart = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
-        by_head = self.build("Transpose", apart, perm=_HEADS_BEFORE_POSITIONS)
+        by_position = self.build("Reshape", context, self.build.ints(0, 0, heads, width))
+        by_head = self.build("Transpose", by_position, perm=_HEADS_BEFORE_POSITIONS)
         attention.context.outputs[0].replace_all_uses_with(by_head)
 
     def _output(self, name: str) -> ir.Value:

@@ -66,6 +66,7 @@ class SizeFolder:
         self._model.graph.sort()
         RemoveUnusedNodesPass()(self._model)
         for node in self._model.graph:
+            # A recorded step does not repeat what runs on the CPU.
             if node.op_type in _UNFIT and node not in self._build.added:
                 raise UnsuitableGraphError(f"{node.name} ({node.op_type})")
 
@@ -86,6 +87,7 @@ class SizeFolder:
         traces = [self._sizes.evaluate(names, sizes) for sizes in _ALL_RUNS]
         for value in counted:
             arrays = [trace[value.name or ""] for trace in traces]
+            # The input that replaces them is (batch, sequence).
             if any(array.ndim != 2 for array in arrays):
                 continue
             position = self._position(arrays, _ALL_RUNS)
@@ -147,8 +149,10 @@ class SizeFolder:
         for axis, size in enumerate(target):
             if size is not None and not size.of:
                 numbers.append(size.factor)
+            # 0 keeps the size of the input's dim.
             elif size is not None and axis < len(source) and source[axis] == size:
                 numbers.append(0)
+            # A Reshape can leave one size open.
             elif size is not None and -1 not in numbers:
                 numbers.append(-1)
             else:
@@ -158,6 +162,7 @@ class SizeFolder:
             number == 0 or source[axis] == Size(number) or (number == -1 and numbers.count(-1) == 1)
             for axis, number in enumerate(numbers)
         )
+        # The input has that shape already.
         if stays:
             node.outputs[0].replace_all_uses_with(_input(node))
         else:
@@ -236,8 +241,9 @@ def _before_views(node: ir.Node) -> ir.Value | None:
         return None
     source = first.inputs[0]
     if node.op_type == "Transpose":
-        one, other = (n.attributes.get_ints("perm") or () for n in (first, node))
-        return source if [one[axis] for axis in other] == list(range(len(one))) else None
+        first_perm, second_perm = (n.attributes.get_ints("perm") or () for n in (first, node))
+        both = [first_perm[axis] for axis in second_perm]
+        return source if both == list(range(len(first_perm))) else None
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
     split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))

@@ -48,12 +48,13 @@ def keep_last_position(model: ir.Model) -> bool:
     def cut(value: ir.Value) -> ir.Value:
         bounds = [constant(number) for number in (-1, _END, 1)]
         node_name = names("last/Slice")
-        found = tape.op("Slice", [value, *bounds], name=node_name)
-        found.name = names(f"{node_name}_output")
-        found.type = value.type
-        found.shape = _one_position(value.shape)
-        return found
+        output = tape.op("Slice", [value, *bounds], name=node_name)
+        output.name = names(f"{node_name}_output")
+        output.type = value.type
+        output.shape = _one_position(value.shape)
+        return output
 
+    # Without a head, the logits of all positions are computed and cut.
     if states is None:
         name, shape = logits.name, logits.shape
         last = cut(logits)
@@ -63,6 +64,7 @@ def keep_last_position(model: ir.Model) -> bool:
         graph.outputs[graph.outputs.index(logits)] = last
         return False
     path[-1].replace_input_with(data_input(path[-1]), cut(states))
+    # The Slice was appended at the end, behind the head that reads it.
     graph.sort()
     for node in path:
         for value in node.outputs:
@@ -83,8 +85,8 @@ def path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
     node = logits.producer()
     while node is not None and len(path) < 16:
         path.append(node)
-        place = data_input(node)
-        value = node.inputs[place] if place >= 0 else None
+        index = data_input(node)
+        value = node.inputs[index] if index >= 0 else None
         if node.op_type in _PRODUCTS and value is not None:
             has_positions = value.shape is not None and len(value.shape) == 3
             return path, value if has_positions else None
@@ -96,8 +98,10 @@ def path_to_head(logits: ir.Value) -> tuple[list[ir.Node], ir.Value | None]:
 
 def data_input(node: ir.Node) -> int:
     """Return the index of the node's only input that depends on the graph's; -1 if not one."""
-    found = [i for i, value in enumerate(node.inputs) if value is not None and not _is_fixed(value)]
-    return found[0] if len(found) == 1 else -1
+    indices = [
+        i for i, value in enumerate(node.inputs) if value is not None and not _is_fixed(value)
+    ]
+    return indices[0] if len(indices) == 1 else -1
 
 
 def _is_fixed(value: ir.Value, depth: int = 8) -> bool:
@@ -107,7 +111,7 @@ def _is_fixed(value: ir.Value, depth: int = 8) -> bool:
     node = value.producer()
     if node is None or depth == 0:
         return False
-    return all(_is_fixed(each, depth - 1) for each in node.inputs if each is not None)
+    return all(_is_fixed(operand, depth - 1) for operand in node.inputs if operand is not None)
 
 
 def _one_position(shape: ir.Shape | None) -> ir.Shape | None:

@@ -32,13 +32,13 @@ def remove_row_reshapes(model: ir.Model) -> int:
         The number of layers that were replaced.
     """
     names = NameAllocator(model)
-    found = [
+    matches = [
         (gemm, states, back)
         for gemm in model.graph
         if gemm.op_type == "Gemm" and (states := _states_before_rows(gemm)) is not None
         if (back := _reshape_back(gemm, states)) is not None
     ]
-    for gemm, states, back in found:
+    for gemm, states, back in matches:
         _, weight, bias = gemm.inputs
         tape = Tape()
         product = tape.op("MatMul", [states, weight], name=gemm.name)
@@ -49,7 +49,7 @@ def remove_row_reshapes(model: ir.Model) -> int:
         )
         product.type, product.shape = result.type, result.shape
     RemoveUnusedNodesPass()(model)
-    return len(found)
+    return len(matches)
 
 
 def _states_before_rows(gemm: ir.Node) -> ir.Value | None:

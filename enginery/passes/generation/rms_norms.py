@@ -58,6 +58,7 @@ def _normalized(node: ir.Node) -> tuple[ir.Value, ir.Value, float, list[ir.Node]
     """
     if node.op_type != "Mul" or node.outputs[0].is_graph_output():
         return None
+    # Either factor may be the weight.
     for weight, scaled in (node.inputs, node.inputs[::-1]):
         tensor = None if weight is None else ir.convenience.get_const_tensor(weight)
         ratio = None if scaled is None else scaled.producer()
@@ -111,11 +112,13 @@ def fuse_residuals(model: ir.Model, build: Builder) -> int:
             outputs=4,
         )
         build.note_origins(fused[0], [sums.name, norm.name])
+        # The fourth output is the sum, which later layers add to.
         for old, new in ((norm.outputs[0], fused[0]), (total, fused[3])):
             new.type, new.shape = old.type, old.shape
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             if new.is_graph_output():
                 new.name, old.name = old.name, build.names(f"{old.name}/apart")
+        # An empty name leaves an optional output out.
         for unused in fused[1:3]:
             unused.name = ""
     model.graph.sort()

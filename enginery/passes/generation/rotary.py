@@ -102,9 +102,11 @@ def read_tables(
     tables = []
     for name in names:
         rows = values[name]
+        # They depend on more than the position, such as the row.
         if rows.size != count * width:
             return None
         rows = rows.reshape(count, width).astype(np.float32)
+        # GroupQueryAttention's tables have one number for both halves of a head.
         if not np.array_equal(rows[:, : width // 2], rows[:, width // 2 :]):
             return None
         tables.append(np.ascontiguousarray(rows[:, : width // 2]))

@@ -223,6 +223,7 @@ class DecoderSizes:
                 continue
             old = node.outputs[0]
             dims = self._shapes[old.name or ""]
+            # It does not follow from the sizes of the inputs, so it is computed.
             if None in dims:
                 continue
             numbers = np.array([size.at(sizes) for size in dims if size], np.int64)
@@ -239,6 +240,7 @@ class DecoderSizes:
             graph.outputs.append(value)
         RemoveUnusedNodesPass()(model)
         used = {value for value in graph.inputs if value.uses()}
+        # What follows from sizes alone runs without the rest of the model.
         for value in used:
             if is_past(value.name or "") or value.name == "encoder_hidden_states":
                 raise UnsuitableGraphError(f"{names[0]}, which depends on {value.name}")

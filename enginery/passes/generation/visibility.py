@@ -76,8 +76,10 @@ def measure_visibility(
     """
     names = list(dict.fromkeys(_operand_names([*own.values(), *cross.values()])))
     longest = min(position_limit or _MAX_DISTANCE, _MAX_DISTANCE)
+    # One query behind all positions shows a window, and a bias at every distance.
     long = Sizes(1, 1, longest - 1, 5)
     mask = np.ones((_SHORT.batch, _SHORT.encoder), np.int64)
+    # Padding in one row shows whether an attention to the encoder hides it.
     mask[1, -_PADDED:] = 0
     extra = {"encoder_attention_mask": mask}
     short_arrays = sizes.evaluate(names, _SHORT, extra) if names else {}
@@ -175,24 +177,26 @@ def _own_visibility(
     position_limit: int | None,
 ) -> Visibility:
     last = long_bias[0, :, 0, ::-1]  # (heads, distances)
-    seen = last > _MASKED
-    count = int(seen[0].sum())
+    visible = last > _MASKED
+    count = int(visible[0].sum())
     length = last.shape[1]
-    if not (seen == (np.arange(length) < count)).all() or not count:
+    if not (visible == (np.arange(length) < count)).all() or not count:
         raise UnsuitableGraphError(
             f"{where}, whose last query does not see the positions before it"
         )
     window = None if count == length else count
-    table = np.where(seen, last, 0.0).T[:count].astype(np.float64)
+    table = np.where(visible, last, 0.0).T[:count].astype(np.float64)
     table = table - table[:1]  # Softmax ignores what is added to all scores of a query
     _require_table(where, bias, table)
     if np.abs(table).max() <= _EXACT:
         return Visibility(scale, cap, window)
     changes = np.flatnonzero(np.abs(np.diff(table, axis=0)).max(axis=1) > _EXACT)
     constant_from = int(changes[-1]) + 1
+    # The last row of a table stands for all greater distances: it has to be constant from there on,
+    # or no position lies beyond.
     if constant_from <= length // 2 or (position_limit is not None and length >= position_limit):
-        kept = table[: constant_from + 1].astype(np.float32)
-        return Visibility(scale, cap, window, distance_bias=kept)
+        bounded = table[: constant_from + 1].astype(np.float32)
+        return Visibility(scale, cap, window, distance_bias=bounded)
     slopes = table[-1] / (count - 1)
     line = np.arange(count)[:, None] * slopes
     if np.abs(table - line).max() > 1e-4 * max(1.0, math.fabs(float(line.min()))):
@@ -216,11 +220,11 @@ def _require_table(where: str, bias: NDArray[Any], table: NDArray[Any]) -> None:
 
 
 def _masks_encoder(where: str, bias: NDArray[Any], mask: NDArray[Any]) -> bool:
-    seen = bias > _MASKED
-    if np.abs(bias[seen]).max(initial=0.0) > _EXACT:
+    visible = bias > _MASKED
+    if np.abs(bias[visible]).max(initial=0.0) > _EXACT:
         raise UnsuitableGraphError(f"{where}, which adds a bias to the scores of an encoder")
-    if seen.all():
+    if visible.all():
         return False
-    if (seen == mask[:, None, None].astype(bool)).all():
+    if (visible == mask[:, None, None].astype(bool)).all():
         return True
     raise UnsuitableGraphError(f"{where}, which masks other positions than the encoder's padding")

@@ -47,8 +47,9 @@ class CleanupSummary:
 
     def describe(self) -> str:
         """Return one line for the manifest."""
-        most = ", ".join(f"{count} {op}" for op, count in list(self.removed.items())[:4])
-        return f"clean-up: {self.before} → {self.after} nodes" + (f" ({most})" if most else "")
+        removals = ", ".join(f"{count} {op}" for op, count in list(self.removed.items())[:4])
+        details = f" ({removals})" if removals else ""
+        return f"clean-up: {self.before} → {self.after} nodes{details}"
 
 
 def clean_graph(model: ir.Model) -> CleanupSummary:
@@ -70,6 +71,7 @@ def clean_graph(model: ir.Model) -> CleanupSummary:
         RemoveUnusedNodesPass()(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         RemoveUnusedOpsetsPass()(model)
+    # Shape inference has replaced the names of dims, which are part of the interface.
     for value, shape in zip(model.graph.outputs, shapes, strict=True):
         _restore_dim_names(value, shape)
     if (changed := _interface(model)) != interface:
@@ -77,9 +79,10 @@ def clean_graph(model: ir.Model) -> CleanupSummary:
             f"clean-up changed the graph's interface from {interface} to {changed}.",
             do="This is a bug: please report it with the model. Nothing was saved.",
         )
-    left = _count_ops(model)
-    removed = {op: count for op, count in (counts - left).most_common() if op != "Constant"}
-    return CleanupSummary(counts.total(), left.total(), removed)
+    after = _count_ops(model)
+    # Constant nodes became initializers.
+    removed = {op: count for op, count in (counts - after).most_common() if op != "Constant"}
+    return CleanupSummary(counts.total(), after.total(), removed)
 
 
 def non_standard_nodes(model: ir.Model) -> list[str]:

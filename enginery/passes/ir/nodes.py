@@ -67,24 +67,24 @@ def clear_shapes(model: ir.Model) -> None:
     shape, ONNX Runtime fuses the two to SkipLayerNormalization. On one thread, that kernel takes
     four times as long as theirs (ONNX Runtime 1.31, AVX-512).
     """
-    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+    interface = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
     for node in all_nodes(model):
         for value in node.outputs:
-            if id(value) not in kept:
+            if id(value) not in interface:
                 value.shape = None
 
 
 def ensure_unique_node_names(model: ir.Model) -> None:
     """Give every node a unique name, because nodes that stay FP32 are identified by name."""
-    taken = {node.name for node in all_nodes(model) if node.name}
+    names = {node.name for node in all_nodes(model) if node.name}
     seen: set[str] = set()
     for node in all_nodes(model):
         if not node.name or node.name in seen:
             stem, count = node.name or node.op_type, 1
-            while f"{stem}_{count}" in taken:
+            while f"{stem}_{count}" in names:
                 count += 1
             node.name = f"{stem}_{count}"
-            taken.add(node.name)
+            names.add(node.name)
         seen.add(node.name)
 
 

@@ -71,6 +71,7 @@ def float_ports(node: ir.Node, opset: int) -> FloatPorts:
         return NO_FLOAT_PORTS
     inputs = _type_variables(schema.inputs, len(node.inputs))
     outputs = _type_variables(schema.outputs, len(node.outputs))
+    # Inputs and outputs of one type variable can only change their type together.
     bound = {
         variable
         for values, variables in ((node.inputs, inputs), (node.outputs, outputs))
@@ -184,8 +185,8 @@ def _onnx_schema(schema: Any) -> Any:
 def _schema(domain: str, op_type: str, opset: int) -> _Schema | None:
     domain = "" if domain == "ai.onnx" else domain
     if domain == MICROSOFT:
-        found = _onnxruntime_schemas().get(op_type)
-        return None if found is None else _read_schema(found, "typeStr", "type_param_str")
+        schema = _onnxruntime_schemas().get(op_type)
+        return None if schema is None else _read_schema(schema, "typeStr", "type_param_str")
     import onnx.defs
 
     if op_type in _IN_ONNX_DOMAIN:
@@ -231,7 +232,7 @@ def _read_schema(schema: Any, type_name: str, variable_name: str) -> _Schema:
 
 def _type_variables(formal: tuple[tuple[str, bool], ...], count: int) -> list[str]:
     """Return the type variable of each actual input or output; a variadic last one repeats."""
-    found = [variable for variable, _ in formal][:count]
-    while len(found) < count:
-        found.append(formal[-1][0] if formal and formal[-1][1] else "")
-    return found
+    variables = [variable for variable, _ in formal][:count]
+    while len(variables) < count:
+        variables.append(formal[-1][0] if formal and formal[-1][1] else "")
+    return variables

@@ -73,6 +73,7 @@ def convert_opset(
     outputs = [value.name for value in model.graph.output]
     try:
         expected = _run(path, outputs, batches)
+        # What another order of sums changes, as the noise floor of the comparison.
         noisy = _run(path, outputs, batches, optimized=True)
     except (InputError, ProviderError) as error:
         raise ExportError(
@@ -87,19 +88,20 @@ def convert_opset(
         first = str(error).strip().partition("\n")[0]
         raise ExportError(f"{failed}: onnx.version_converter: {first}", do=_DO) from error
     del model
-    least = onnx.helper.find_min_ir_version_for(list(converted.opset_import))
-    converted.ir_version = max(converted.ir_version, least)
+    # A later opset may require a later version of the file format.
+    min_ir_version = onnx.helper.find_min_ir_version_for(list(converted.opset_import))
+    converted.ir_version = max(converted.ir_version, min_ir_version)
     out.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(ir.from_proto(converted), out)
     del converted
     try:
         check_graph(out)
-        found = _run(out, outputs, batches)
+        actual = _run(out, outputs, batches)
     except (ExportError, InputError, ProviderError) as error:
         raise ExportError(f"{failed}: {error.message}", do=_DO) from error
-    for before, other, after in zip(expected, noisy, found, strict=True):
+    for before, optimized, after in zip(expected, noisy, actual, strict=True):
         for output in outputs:
-            if problem := _difference(before[output], other[output], after[output]):
+            if problem := _difference(before[output], optimized[output], after[output]):
                 raise ExportError(f"{failed}: its output {output} changes, {problem}.", do=_DO)
     return data_files
 
@@ -130,6 +132,6 @@ def _difference(before: NDArray[Any], noisy: NDArray[Any], after: NDArray[Any]) 
     return "" if error <= limit else f"by up to {error:.3g}, expected at most {limit:.3g}"
 
 
-def _largest_error(one: NDArray[Any], other: NDArray[Any]) -> float:
-    difference = one.astype(np.float64) - other.astype(np.float64)
+def _largest_error(first: NDArray[Any], second: NDArray[Any]) -> float:
+    difference = first.astype(np.float64) - second.astype(np.float64)
     return float(np.abs(difference).max(initial=0.0))

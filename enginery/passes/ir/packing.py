@@ -69,11 +69,12 @@ class _Packing:
         by_token = self._treats_tokens_alike(node)
         for index, value in enumerate(node.inputs):
             if value is not None and value in self._packed:
-                found = self._packed[value] if by_token else self._restore(value)
-                node.replace_input_with(index, found)
+                replacement = self._packed[value] if by_token else self._restore(value)
+                node.replace_input_with(index, replacement)
         if by_token:
             for output in node.outputs:
                 self._packed[output] = output
+                # The shape holds only with padding; `_restore` needs it.
                 self._shapes[output], output.shape = output.shape, None
 
     def restore_outputs(self) -> None:
@@ -108,6 +109,7 @@ class _Packing:
             return False
         others = [v for v in node.inputs if v is not None and v not in self._packed]
         first = node.inputs[0]
+        # With the tokens on its right side, a product sums over them.
         if node.op_type == "MatMul" and first not in self._packed:
             return False
         return all(v.const_value is not None and len(v.const_value.shape) <= 2 for v in others)
@@ -171,15 +173,15 @@ def _has_one_dim(counts: ir.Value) -> bool:
     if counts.shape is not None:
         return len(counts.shape) == 1
     producer = counts.producer()
-    kept = producer.attributes.get("keepdims") if producer else None
+    keepdims = producer.attributes.get("keepdims") if producer else None
     return (
         producer is not None
         and producer.op_type == "ReduceSum"
-        and kept is not None
-        and not kept.as_int()
+        and keepdims is not None
+        and not keepdims.as_int()
     )
 
 
 def _flag(node: ir.Node, name: str) -> bool:
-    found = node.attributes.get(name)
-    return found is not None and bool(found.as_int())
+    attribute = node.attributes.get(name)
+    return attribute is not None and bool(attribute.as_int())

@@ -63,9 +63,9 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
     """Find operators that ONNX Runtime does not have."""
     local = {(key[0], key[1]) for key in graph.model.functions}
     # com.ms.internal.nhwc and com.microsoft.nchwc appear in graphs that ONNX Runtime saved.
-    known = (*STANDARD_DOMAINS, MICROSOFT, "ai.onnx.ml", "com.ms.internal.nhwc")
+    domains = (*STANDARD_DOMAINS, MICROSOFT, "ai.onnx.ml", "com.ms.internal.nhwc")
     for node in graph.nodes:
-        if node.domain not in known and (node.domain, node.op_type) not in local:
+        if node.domain not in domains and (node.domain, node.op_type) not in local:
             yield LintFinding(
                 "domain",
                 "error",

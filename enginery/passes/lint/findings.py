@@ -49,11 +49,11 @@ class LintReport:
 
     @property
     def errors(self) -> tuple[LintFinding, ...]:
-        return tuple(found for found in self.findings if found.severity == "error")
+        return tuple(finding for finding in self.findings if finding.severity == "error")
 
     @property
     def warnings(self) -> tuple[LintFinding, ...]:
-        return tuple(found for found in self.findings if found.severity == "warning")
+        return tuple(finding for finding in self.findings if finding.severity == "warning")
 
     @property
     def passed(self) -> bool:
@@ -63,9 +63,9 @@ class LintReport:
     @property
     def summary(self) -> str:
         counts = [
-            f"{len(found)} {word}{'' if len(found) == 1 else 's'}"
-            for word, found in (("error", self.errors), ("warning", self.warnings))
-            if found
+            f"{len(findings)} {word}{'' if len(findings) == 1 else 's'}"
+            for word, findings in (("error", self.errors), ("warning", self.warnings))
+            if findings
         ]
         return "; ".join(part for part in (", ".join(counts) or "no findings", self.parser) if part)
 
@@ -79,14 +79,14 @@ class LintReport:
     def rows(self) -> list[dict[str, str]]:
         """Return the rows of a table; nodes with the same finding share a row."""
         groups: dict[tuple[str, ...], list[LintFinding]] = {}
-        for found in self.findings:
-            words = (found.severity, found.rule, found.problem, found.remedy)
-            groups.setdefault(words, []).append(found)
+        for finding in self.findings:
+            words = (finding.severity, finding.rule, finding.problem, finding.remedy)
+            groups.setdefault(words, []).append(finding)
         return [
             {
                 "severity": severity,
                 "rule": rule,
-                "where": _where([found.node for found in group]),
+                "where": _where([finding.node for finding in group]),
                 "problem": problem,
                 "remedy": remedy,
             }
@@ -105,7 +105,7 @@ class LintReport:
 
 def sort_findings(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:
     """Remove duplicates and put errors first; the order within a severity stays."""
-    return tuple(sorted(dict.fromkeys(findings), key=lambda found: found.severity != "error"))
+    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity != "error"))
 
 
 def _where(nodes: list[str]) -> str:

@@ -47,8 +47,8 @@ class LintGraph:
             require_regular_file(path)
             model = ir.load(path)
         except Exception as error:  # the types of protobuf and onnx_ir depend on their versions
-            found = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
-            raise SourceError(f"{path} {found}.") from error
+            problem = "does not exist" if not path.exists() else f"is not an ONNX model: {error}"
+            raise SourceError(f"{path} {problem}.") from error
         if not model.graph.outputs:
             raise SourceError(f"{path} is not an ONNX model: it has no outputs.")
         return cls(model)
@@ -135,8 +135,8 @@ def dtype_of(value: ir.Value | None) -> str:
 
 def quantized_dtype(node: ir.Node) -> str:
     """Return the quantized type of a Q or DQ node. ONNX's default for QuantizeLinear is UINT8."""
-    if node.op_type == DEQUANTIZE and (found := dtype_of(input_at(node, 0))):
-        return found
+    if node.op_type == DEQUANTIZE and (dtype := dtype_of(input_at(node, 0))):
+        return dtype
     output = node.attributes.get("output_dtype")
     if output is not None and output.as_int():
         return str(ir.DataType(output.as_int()).name)

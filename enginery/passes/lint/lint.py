@@ -85,7 +85,7 @@ def lint_onnx(path: Path, *, target: Target = "tensorrt", parser: bool = True) -
             do=f"Known: {', '.join(get_args(Target))}.",
         )
     graph = LintGraph.read(path)
-    findings = [found for rule in RULES[target] for found in rule(graph)]
+    findings = [finding for rule in RULES[target] for finding in rule(graph)]
     summary = ""
     if target == "tensorrt" and parser:
         refused, summary = _run_parser(path)

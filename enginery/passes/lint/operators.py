@@ -59,8 +59,8 @@ def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
     """Find operators outside ONNX's standard domain."""
     local = {(key[0], key[1]) for key in graph.model.functions}
     for node in graph.nodes:
-        known = (*STANDARD_DOMAINS, *_PLUGIN_DOMAINS)
-        if node.domain in known or (node.domain, node.op_type) in local:
+        domains = (*STANDARD_DOMAINS, *_PLUGIN_DOMAINS)
+        if node.domain in domains or (node.domain, node.op_type) in local:
             continue
         name = f"{node.domain}::{node.op_type}"
         if node.domain == MICROSOFT and node.op_type in _SAME_NAME:

@@ -59,6 +59,7 @@ def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
         producer = value.producer() if value is not None else None
         if producer is not None and producer.op_type == QUANTIZE:
             yield from _differences(producer, node)
+        # A constant is a weight that was quantized when the graph was written.
         elif not is_constant(value):
             source = f"the output of {producer.op_type}" if producer else "an input of the graph"
             yield LintFinding(
@@ -98,6 +99,7 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
     """Find per-channel scales along an axis that a GEMM or convolution sums over."""
     for node in graph.nodes_of(DEQUANTIZE):
         value, scale = input_at(node, 0), constant_value(input_at(node, 1))
+        # One scale, or one for each block, has no axis of channels.
         if value is None or scale is None or scale.size <= 1 or "block_size" in node.attributes:
             continue
         if _quantized_activation(value):
@@ -110,6 +112,7 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
                 "Quantize activations per tensor.",
             )
             continue
+        # The default of ONNX is 1.
         axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 1
         shape = value.shape
         if shape is None or not -len(shape) <= axis < len(shape):
@@ -190,8 +193,8 @@ def misplaced_nodes(graph: LintGraph) -> Iterator[LintFinding]:
 def _consumer_types(dequantize: ir.Node) -> list[str]:
     """Return the operators that read a DequantizeLinear; `the caller` for a graph output."""
     output = dequantize.outputs[0]
-    found = [user.op_type for user in output.consumers()]
-    return [*found, "the caller"] if output.is_graph_output() else found
+    op_types = [user.op_type for user in output.consumers()]
+    return [*op_types, "the caller"] if output.is_graph_output() else op_types
 
 
 def _misplaced(node: ir.Node, operator: str) -> LintFinding:

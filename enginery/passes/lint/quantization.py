@@ -124,6 +124,7 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
         value = input_at(node, 1)
         dtype = dtype_of(value)
         standard = node.domain in STANDARD_DOMAINS
+        # Opset 0: the graph does not import ONNX's operators.
         if dtype in ("FLOAT16", "BFLOAT16") and standard and 0 < graph.opset < 19:
             yield LintFinding(
                 "opset",
@@ -132,18 +133,20 @@ def scales(graph: LintGraph) -> Iterator[LintFinding]:
                 f"has a {dtype} scale at opset {graph.opset}; ONNX allows it from opset 19 on.",
                 "Export at opset 20: `enginery export --opset 20`.",
             )
-        taken = dtype_of(input_at(node, 0)) if node.op_type == QUANTIZE else ""
-        if dtype and taken.startswith(("FLOAT", "BFLOAT")) and taken != dtype:
+        tensor_dtype = dtype_of(input_at(node, 0)) if node.op_type == QUANTIZE else ""
+        if dtype and tensor_dtype.startswith(("FLOAT", "BFLOAT")) and tensor_dtype != dtype:
             yield LintFinding(
                 "scale-type",
                 "error",
                 label(node),
-                f"quantizes {taken} with a {dtype} scale; ONNX requires the type of the tensor.",
-                f"Store the scale as {taken}.",
+                f"quantizes {tensor_dtype} with a {dtype} scale; "
+                "ONNX requires the type of the tensor.",
+                f"Store the scale as {tensor_dtype}.",
             )
         if (
             value is not None
             and not is_constant(value)
+            # Dynamic quantization has a rule of its own.
             and producer_type(value) not in DYNAMIC_OPERATORS
         ):
             yield LintFinding(

@@ -78,15 +78,15 @@ def _without_types_of_weights(source: Path) -> Any:
     """
     model = load_graph(source)
     weights = {tensor.name for tensor in model.graph.initializer}
-    kept = [value for value in model.graph.value_info if value.name not in weights]
-    if len(kept) == len(model.graph.value_info):
+    value_infos = [value for value in model.graph.value_info if value.name not in weights]
+    if len(value_infos) == len(model.graph.value_info):
         return source
     del model.graph.value_info[:]
-    model.graph.value_info.extend(kept)
+    model.graph.value_info.extend(value_infos)
     return model
 
 
 def count_integer_nodes(path: Path) -> dict[str, int]:
     """Count the nodes of a graph that multiply integers, by op."""
-    found = Counter(node.op_type for node in load_graph(path).graph.node)
-    return {op: found[op] for op in _INTEGER_OPS if found[op]}
+    counts = Counter(node.op_type for node in load_graph(path).graph.node)
+    return {op: counts[op] for op in _INTEGER_OPS if counts[op]}

@@ -39,12 +39,12 @@ def quantize_embeddings(model: ir.Model, *, min_elements: int = _MIN_ELEMENTS) -
     Returns:
         The names of the tables.
     """
-    found = []
+    table_names = []
     for table in list(model.graph.initializers.values()):
         if _is_table(table, model.graph, min_elements):
             _quantize(model.graph, table)
-            found.append(table.name or "")
-    return found
+            table_names.append(table.name or "")
+    return table_names
 
 
 def _is_table(value: ir.Value, graph: ir.Graph, min_elements: int) -> bool:
@@ -55,8 +55,8 @@ def _is_table(value: ir.Value, graph: ir.Graph, min_elements: int) -> bool:
         return False
     if not uses or not all(_reads_rows(use.node, graph) and use.idx == 0 for use in uses):
         return False
-    taken = {f"{value.name}{suffix}" for suffix in _SUFFIXES} & graph.initializers.keys()
-    return not taken and bool(np.isfinite(tensor.numpy()).all())
+    clashes = {f"{value.name}{suffix}" for suffix in _SUFFIXES} & graph.initializers.keys()
+    return not clashes and bool(np.isfinite(tensor.numpy()).all())
 
 
 def _reads_rows(node: ir.Node, graph: ir.Graph) -> bool:
@@ -70,7 +70,9 @@ def _quantize(graph: ir.Graph, table: ir.Value) -> None:
     values = np.asarray(table.const_value.numpy(), dtype=np.float32)
     largest = np.abs(values).max(axis=1, keepdims=True)
     limits, steps = np.finfo(np.float32), np.float32(INT8.largest)
+    # A row of zeros may have any scale but 0.
     scales = np.where(largest > 0, largest / steps, np.float32(1))
+    # Not subnormal, and not so large that the largest step overflows FP32.
     scales = np.clip(scales, limits.tiny, np.nextafter(limits.max / steps, np.float32(0)))
     arrays = (INT8.stored(values / scales), scales)
     stored, scale = (
@@ -80,15 +82,16 @@ def _quantize(graph: ir.Graph, table: ir.Value) -> None:
     for node in [use.node for use in table.uses()]:
         stem = node.outputs[0].name  # unlike nodes, values have unique names
         rows, factors = (
-            ir.node("Gather", [value, node.inputs[1]], {"axis": 0}, name=f"{stem}/{what}")
-            for value, what in ((stored, "quantized"), (scale, "scales"))
+            ir.node("Gather", [value, node.inputs[1]], {"axis": 0}, name=f"{stem}/{role}")
+            for value, role in ((stored, "quantized"), (scale, "scales"))
         )
         floats = ir.node("Cast", rows.outputs, {"to": int(ir.DataType.FLOAT)}, name=f"{stem}/cast")
         product = ir.node("Mul", [floats.outputs[0], factors.outputs[0]], name=f"{stem}/dequantize")
-        for made in (rows, factors, floats, product):
-            made.outputs[0].name = f"{made.name}_output"
+        for new_node in (rows, factors, floats, product):
+            new_node.outputs[0].name = f"{new_node.name}_output"
         old, new = node.outputs[0], product.outputs[0]
         new.shape, new.type = old.shape, old.type
+        # The graph's output keeps its name.
         if old.is_graph_output():
             old.name, new.name = f"{old.name}/unquantized", old.name
         graph.insert_before(node, [rows, factors, floats, product])

@@ -84,12 +84,14 @@ def insert_qdq(
     nodes = {node.name: node for node in graph}
     chosen = {layer.name: layer for layer in layers}
     quantized: dict[str, ir.Value] = {}
+    # ONNX Runtime multiplies a convolution in INT8 only between quantized tensors.
     if scheme.unsigned:
         quantized = _quantize_around_convolutions(graph, layers, joining, ranges, scheme)
     for node in [nodes[name] for name in nodes if name in chosen]:
         layer = chosen[node.name or ""]
         params = ranges[layer.activation]
         source, weight = operands(node)
+        # Layers that read one activation share its Q and DQ.
         if layer.activation not in quantized:
             quantized[layer.activation] = _quantize_activation(graph, node, source, params, scheme)
         scaled = scale_weight(layer, weight, params)
@@ -101,6 +103,8 @@ def insert_qdq(
         node.replace_input_with(0, quantized[layer.activation])
         scales = channel_scales(layer, scaled, scheme)
         shared_scale = has_shared_scale(layer, scheme)
+        # ONNX Runtime multiplies a Gemm in INT8 only if another node adds the bias. With a shared
+        # scale, the product is scaled before the bias is added.
         if layer.op_type == "Gemm" and (shared_scale or scheme.unsigned):
             _separate_bias(graph, node, layer)
         if shared_scale:
@@ -133,18 +137,21 @@ def quantize_residuals(model: ir.Model) -> list[str]:
     Returns:
         The names of the additions.
     """
-    place = {node: index for index, node in enumerate(model.graph)}
-    found = []
+    position = {node: index for index, node in enumerate(model.graph)}
+    additions = []
     for node in list(model.graph):
         quantizer = node.inputs[0].producer() if node.inputs and node.inputs[0] else None
         if node.op_type != "DequantizeLinear" or quantizer is None:
             continue
         source = quantizer.inputs[0] if quantizer.op_type == "QuantizeLinear" else None
-        for use in list(source.uses()) if source is not None else []:
-            if _is_residual(use.node, source) and place[node] < place[use.node]:
+        if source is None:
+            continue
+        for use in list(source.uses()):
+            # The graph is sorted: only a later node may read this DequantizeLinear.
+            if _is_residual(use.node, source) and position[node] < position[use.node]:
                 use.node.replace_input_with(use.idx, node.outputs[0])
-                found.append(use.node.name or "")
-    return found
+                additions.append(use.node.name or "")
+    return additions
 
 
 def _is_residual(node: ir.Node, value: ir.Value | None) -> bool:
@@ -155,12 +162,13 @@ def _is_residual(node: ir.Node, value: ir.Value | None) -> bool:
 
 def _is_convolved(value: ir.Value | None, depth: int = 3) -> bool:
     """Return True for the output of a convolution, or of an activation function behind it."""
-    made = value.producer() if value is not None else None
-    if made is None or made.op_type == "Conv":
-        return made is not None
-    if not depth or made.op_type not in _ACTIVATIONS:
+    producer = value.producer() if value is not None else None
+    if producer is None or producer.op_type == "Conv":
+        return producer is not None
+    if not depth or producer.op_type not in _ACTIVATIONS:
         return False
-    operands = made.inputs if made.op_type == "Mul" else made.inputs[:1]  # SiLU is x * sigmoid(x)
+    # SiLU is x * sigmoid(x): both factors come from the convolution.
+    operands = producer.inputs if producer.op_type == "Mul" else producer.inputs[:1]
     return all(_is_convolved(operand, depth - 1) for operand in operands)
 
 
@@ -177,27 +185,29 @@ def add_to_bias(graph: ir.Graph, node: ir.Node, layer: Layer, delta: Vector) -> 
         return
     vector = add_initializer(graph, f"{layer.name}/bias", delta)
     if layer.op_type == "Conv":  # its output has the channels elsewhere than the last axis
+        # A bias that the graph computes is not in `layer.bias`; the vector is added to it at run
+        # time.
         computed = node.inputs[2] if len(node.inputs) > 2 else None
         if computed is not None:
-            made = _node("Add", [computed, vector], f"{layer.name}/add_bias", like=computed)
-            graph.insert_before(node, made)
-            vector = made.outputs[0]
+            addition = _node("Add", [computed, vector], f"{layer.name}/add_bias", like=computed)
+            graph.insert_before(node, addition)
+            vector = addition.outputs[0]
         node.resize_inputs(3)
         node.replace_input_with(2, vector)
         return
     output = node.outputs[0]
-    made = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
-    graph.insert_after(node, made)
-    _replace_uses(graph, output, [made])
+    addition = _node("Add", [output, vector], f"{layer.name}/add_bias", like=output)
+    graph.insert_after(node, addition)
+    _replace_uses(graph, output, [addition])
 
 
 def _scale_output(graph: ir.Graph, node: ir.Node, layer: Layer, factors: Vector) -> None:
     """Multiply the channels of the product by factors (N,), before the bias is added."""
     output = node.outputs[0]
     factor = add_initializer(graph, f"{layer.name}/weight_factors", factors)
-    made = _node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)
-    graph.insert_after(node, made)
-    _replace_uses(graph, output, [made])
+    product = _node("Mul", [output, factor], f"{layer.name}/scale_output", like=output)
+    graph.insert_after(node, product)
+    _replace_uses(graph, output, [product])
 
 
 def _separate_bias(graph: ir.Graph, node: ir.Node, layer: Layer) -> None:
@@ -205,10 +215,10 @@ def _separate_bias(graph: ir.Graph, node: ir.Node, layer: Layer) -> None:
     if len(node.inputs) < 3 or node.inputs[2] is None:
         return
     output = node.outputs[0]
-    made = _node("Add", [output, node.inputs[2]], f"{layer.name}/separate_bias", like=output)
+    addition = _node("Add", [output, node.inputs[2]], f"{layer.name}/separate_bias", like=output)
     node.resize_inputs(2)
-    graph.insert_after(node, made)
-    _replace_uses(graph, output, [made])
+    graph.insert_after(node, addition)
+    _replace_uses(graph, output, [addition])
 
 
 def _keep_in_float(graph: ir.Graph, quantized: Collection[str]) -> None:
@@ -223,29 +233,29 @@ def _keep_in_float(graph: ir.Graph, quantized: Collection[str]) -> None:
             continue
         source = node.inputs[0]
         if constant_tensor(node.inputs[1]) is not None and _is_dequantized(source):
-            made = _node("Max", [source], f"{node.outputs[0].name}/float_input", like=source)
-            graph.insert_before(node, made)
-            node.replace_input_with(0, made.outputs[0])
+            max_node = _node("Max", [source], f"{node.outputs[0].name}/float_input", like=source)
+            graph.insert_before(node, max_node)
+            node.replace_input_with(0, max_node.outputs[0])
 
 
 def _is_dequantized(value: ir.Value | None) -> bool:
     """Return True for the output of a DequantizeLinear, also if it has been moved since."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type == "DequantizeLinear":
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type == "DequantizeLinear":
             return True
-        if not moves_numbers(made):
+        if not moves_numbers(producer):
             return False
-        value = made.inputs[0]
+        value = producer.inputs[0]
     return False
 
 
 def _replace_uses(
-    graph: ir.Graph, old: ir.Value, made: Sequence[ir.Node], *, outputs: bool = True
+    graph: ir.Graph, old: ir.Value, new_nodes: Sequence[ir.Node], *, outputs: bool = True
 ) -> None:
     """Replace all uses of `old` with the output of the last new node, also as a graph output."""
-    new = made[-1].outputs[0]
+    new = new_nodes[-1].outputs[0]
     for use in list(old.uses()):
-        if use.node not in made:
+        if use.node not in new_nodes:
             use.node.replace_input_with(use.idx, new)
     for index, value in enumerate(graph.outputs):
         if outputs and value is old:
@@ -261,9 +271,9 @@ def _quantize_activation(
     scheme: Scheme,
 ) -> ir.Value:
     """Insert scaling, shift, Q and DQ before the first layer that reads the activation."""
-    made = _quantizers(graph, source, params, scheme)
-    graph.insert_before(before, made)
-    return made[-1].outputs[0]
+    nodes = _quantizers(graph, source, params, scheme)
+    graph.insert_before(before, nodes)
+    return nodes[-1].outputs[0]
 
 
 def _quantize_around_convolutions(
@@ -282,17 +292,18 @@ def _quantize_around_convolutions(
     written = {layer.activated_output for layer in convolutions}
     names = {*(layer.activation for layer in convolutions), *written, *joining}
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
-    found = {}
+    dequantized = {}
     for value in [value for value in values if value.name in names]:
-        name, made = value.name or "", _quantizers(graph, value, ranges[value.name or ""], scheme)
+        name = value.name or ""
+        nodes = _quantizers(graph, value, ranges[name], scheme)
         producer = value.producer()
         if producer is None:
-            graph.insert_before(graph[0], made)
+            graph.insert_before(graph[0], nodes)
         else:
-            graph.insert_after(producer, made)
-        _replace_uses(graph, value, made, outputs=name in written)
-        found[name] = made[-1].outputs[0]
-    return found
+            graph.insert_after(producer, nodes)
+        _replace_uses(graph, value, nodes, outputs=name in written)
+        dequantized[name] = nodes[-1].outputs[0]
+    return dequantized
 
 
 def _quantizers(
@@ -300,18 +311,21 @@ def _quantizers(
 ) -> list[ir.Node]:
     """Return the nodes that scale, shift, quantize and dequantize a tensor."""
     name, value = source.name or "", source
-    made = []
+    nodes = []
+    # SmoothQuant: the weight and the bias of each layer take up the inverse.
     if params.multiplier is not None:
         factor = add_initializer(graph, f"{name}/multiplier", params.multiplier)
-        made.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
-        value = made[-1].outputs[0]
+        nodes.append(_node("Mul", [value, factor], f"{name}/scale_channels", like=source))
+        value = nodes[-1].outputs[0]
     if params.offset is not None:
         shift = add_initializer(graph, f"{name}/offset", params.offset)
-        made.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
-        value = made[-1].outputs[0]
+        nodes.append(_node("Add", [value, shift], f"{name}/shift_channels", like=source))
+        value = nodes[-1].outputs[0]
+    # The graph may be cast to FP16 later, so the scale must be a number of FP16.
     scale = add_initializer(graph, f"{name}/scale", fp16_scale(params.scale).reshape(()))
+    # Q/DQ nodes derive their type from the zero point.
     zero = add_initializer(graph, f"{name}/zero_point", params.stored_zero_point(scheme))
-    made.append(
+    nodes.append(
         _node(
             "QuantizeLinear",
             [value, scale, zero],
@@ -320,15 +334,15 @@ def _quantizers(
             dtype=scheme.activation_dtype,
         )
     )
-    made.append(
+    nodes.append(
         _node(
             "DequantizeLinear",
-            [made[-1].outputs[0], scale, zero],
+            [nodes[-1].outputs[0], scale, zero],
             f"{name}/dequantize",
             like=source,
         )
     )
-    return made
+    return nodes
 
 
 def _quantize_weight(
@@ -344,20 +358,21 @@ def _quantize_weight(
 
     The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
     """
+    # Round with the scales that take effect: the shared one times the factors.
     by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
     numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
     rounded = add_initializer(graph, f"{layer.name}/weight", numbers)
     scale = add_initializer(graph, f"{layer.name}/weight_scale", scales)
     zero = add_initializer(graph, f"{layer.name}/weight_zero_point", scheme.zeros(scales.shape))
-    made = _node(
+    dequantize = _node(
         "DequantizeLinear",
         [rounded, scale, zero],
         f"{layer.name}/dequantize_weight",
         attributes={"axis": layer.weight_axis} if scales.ndim else {},
     )
-    made.outputs[0].shape = ir.Shape(weight.shape)
-    graph.insert_before(before, made)
-    return made.outputs[0]
+    dequantize.outputs[0].shape = ir.Shape(weight.shape)
+    graph.insert_before(before, dequantize)
+    return dequantize.outputs[0]
 
 
 def _node(

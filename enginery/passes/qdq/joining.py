@@ -56,12 +56,16 @@ def joining_tensors(model: ir.Model, layers: Sequence[Layer]) -> dict[str, str]:
     for node in model.graph:
         sources = [value.name or "" for value in node.inputs if value is not None]
         if moves_numbers(node) and sources[0] in ranges:
-            for output in node.outputs if node.op_type == "Split" else node.outputs[:1]:
+            # The other outputs of a MaxPool are indices, which are not quantized.
+            moved = node.outputs if node.op_type == "Split" else node.outputs[:1]
+            for output in moved:
                 ranges[output.name or ""] = ranges[sources[0]]
+        # ONNX Runtime has an INT8 kernel for such a node only if all that it reads is quantized.
         elif _computes(node) and all(name in ranges for name in sources):
             name = activated_output(node).name or ""
             ranges.setdefault(name, name)
     needed = set(read)
+    # Backwards from what convolutions read: a tensor that leads to none is not between two.
     for node in reversed(model.graph):
         outputs = {value.name for value in node.outputs}
         if _computes(node):

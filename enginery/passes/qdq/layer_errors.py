@@ -91,20 +91,20 @@ def _float_operands(node: ir.Node, layer: Layer) -> FloatOperands:
 
 
 def float_layers(
-    model: ir.Model, layers: Sequence[Layer], known: Mapping[str, FloatOperands]
+    model: ir.Model, layers: Sequence[Layer], operands_by_layer: Mapping[str, FloatOperands]
 ) -> list[FloatLayer]:
     """Return the layers that `insert_qdq` has quantized; the graph may have been cast since."""
     nodes = {node.name: node for node in model.graph}
-    return [_float_layer(nodes, layer, known[layer.name]) for layer in layers]
+    return [_float_layer(nodes, layer, operands_by_layer[layer.name]) for layer in layers]
 
 
 def _float_layer(
-    nodes: Mapping[str | None, ir.Node], layer: Layer, known: FloatOperands
+    nodes: Mapping[str | None, ir.Node], layer: Layer, floats: FloatOperands
 ) -> FloatLayer:
     starts = ("scale_channels", "shift_channels", "quantize")
     first = next(nodes[n] for step in starts if (n := f"{layer.activation}/{step}") in nodes)
-    ends: tuple[str, ...] = (f"{layer.name}/add_bias", known.biased, layer.name)
-    if known.biased == layer.name:  # there is no bias, or it is inside the node
+    ends: tuple[str, ...] = (f"{layer.name}/add_bias", floats.biased, layer.name)
+    if floats.biased == layer.name:  # there is no bias, or it is inside the node
         steps = ("add_bias", "separate_bias", "scale_output")
         ends = (*(f"{layer.name}/{step}" for step in steps), layer.name)
     last = next(nodes[name] for name in ends if name in nodes)
@@ -115,9 +115,9 @@ def _float_layer(
         nodes[layer.name],
         source,
         last.outputs[0],
-        known.weight.shape,
-        lambda: known.weight,
-        known.bias,
+        floats.weight.shape,
+        lambda: floats.weight,
+        floats.bias,
     )
 
 
@@ -158,15 +158,18 @@ def _add_float_layer(graph: ir.Graph, layer: FloatLayer) -> None:
         ir.Shape(layer.shape),
         name=f"{stem}/weight",
     )
+    # The graph may have been cast since it was quantized.
     source = add("Cast", layer.source, to=int(ir.DataType.FLOAT))
     inputs = [source, constant("weight", weight)]
     if layer.bias is not None:
         inputs.append(constant("bias", ir.tensor(np.asarray(layer.bias, np.float32, order="C"))))
+    # Gemm and Conv take the bias as an input, MatMul needs an Add.
     inside = 3 if layer.node.op_type in ("Gemm", "Conv") else 2
     plain = add(layer.node.op_type, *inputs[:inside], **layer.node.attributes)
     for bias in inputs[inside:]:
         plain = add("Add", plain, bias)
     difference = add("Sub", add("Cast", layer.output, to=int(ir.DataType.FLOAT)), plain)
+    # A position's error is the length over its channels, which a convolution has on axis 1.
     channels = 1 if layer.node.op_type == "Conv" else -1
     axes = constant("channels", ir.tensor(np.array([channels], np.int64)))
     for value, start in ((difference, _ERROR), (plain, _OUTPUT)):
@@ -194,9 +197,10 @@ def measure_layer_errors(
 
     if not batches:
         return {}
+    # Only names are read, so the weights stay on the disk.
     proto = onnx.load(str(graph), load_external_data=False).graph
-    made = [name for node in proto.node for name in node.output]
-    names = [name.removeprefix(_ERROR) for name in made if name.startswith(_ERROR)]
+    computed = [name for node in proto.node for name in node.output]
+    names = [name.removeprefix(_ERROR) for name in computed if name.startswith(_ERROR)]
     rows: dict[str, list[float]] = {name: [] for name in names}
     tensors = [start + name for name in names for start in (_ERROR, _OUTPUT)]
     with GraphTracer(graph, tensors, optimized=fused) as run:
@@ -221,18 +225,20 @@ def row_errors(squared_error: Array, squared_output: Array, feeds: Feeds) -> lis
         are not those of rows.
     """
     batch = next((len(array) for array in feeds.values() if array.ndim), 1)
+    # Positions that do not belong to rows get a single error.
     batch = batch if batch and squared_error.size % batch == 0 else 1
     errors, lengths = (
         np.sqrt(part.astype(np.float64)).reshape(batch, -1)
         for part in (squared_error, squared_output)
     )
     mask = feeds.get("attention_mask")
-    kept = np.ones(errors.shape, bool)
+    real_positions = np.ones(errors.shape, bool)
+    # A tensor with other positions than the tokens, such as a pooled one, has no padding.
     if mask is not None and mask.size == errors.size:
-        kept = mask.reshape(errors.shape).astype(bool)
+        real_positions = mask.reshape(errors.shape).astype(bool)
     return [
         _row_error(error[real], length[real])
-        for error, length, real in zip(errors, lengths, kept, strict=True)
+        for error, length, real in zip(errors, lengths, real_positions, strict=True)
         if real.any()
     ]
 
@@ -240,9 +246,10 @@ def row_errors(squared_error: Array, squared_output: Array, feeds: Feeds) -> lis
 def _row_error(errors: Array, lengths: Array) -> float:
     if not (np.isfinite(errors).all() and np.isfinite(lengths).all()):
         return float("inf")
-    least = max(
+    # Positions whose output is nearly zero would decide otherwise.
+    floor = max(
         _SMALLEST_BY_MEDIAN * float(np.median(lengths)), _SMALLEST_BY_LARGEST * float(lengths.max())
     )
-    if not least:  # the FP32 output is zero
+    if not floor:  # the FP32 output is zero
         return 0.0 if not errors.any() else float("inf")
-    return float(np.mean(errors / np.maximum(lengths, least)))
+    return float(np.mean(errors / np.maximum(lengths, floor)))

@@ -62,8 +62,8 @@ class Layer:
 
 def find_layers(model: ir.Model) -> tuple[Layer, ...]:
     """Return every product and convolution of the main graph with a constant weight, in order."""
-    found = (_layer(node) for node in model.graph)
-    return tuple(layer for layer in found if layer is not None)
+    candidates = (_layer(node) for node in model.graph)
+    return tuple(layer for layer in candidates if layer is not None)
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -140,12 +140,14 @@ def _layer(node: ir.Node) -> Layer | None:
     axis = len(shape) - 1
     if node.op_type == "Conv":
         axis = 0
+        # Each group multiplies its own share of the channels.
         reduction_size, out_channels, gemm_n = int(np.prod(shape[1:])), shape[0], shape[0] // groups
         in_channels = shape[1]
     elif node.op_type == "ConvTranspose":
         axis = 1
         in_channels, out_channels = shape[0] // groups, shape[1] * groups
         strides = node.attributes.get_ints("strides", ()) or ()
+        # A mean: the strides decide which elements of the kernel meet an output element.
         reduction_size = in_channels * int(np.prod(shape[2:])) // int(np.prod(strides))
         gemm_n = shape[1]
         # A plan of TensorRT for RTX 1.7 dequantizes its weight; ONNX Runtime has no such kernel.

@@ -67,25 +67,26 @@ def measure_ranges(
     types, sizes = _types_and_sizes(path, largest)
     names = dict.fromkeys(value.name or "" for value in tensors)
     # Values of one name and different types in two branches cannot be fetched.
-    wanted = [name for name in names if types.get(name) != ir.DataType.UNDEFINED]
+    fetchable = [name for name in names if types.get(name) != ir.DataType.UNDEFINED]
     segments = split_graph(
         proto.graph,
-        {name: sizes.get(name, 4 * _UNKNOWN_ELEMENTS) for name in wanted},
+        {name: sizes.get(name, 4 * _UNKNOWN_ELEMENTS) for name in fetchable},
         typed_values=types,
         max_bytes=group_bytes,
     )
+    # The values between two segments are kept for every batch of a run.
     batches_per_run = max(1, group_bytes // max(1, peak_live_bytes(segments, sizes)))
     ranges: dict[_FetchKey, TensorRange] = {}
     for start in range(0, len(batches), batches_per_run):
         part = batches[start : start + batches_per_run]
         for key, array in _run_segments(path, proto, segments, types, part):
-            found = array_range(array, mask_floor=mask_floor)
-            ranges[key] = ranges[key].merge(found) if key in ranges else found
+            tensor_range = array_range(array, mask_floor=mask_floor)
+            ranges[key] = ranges[key].merge(tensor_range) if key in ranges else tensor_range
         for feeds in part:
             for name in names.keys() & feeds.keys():
-                found = array_range(feeds[name], mask_floor=mask_floor)
+                tensor_range = array_range(feeds[name], mask_floor=mask_floor)
                 key = (name, -1, "")
-                ranges[key] = ranges[key].merge(found) if key in ranges else found
+                ranges[key] = ranges[key].merge(tensor_range) if key in ranges else tensor_range
     return _merge_by_name(ranges, names)
 
 
@@ -108,8 +109,8 @@ def make_value_names_unique(model: ir.Model) -> bool:
     seen: set[str] = set()
     changed = False
     for graph in all_graphs(model.graph):
-        made = [value for node in graph for value in node.outputs if value.name]
-        for value in (*graph.inputs, *graph.initializers.values(), *made):
+        node_outputs = [value for node in graph for value in node.outputs if value.name]
+        for value in (*graph.inputs, *graph.initializers.values(), *node_outputs):
             if value.name in seen and not (value.is_graph_input() and value.is_initializer()):
                 value.name = new_name(value.name)
                 changed = True
@@ -126,17 +127,17 @@ def _node_outputs(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _merge_by_name(
-    ranges: Mapping[_FetchKey, TensorRange], wanted: Iterable[str]
+    ranges: Mapping[_FetchKey, TensorRange], names: Iterable[str]
 ) -> dict[str, TensorRange]:
     """Merge the ranges of each name; unknown if one of two branches with the name never ran."""
-    found: dict[str, list[TensorRange]] = {}
-    for (name, _, _), one in ranges.items():
-        found.setdefault(name, []).append(one)
+    by_name: dict[str, list[TensorRange]] = {}
+    for (name, _, _), measured in ranges.items():
+        by_name.setdefault(name, []).append(measured)
     return {
         name: TensorRange(0.0, 0.0, 0.0, 0)
-        if not all(one.elements for one in found.get(name, ())) or name not in found
-        else functools.reduce(TensorRange.merge, found[name])
-        for name in wanted
+        if name not in by_name or not all(branch.elements for branch in by_name[name])
+        else functools.reduce(TensorRange.merge, by_name[name])
+        for name in names
     }
 
 
@@ -167,8 +168,9 @@ def _types_and_sizes(path: Path, feeds: Feeds) -> tuple[dict[str, int], dict[str
     for value in (*model.graph.inputs, *values):
         name = value.name or ""
         if value.dtype is not None and isinstance(value.type, ir.TensorType):
-            known = types.setdefault(name, int(value.dtype))
-            if known != value.dtype:
+            first_type = types.setdefault(name, int(value.dtype))
+            # Two branches of an If may give one name to values of different types.
+            if first_type != value.dtype:
                 types[name] = int(ir.DataType.UNDEFINED)
             size = math.ceil(_elements(value, rows, longest) * value.dtype.itemsize)
             sizes[name] = max(size, sizes.get(name, 0))
@@ -188,6 +190,7 @@ def _run_segments(
     last_read = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
     for index, segment in enumerate(segments):
         for number, group in enumerate(segment.groups):
+            # Each group runs the nodes again; what later segments read is fetched in the first run.
             passed_on = segment.outputs if number == 0 else ()
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
@@ -202,19 +205,21 @@ def _run_segments(
             )
             outputs = [output.name for output in model.graph.output]
             for held, feeds in zip(alive, batches, strict=True):
-                found = _run(session, outputs, {name: held[name] for name in segment.inputs}, feeds)
+                inputs = {name: held[name] for name in segment.inputs}
+                results = _run(session, outputs, inputs, feeds)
                 for name in group:
                     for source in sources[name]:
-                        yield (name, index, source), found[source]
-                held |= {name: found[name] for name in passed_on}
+                        yield (name, index, source), results[source]
+                held |= {name: results[name] for name in passed_on}
         for held in alive:
+            # No later segment reads these.
             for name in [name for name in held if last_read.get(name, -1) <= index]:
                 del held[name]
 
 
-def _run(session: Any, outputs: list[str], given: Feeds, feeds: Feeds) -> dict[str, NDArray[Any]]:
+def _run(session: Any, outputs: list[str], inputs: Feeds, feeds: Feeds) -> dict[str, NDArray[Any]]:
     try:
-        return dict(zip(outputs, session.run(outputs, dict(given)), strict=True))
+        return dict(zip(outputs, session.run(outputs, dict(inputs)), strict=True))
     except Exception as error:  # ONNX Runtime raises many unrelated types
         shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
         raise InputError(f"the graph fails on {shapes}: {error}") from error

@@ -58,6 +58,7 @@ def split_graph(
     tensors = [[name for name in output_names(node) if name in sizes] for node in graph.node]
     for index, names in enumerate(tensors):
         size = sum(sizes[name] for name in names)
+        # A value of unknown type, or that is no tensor, cannot pass from one model to the next.
         if total and total + size > max_bytes and index not in no_cut:
             starts.append(index)
             total = 0
@@ -65,15 +66,16 @@ def split_graph(
     stored = {tensor.name for tensor in graph.initializer}
     segments = []
     for start, stop in zip(starts, [*starts[1:], len(graph.node)], strict=True):
-        made = [name for node in graph.node[start:stop] for name in node.output if name]
-        wanted = dict.fromkeys(name for names in reads[start:stop] for name in names)
-        outside = wanted.keys() - set(made) - stored
+        produced = [name for node in graph.node[start:stop] for name in node.output if name]
+        consumed = dict.fromkeys(name for names in reads[start:stop] for name in names)
+        # Weights are no inputs: the segment's model holds those that it reads.
+        outside = consumed.keys() - set(produced) - stored
         fetched = (name for names in tensors[start:stop] for name in names)
         segment = Segment(
             start,
             stop,
-            tuple(name for name in wanted if name in outside),
-            tuple(name for name in made if last_use.get(name, -1) >= stop),
+            tuple(name for name in consumed if name in outside),
+            tuple(name for name in produced if last_use.get(name, -1) >= stop),
             tuple(_fetch_groups(fetched, sizes, max_bytes)),
         )
         segments.append(segment)
@@ -82,16 +84,16 @@ def split_graph(
 
 def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> int:
     """Return the most bytes that must be kept between two segments, for one batch."""
-    last = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
-    alive = most = 0
+    last_reader = {name: index for index, segment in enumerate(segments) for name in segment.inputs}
+    alive = peak = 0
     freed = [0] * (len(segments) + 1)
     for index, segment in enumerate(segments):
         for name in segment.outputs:
             alive += sizes.get(name, 0)
-            freed[last[name]] += sizes.get(name, 0)
-        most = max(most, alive)
+            freed[last_reader[name]] += sizes.get(name, 0)
+        peak = max(peak, alive)
         alive -= freed[index]
-    return most
+    return peak
 
 
 def segment_model(
@@ -123,9 +125,10 @@ def segment_model(
         value = graph.input.add()
         value.name = name
         value.type.tensor_type.elem_type = types[name]
-    made = {name for node in graph.node for name in node.output}
-    sources = expose_branches(graph, {*fetch} - made)
-    sources |= {name: [name] for name in fetch if name in made}
+    produced = {name for node in graph.node for name in node.output}
+    # Tensors in the branches of an If are not outputs of the segment's own nodes.
+    sources = expose_branches(graph, {*fetch} - produced)
+    sources |= {name: [name] for name in fetch if name in produced}
     for name in dict.fromkeys(source for names in sources.values() for source in names):
         graph.output.add().name = name
     return model, sources
@@ -135,10 +138,12 @@ def input_names(node: Any) -> set[str]:
     """Return the values that a node reads from its graph, also through its subgraphs."""
     names = {name for name in node.input if name}
     for graph in _subgraphs(node):
-        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-        own |= {name for inner in graph.node for name in inner.output}
-        taken = {name for inner in graph.node for name in input_names(inner)}
-        names |= (taken | {value.name for value in graph.output}) - own
+        local = {value.name for value in graph.input} | {
+            tensor.name for tensor in graph.initializer
+        }
+        local |= {name for inner in graph.node for name in inner.output}
+        inner_reads = {name for inner in graph.node for name in input_names(inner)}
+        names |= (inner_reads | {value.name for value in graph.output}) - local
     return names
 
 
@@ -164,10 +169,10 @@ def _no_cut_before(
     """Return the indices of the nodes at which no segment may start."""
     return {
         index
-        for made, node in enumerate(graph.node)
+        for producer, node in enumerate(graph.node)
         for name in node.output
         if name and name not in typed_values
-        for index in range(made + 1, last_use.get(name, made) + 1)
+        for index in range(producer + 1, last_use.get(name, producer) + 1)
     }
 
 

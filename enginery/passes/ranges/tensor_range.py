@@ -87,7 +87,7 @@ def _row_moments(array: NDArray[Any]) -> tuple[float, float]:
     count = max(1, _ROWS_AT_ONCE // width)
     wide = np.empty((min(count, len(rows)), width))
     ones = np.ones(width)
-    variance, most = 0.0, 0.0
+    variance, mean_square = 0.0, 0.0
     for start in range(0, len(rows), count):
         part = rows[start : start + count]
         exact = wide[: len(part)]
@@ -95,5 +95,5 @@ def _row_moments(array: NDArray[Any]) -> tuple[float, float]:
         mean = exact @ ones / width
         square = np.einsum("ij,ij->i", exact, exact) / width
         variance = max(variance, float((square - mean * mean).max()))
-        most = max(most, float(square.max()))
-    return variance, most
+        mean_square = max(mean_square, float(square.max()))
+    return variance, mean_square

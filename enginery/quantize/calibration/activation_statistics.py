@@ -79,11 +79,11 @@ class ChannelStatistics:
         if self.width == 1:
             return
         keys = np.concatenate([self._keys, self._generator.random(len(rows))])
-        kept = np.sort(np.argsort(keys, kind="stable")[: self.capacity])
-        old = kept[kept < len(self._keys)]
-        new = kept[kept >= len(self._keys)] - len(self._keys)
+        chosen = np.sort(np.argsort(keys, kind="stable")[: self.capacity])
+        old = chosen[chosen < len(self._keys)]
+        new = chosen[chosen >= len(self._keys)] - len(self._keys)
         self._sample = np.concatenate([self._sample[old], rows[new]])
-        self._keys = keys[kept]
+        self._keys = keys[chosen]
 
 
 def collect_channel_statistics(
@@ -99,37 +99,40 @@ def collect_channel_statistics(
     Raises:
         InputError: an activation is not finite, or was never computed.
     """
-    seen: dict[str, ChannelStatistics] = {}
+    statistics: dict[str, ChannelStatistics] = {}
     for name, rows in _trace_activations(model, tensors, batches, advance):
-        if name not in seen:
-            seen[name] = ChannelStatistics(rows.shape[1], seed)
-        seen[name].add(rows)
+        if name not in statistics:
+            statistics[name] = ChannelStatistics(rows.shape[1], seed)
+        statistics[name].add(rows)
     for name in tensors:
-        if name not in seen or seen[name].rows == 0:
+        if name not in statistics or statistics[name].rows == 0:
             raise InputError(
                 f"no calibration input computes activation '{name}', so it has no range."
             )
-        if not (np.isfinite(seen[name].smallest).all() and np.isfinite(seen[name].largest).all()):
+        if not (
+            np.isfinite(statistics[name].smallest).all()
+            and np.isfinite(statistics[name].largest).all()
+        ):
             raise InputError(
                 f"activation '{name}' has NaN or infinite values on the calibration inputs, so it "
                 "has no range.",
                 do="Validate the model first: enginery validate ARTIFACT",
             )
-    return seen
+    return statistics
 
 
 def collect_histograms(
     model: Path,
     tensors: Mapping[str, bool],
     batches: Sequence[Batch],
-    seen: Mapping[str, ChannelStatistics],
+    statistics: Mapping[str, ChannelStatistics],
     transforms: Mapping[str, ActivationQuantParams],
     *,
     advance: Advance = lambda: None,
 ) -> dict[str, Histogram]:
     """Run the second pass: collect a histogram of every tensor after its smoothing."""
     histograms = {
-        name: Histogram.empty(largest_scaled_magnitude(seen[name], transforms[name]))
+        name: Histogram.empty(largest_scaled_magnitude(statistics[name], transforms[name]))
         for name in tensors
     }
     for name, rows in _trace_activations(model, tensors, batches, advance):
@@ -168,17 +171,17 @@ def collect_channel_means(
 ) -> dict[str, ChannelMeans]:
     """Return the means of the inputs of convolutions, by activation."""
     names = list(dict.fromkeys(layer.activation for layer in layers))
-    found: dict[str, ChannelMeans] = {}
+    means_by_name: dict[str, ChannelMeans] = {}
     with GraphTracer(model, names, optimized=True) as tracer:
         for batch in batches:
             values = tracer(batch.load())
             for name in list(values):
                 images = np.asarray(values.pop(name), dtype=np.float32)
                 zeros = np.zeros(images.shape[1])
-                means = found.setdefault(name, ChannelMeans(zeros, zeros.copy()))
+                means = means_by_name.setdefault(name, ChannelMeans(zeros, zeros.copy()))
                 means.add(images, ranges[name], scheme)
             advance()
-    return found
+    return means_by_name
 
 
 def scale_and_shift(rows: Vector, params: ActivationQuantParams) -> Vector:
@@ -215,9 +218,9 @@ def unpadded_rows(value: NDArray[Any], feeds: Feeds, *, by_channel: bool) -> Vec
     value = np.asarray(value, dtype=np.float32)
     mask = feeds.get("attention_mask")
     if mask is not None and not mask.all():
-        kept = mask.astype(bool)
-        if value.ndim >= 3 and value.shape[:2] == kept.shape:
-            value = value[kept]
-        elif value.ndim == 2 and len(value) == kept.size and len(kept) > 1:
-            value = value[kept.ravel()]
+        real = mask.astype(bool)
+        if value.ndim >= 3 and value.shape[:2] == real.shape:
+            value = value[real]
+        elif value.ndim == 2 and len(value) == real.size and len(real) > 1:
+            value = value[real.ravel()]
     return value.reshape(-1, value.shape[-1] if by_channel else 1)

@@ -100,7 +100,9 @@ def make_batches(
     """
     count = len(data.items)
     rows = list(range(count))
+    # Every fourth row, or fewer where that would exceed the limit.
     every = max(_HELD_OUT_STRIDE, -(-count // max_held_out))
+    # With only a few rows, all of them calibrate and measure.
     held_out = rows[every - 1 :: every] if data.has_held_out_rows else rows
     calibrating = sorted(set(rows) - set(held_out)) if data.has_held_out_rows else rows
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
@@ -134,7 +136,7 @@ def _text_batches(
         max_tokens=_MAX_TOKENS,
         equal_lengths=feeder.width is None,
     )
-    return [_batch(feeder, items, [rows[place] for place in plan], record) for plan in plans]
+    return [_batch(feeder, items, [rows[index] for index in plan], record) for plan in plans]
 
 
 def _prompt_batches(
@@ -153,14 +155,17 @@ def _prompt_batches(
         [lengths[row] for row in long_enough],
         max_rows=fixed_batch(record) or _MAX_ROWS,
         max_tokens=_MAX_TOKENS,
+        # The rows of a batch share one cache, so their prompts have one length.
         equal_lengths=True,
     )
-    found = []
+    batches = []
     for plan in plans:
-        places = tuple(pad_batch([long_enough[place] for place in plan], record))
-        texts = [items[place] for place in places]
-        found += [Batch(places, partial(make, texts)) for make in (feeder.prompt, feeder.step)]
-    return found
+        batch_rows = tuple(pad_batch([long_enough[index] for index in plan], record))
+        texts = [items[row] for row in batch_rows]
+        batches += [
+            Batch(batch_rows, partial(make, texts)) for make in (feeder.prompt, feeder.step)
+        ]
+    return batches
 
 
 def _generation_batches(
@@ -174,19 +179,22 @@ def _generation_batches(
     for row, shape in zip(rows, feeder.shapes([items[row] for row in rows]), strict=True):
         by_shape.setdefault(shape, []).append(row)
     last = (feeder.max_steps or max(_STEPS) + 1) - 1
-    found = []
-    for shape, alike in by_shape.items():
+    batches = []
+    for shape, same_shape in by_shape.items():
+        # The tokens of texts are limited, and the number of images and sounds.
         largest = MEDIA if len(shape) > 1 else max(1, _MAX_TOKENS // max(shape))
-        for part in in_batches(alike, min(largest, _MAX_ROWS), record):
-            places, chosen = tuple(part), [items[row] for row in part]
+        for part in in_batches(same_shape, min(largest, _MAX_ROWS), record):
+            batch_rows, chosen = tuple(part), [items[row] for row in part]
             if record == feeder.encoder_record:
-                found.append(Batch(places, partial(feeder.encoder, chosen)))
+                batches.append(Batch(batch_rows, partial(feeder.encoder, chosen)))
                 continue
-            later = _STEPS[len(found) // 2 % len(_STEPS)]
-            found += [
-                Batch(places, partial(feeder.step, chosen, step)) for step in (0, min(later, last))
+            # Batches take turns, so that every length of the cache occurs.
+            later = _STEPS[len(batches) // 2 % len(_STEPS)]
+            batches += [
+                Batch(batch_rows, partial(feeder.step, chosen, step))
+                for step in (0, min(later, last))
             ]
-    return found
+    return batches
 
 
 def _media_batches(
@@ -197,8 +205,8 @@ def _media_batches(
     by_shape = feeder.by_shape(items[row] for row in rows)
     return [
         _batch(feeder, items, part, record)
-        for places in by_shape.values()
-        for part in in_batches([rows[place] for place in places], MEDIA, record)
+        for indices in by_shape.values()
+        for part in in_batches([rows[index] for index in indices], MEDIA, record)
     ]
 
 
@@ -208,8 +216,8 @@ def _batch(
     rows: Sequence[int],
     record: GraphRecord,
 ) -> Batch:
-    places = tuple(pad_batch(rows, record))
-    return Batch(places, lambda: feeder([items[place] for place in places]))
+    padded = tuple(pad_batch(rows, record))
+    return Batch(padded, lambda: feeder([items[row] for row in padded]))
 
 
 def _feed_batches(
@@ -251,7 +259,7 @@ def _random_batches(
     sizes = {
         name: limits.sizes.get(name, share_of_positions(name, names, longest)) for name in names
     }
-    sizes |= {name: one for name in names if (one := limits.rows(name, 1)) is not None}
+    sizes |= {name: count for name in names if (count := limits.rows(name, 1)) is not None}
     return [
         Batch((row,), partial(make_feeds, record.inputs, sizes, limits, seed=seed + row))
         for row in rows

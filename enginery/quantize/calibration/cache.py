@@ -70,16 +70,17 @@ class CalibrationCache:
         """
 
         def join(parts: Iterable[Mapping[str, Item]]) -> dict[str, Item]:
-            found: dict[str, Item] = {}
+            merged: dict[str, Item] = {}
             for part in parts:
-                if common := sorted(found.keys() & part.keys()):
+                # Nodes and tensors are found by name, whichever graph they are in.
+                if common := sorted(merged.keys() & part.keys()):
                     raise ArtifactError(
                         f"two graphs have a node or a tensor named '{common[0]}', which their "
                         "calibrations cannot share.",
                         do="Rename it in one of them.",
                     )
-                found.update(part)
-            return found
+                merged.update(part)
+            return merged
 
         if len(caches) == 1:
             return caches[0]
@@ -129,7 +130,7 @@ class CalibrationCache:
             "left_out": self.left_out,
             "fp32_nodes": self.fp32_nodes,
             "beyond_layers": self.beyond_layers,
-            "smoothed": {name: asdict(found) for name, found in self.smoothed.items()},
+            "smoothed": {name: asdict(smoothing) for name, smoothing in self.smoothed.items()},
         }
         return json.dumps(document).encode() + b"\n"
 
@@ -143,18 +144,20 @@ class CalibrationCache:
         """
         file = find_ranges_file(path)
         try:
-            found = parse_json(read_document(file))
+            document = parse_json(read_document(file))
             cache = cls(
-                graph_sha256=found["graph_sha256"],
-                scheme=found["scheme"],
-                ranges={n: ActivationQuantParams.from_json(r) for n, r in found["ranges"].items()},
-                bias_deltas={
-                    n: np.asarray(d, dtype=np.float32) for n, d in found["bias_deltas"].items()
+                graph_sha256=document["graph_sha256"],
+                scheme=document["scheme"],
+                ranges={
+                    n: ActivationQuantParams.from_json(r) for n, r in document["ranges"].items()
                 },
-                left_out=dict(found["left_out"]),
-                smoothed={n: SmoothQuantParams(**s) for n, s in found["smoothed"].items()},
-                fp32_nodes=dict(found["fp32_nodes"]),
-                beyond_layers=bool(found.get("beyond_layers", False)),
+                bias_deltas={
+                    n: np.asarray(d, dtype=np.float32) for n, d in document["bias_deltas"].items()
+                },
+                left_out=dict(document["left_out"]),
+                smoothed={n: SmoothQuantParams(**s) for n, s in document["smoothed"].items()},
+                fp32_nodes=dict(document["fp32_nodes"]),
+                beyond_layers=bool(document.get("beyond_layers", False)),
             )
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
@@ -178,10 +181,10 @@ def find_ranges_file(path: str | Path) -> Path:
     Raises:
         InputError: neither exists.
     """
-    given = Path(path).expanduser()
-    for file in (given, given / "reports" / RANGES):
+    location = Path(path).expanduser()
+    for file in (location, location / "reports" / RANGES):
         if file.is_file():
             return file
     raise InputError(
-        f"ranges '{given}' not found: expected a {RANGES} file or an artifact that has one."
+        f"ranges '{location}' not found: expected a {RANGES} file or an artifact that has one."
     )

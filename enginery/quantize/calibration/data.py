@@ -51,14 +51,14 @@ _RANDOM_ROWS = 32
 
 
 def read_data(
-    artifact: Artifact, config: QuantizeConfig, given: Iterable[Any] | None
+    artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any] | None
 ) -> CalibrationData | None:
     """Read the calibration inputs; None if ranges are reused and no data are given.
 
     Args:
         artifact: the artifact to calibrate.
         config: the options, with the file or the permission to generate inputs.
-        given: inputs from Python, in place of a file: texts, images, mappings with a `column` of
+        inputs: inputs from Python, in place of a file: texts, images, mappings with a `column` of
             either (such as a Hugging Face Dataset), or dicts of the graph's own inputs.
 
     Raises:
@@ -66,8 +66,8 @@ def read_data(
         OptionError: there are no inputs, and made-up ones are not allowed; or there is no column
             of labels to read.
     """
-    if given is not None:
-        return _given(artifact, config, given)
+    if inputs is not None:
+        return _given(artifact, config, inputs)
     if config.data:
         return _from_file(artifact, config)
     if config.ranges:
@@ -82,19 +82,20 @@ def read_data(
     )
 
 
-def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> CalibrationData:
-    _require_iterable(given)
+def _given(artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any]) -> CalibrationData:
+    _require_iterable(inputs)
     record = input_graph(artifact.manifest.graphs)
     columns = [name for name in (config.column, config.label_column) if name]
-    given = select_columns(given, columns)
-    stream = iterate(given, config.rows)
+    inputs = select_columns(inputs, columns)
+    stream = iterate(inputs, config.rows)
     first = list(islice(stream, 1))
     if not first:
         raise InputError("the calibration inputs are empty.")
     stream = chain(first, stream)
-    inputs = {spec.name for spec in record.inputs}
-    if isinstance(first[0], Mapping) and set(first[0]) != inputs:
-        return _from_rows(artifact, config, given, stream)
+    graph_inputs = {spec.name for spec in record.inputs}
+    # Dicts of exactly the graph's inputs are arrays, all others are rows with columns.
+    if isinstance(first[0], Mapping) and set(first[0]) != graph_inputs:
+        return _from_rows(artifact, config, inputs, stream)
     if takes_audio(record) and not isinstance(first[0], Mapping):
         raise InputError(
             "calibration inputs cannot be sounds in Python.",
@@ -115,14 +116,14 @@ def _given(artifact: Artifact, config: QuantizeConfig, given: Iterable[Any]) -> 
     return CalibrationData(kind, tuple(items), (), _content(kind, items), f"{len(items)} {kind}")
 
 
-def _require_iterable(given: Any) -> None:
-    name = type(given).__name__
+def _require_iterable(inputs: Any) -> None:
+    name = type(inputs).__name__
     if name == "DataFrame":  # it iterates over the names of its columns
         raise InputError(
             "calibration is a DataFrame, expected an iterable of rows.",
             do="Hand over its rows: frame.to_dict('records').",
         )
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+    if isinstance(inputs, str | bytes | Mapping) or not isinstance(inputs, Iterable):
         raise InputError(
             f"calibration is one {name}, expected an iterable of inputs.",
             do="Hand over one split: dataset['train']." if name.endswith("DatasetDict") else "",
@@ -130,7 +131,7 @@ def _require_iterable(given: Any) -> None:
 
 
 def _from_rows(
-    artifact: Artifact, config: QuantizeConfig, given: Any, stream: Iterable[Any]
+    artifact: Artifact, config: QuantizeConfig, rows: Any, stream: Iterable[Any]
 ) -> CalibrationData:
     record = input_graph(artifact.manifest.graphs)
     images = takes_images(record)
@@ -140,31 +141,31 @@ def _from_rows(
             f"calibration rows cannot be used: the graph takes {names}.",
             do=f"Hand over dicts with exactly these arrays: {names}.",
         )
-    found = sample_rows(
-        given, stream, config.column, config.label_column, rows=config.rows, images=images
+    sample = sample_rows(
+        rows, stream, config.column, config.label_column, rows=config.rows, images=images
     )
     labels = index_labels(
-        found.labels,
+        sample.labels,
         _label2id(artifact),
         where=f"calibration column '{config.label_column}'",
-        names=found.label_names,
+        names=sample.label_names,
     )
     if not images:
-        check_texts(found.items)
+        check_texts(sample.items)
     described = _described(
-        type(given).__name__,
-        len(found.items),
+        type(rows).__name__,
+        len(sample.items),
         config.column,
-        found.left_out,
+        sample.left_out,
         "image" if images else "text",
     )
     kind: Kind = "images" if images else "texts"
-    content = _content(kind, found.items, labels)
-    return CalibrationData(kind, found.items, tuple(labels), content, described)
+    content = _content(kind, sample.items, labels)
+    return CalibrationData(kind, sample.items, tuple(labels), content, described)
 
 
-def _described(source: str, count: int, column: str, left_out: int, what: str) -> str:
-    without = f", {left_out} without {'an' if what == 'image' else 'a'} {what} left out"
+def _described(source: str, count: int, column: str, left_out: int, noun: str) -> str:
+    without = f", {left_out} without {'an' if noun == 'image' else 'a'} {noun} left out"
     return f"{source}: {count} rows of '{column}'{without if left_out else ''}"
 
 
@@ -245,9 +246,13 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
             do="Save an array for each of them as .npz, or hand dicts of arrays to "
             "quantize_model(…, data).",
         )
-    found = read_text_rows(path, config.column, rows=config.rows, label_column=config.label_column)
-    labels = index_labels(found.labels, _label2id(artifact), where=f"data '{path}'")
-    described = _described(path.name, len(found.items), config.column, found.left_out, "text")
+    text_rows = read_text_rows(
+        path, config.column, rows=config.rows, label_column=config.label_column
+    )
+    labels = index_labels(text_rows.labels, _label2id(artifact), where=f"data '{path}'")
+    described = _described(
+        path.name, len(text_rows.items), config.column, text_rows.left_out, "text"
+    )
     return CalibrationData(
-        "texts", tuple(found.items), tuple(labels), data_content(path), described
+        "texts", tuple(text_rows.items), tuple(labels), data_content(path), described
     )

@@ -75,28 +75,28 @@ class PromptFeeder:
         """Return the inputs of the step behind `prompt`."""
         ids = np.array(self._encode(texts), np.int64)
         names = [spec.name for spec in self._record.inputs if is_past(spec.name)]
-        found = self._runner(self._feeds(ids[:, :-1], {}))
-        return self._feeds(ids, {name: found[present_name(name)] for name in names})
+        outputs = self._runner(self._feeds(ids[:, :-1], {}))
+        return self._feeds(ids, {name: outputs[present_name(name)] for name in names})
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._tokenizer.encode_untruncated(texts, special=True)
-        return [encoding.ids[: self._longest] for encoding in found]
+        encodings = self._tokenizer.encode_untruncated(texts, special=True)
+        return [encoding.ids[: self._longest] for encoding in encodings]
 
     def _feeds(self, ids: NDArray[np.int64], past: Feeds) -> Feeds:
         """Return the inputs of the tokens behind a cache; an empty one if none is given."""
-        rows, whole = ids.shape
+        rows, length = ids.shape
         start = next(iter(past.values())).shape[-2] if past else 0
         text = {
             "input_ids": ids[:, start:],
             "attention_mask": np.ones_like(ids),
-            "position_ids": np.broadcast_to(np.arange(start, whole), (rows, whole - start)),
+            "position_ids": np.broadcast_to(np.arange(start, length), (rows, length - start)),
         }
         sizes = {**dict.fromkeys(dynamic_dims(self._record.inputs), 0), "batch": rows}
-        given = {**text, **past}
+        provided = {**text, **past}
         empty = {
             spec.name: np.zeros(spec.shape(sizes))
             for spec in self._record.inputs
-            if spec.name not in given
+            if spec.name not in provided
         }
-        arrays = {**given, **empty}
+        arrays = {**provided, **empty}
         return {spec.name: arrays[spec.name].astype(spec.dtype) for spec in self._record.inputs}

@@ -130,12 +130,12 @@ def _minimize_divergence(histogram: Histogram, *, levels: int) -> float:
     counts = histogram.counts.astype(np.float64)
     best, best_divergence = BINS, np.inf
     for bins in range(levels, BINS + 1, 16):
-        kept = counts[:bins].copy()
-        target = kept.copy()
+        counted = counts[:bins].copy()
+        target = counted.copy()
         target[-1] += counts[bins:].sum()
         merged = np.arange(bins) * levels // bins
-        filled = (kept > 0).astype(np.float64)
-        totals = np.bincount(merged, kept, levels)
+        filled = (counted > 0).astype(np.float64)
+        totals = np.bincount(merged, counted, levels)
         members = np.maximum(np.bincount(merged, filled, levels), 1.0)
         spread = (totals / members)[merged] * filled
         divergence = _divergence(target, spread)
@@ -146,6 +146,6 @@ def _minimize_divergence(histogram: Histogram, *, levels: int) -> float:
 
 def _divergence(target: NDArray[np.float64], model: NDArray[np.float64]) -> float:
     p, q = target / target.sum(), model / max(model.sum(), 1e-300)
-    seen = p > 0
+    present = p > 0
     # Clipped values may fall into a bin that is empty in the model: avoid dividing by zero.
-    return float(np.sum(p[seen] * np.log(p[seen] / np.maximum(q[seen], 1e-12))))
+    return float(np.sum(p[present] * np.log(p[present] / np.maximum(q[present], 1e-12))))

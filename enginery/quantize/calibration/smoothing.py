@@ -81,6 +81,7 @@ def choose_smoothing(
     """
     unscaled = with_observed_range(channels, ActivationQuantParams(1.0), scheme)
     plain = SmoothingChoice(unscaled, 0.0, shifted=False, error=0.0)
+    # Only a product over the last axis can take up the scales of channels in its weight.
     if channels.width == 1 or not all(layer.linear for layer, _ in layer_weights):
         return plain
     strengths: Sequence[float] = STRENGTHS
@@ -88,6 +89,7 @@ def choose_smoothing(
         strengths = (strength,)
     elif strength == "none":
         strengths = ()
+    # A single strength is not compared with none.
     candidates = [] if strengths and strength != "search" else [(0.0, plain.params)]
     candidates += [(a, _smoothed(channels, layer_weights, a, shift=False)) for a in strengths]
     if shift:
@@ -95,15 +97,15 @@ def choose_smoothing(
         candidates += [(a, _smoothed(channels, layer_weights, a, shift=True)) for a in strengths]
     exact = [channels.sample @ _as_matrix(layer, weight) for layer, weight in layer_weights]
     total = sum(float(np.square(output).sum()) for output in exact) or 1.0
-    found = []
+    choices = []
     for tried, unscaled in candidates:
         params = with_observed_range(channels, unscaled, scheme)
         error = 0.0
         for (layer, weight), output in zip(layer_weights, exact, strict=True):
-            found_output = simulate_layer(channels.sample, layer, weight, params, scheme)
-            error += float(np.square(found_output - output).sum())
-        found.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
-    return min(found, key=lambda choice: choice.error)
+            simulated = simulate_layer(channels.sample, layer, weight, params, scheme)
+            error += float(np.square(simulated - output).sum())
+        choices.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
+    return min(choices, key=lambda choice: choice.error)
 
 
 def with_observed_range(
@@ -124,8 +126,8 @@ def with_observed_range(
     ends = scale_and_shift(np.stack([channels.smallest, channels.largest]), params)
     low, high = max(float(ends.min()), -limit), min(float(ends.max()), limit)
     if scheme.unsigned:
-        found = ActivationQuantParams.of_range(low, high)
-        return replace(params, scale=found.scale, zero_point=found.zero_point)
+        asymmetric = ActivationQuantParams.of_range(low, high)
+        return replace(params, scale=asymmetric.scale, zero_point=asymmetric.zero_point)
     return replace(params, scale=max(-low, high) / scheme.largest)
 
 

@@ -112,5 +112,5 @@ class StepFeeder:
         return dict(self._decoder.feeds)
 
     def _rows(self, items: Sequence[Any]) -> Iterator[GenerationRow]:
-        own, options = self._generator.read_options(dict(self._arguments))
-        return self._generator.inputs.rows(items, options, **own)
+        arguments, options = self._generator.read_options(dict(self._arguments))
+        return self._generator.inputs.rows(items, options, **arguments)
