@@ -59,7 +59,7 @@ def test_a_dataset_gives_what_a_list_of_its_rows_gives(datasets, bert):
     same = (dataset, dataset.to_iterable_dataset(), rows, iter(rows), records)
     found = [read(bert, given) for given in same]
     assert {data.items for data in found} == {tuple(TEXT)}
-    assert {data.sha256 for data in found} == {read(bert, TEXT).sha256}
+    assert {data.content for data in found} == {read(bert, TEXT).content}
     assert found[0].description == f"Dataset: {len(TEXT)} rows of 'text'"
 
 
@@ -227,7 +227,7 @@ def test_labels_are_part_of_the_key(bert):
         read(bert, rows_of(TEXT, label=[label] * len(TEXT)), label_column="label")
         for label in (0, 1)
     )
-    assert one.sha256 != other.sha256
+    assert one.content != other.content
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_a_dataset_of_images_is_what_its_images_are(vit, image_rows):
     for mine, theirs in zip(found, expected, strict=True):
         assert np.array_equal(mine.load()["pixel_values"], theirs.load()["pixel_values"])
     stream = read(vit, image_rows.to_iterable_dataset(), column="image", label_column="shown")
-    assert (stream.sha256, stream.labels) == (data.sha256, data.labels)
+    assert (stream.content, stream.labels) == (data.content, data.labels)
 
 
 def test_images_of_a_dataset_are_not_held(vit, image_rows):
@@ -279,9 +279,9 @@ def test_images_in_rows_are_arrays_or_paths(vit, tmp_path, form):
         path = tmp_path / f"{index}.png"
         Image.fromarray(image).save(path)
         rows.append({"image": image if form == "arrays" else str(path)})
-    expected = read(vit, synthetic_images(3)).sha256
-    assert read(vit, rows, column="image").sha256 == expected
-    assert read(vit, [row["image"] for row in rows]).sha256 == expected
+    expected = read(vit, synthetic_images(3)).content
+    assert read(vit, rows, column="image").content == expected
+    assert read(vit, [row["image"] for row in rows]).content == expected
 
 
 def test_an_image_that_is_none_is_named_by_its_place(vit):
