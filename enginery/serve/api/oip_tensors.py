@@ -109,11 +109,11 @@ class BinaryData:
             raise invalid_body(f"{left} bytes after the JSON belong to no input.")
 
 
-def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
+def read_tensor(tensor: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
     """Parse one input of a request.
 
     Args:
-        given: the JSON object: name, datatype, shape, and data or parameters.
+        tensor: the JSON object: name, datatype, shape, and data or parameters.
         tail: the binary data after the JSON.
         path: path of the input for error messages, such as `inputs[0]`.
 
@@ -121,23 +121,23 @@ def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTens
         HTTPError: a field is missing or invalid, the data do not match datatype and shape, or the
             binary data are too short.
     """
-    name = _string(given, "name", path)
+    name = _string(tensor, "name", path)
     where = f"input {quote(name)}"
-    datatype = _string(given, "datatype", path)
+    datatype = _string(tensor, "datatype", path)
     if datatype not in DATATYPES:
         raise invalid_field(
             f"{where}: unknown datatype {quote(datatype)}{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
             do=f"Supported: {', '.join(DATATYPES)}.",
         )
-    shape = _shape(given.get("shape"), where, path)
-    parameters = given.get("parameters") or {}
+    shape = _shape(tensor.get("shape"), where, path)
+    parameters = tensor.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise invalid_value(f"{path}.parameters", "an object", parameters)
     for key in parameters:
         if key != "binary_data_size":
             raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
-    size, data = parameters.get("binary_data_size"), given.get("data")
+    size, data = parameters.get("binary_data_size"), tensor.get("data")
     if size is not None:
         if type(size) is not int or size < 0:
             expected = "a whole number of 0 or more"
@@ -159,8 +159,8 @@ def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTens
     return InferTensor(name, datatype, shape, values)
 
 
-def _string(given: dict[str, Any], name: str, path: str) -> str:
-    value = given.get(name)
+def _string(tensor: dict[str, Any], name: str, path: str) -> str:
+    value = tensor.get(name)
     if not isinstance(value, str):
         raise invalid_value(f"{path}.{name}", "a string", value)
     return value

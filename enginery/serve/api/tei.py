@@ -431,10 +431,12 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
 
 
 def _check_count(request: Request, count: int) -> None:
-    most = config_of(request).max_inputs
-    if count > most:
+    max_inputs = config_of(request).max_inputs
+    if count > max_inputs:
         raise HTTPError(
-            413, f"found {count} inputs, expected at most {most}.", do="Send several requests."
+            413,
+            f"found {count} inputs, expected at most {max_inputs}.",
+            do="Send several requests.",
         )
 
 

@@ -197,17 +197,24 @@ class FrontModel(ServedModel):
         described = [*self._info.values()]
         config = self._config
         queue = {
-            "inputs": self._pool.inputs + sum(each["queue"]["inputs"] for each in described),
-            "tokens": sum(each["queue"]["tokens"] for each in described),
-            "wait_seconds": max((each["queue"]["wait_seconds"] for each in described), default=0.0),
+            "inputs": self._pool.inputs
+            + sum(device_info["queue"]["inputs"] for device_info in described),
+            "tokens": sum(device_info["queue"]["tokens"] for device_info in described),
+            "wait_seconds": max(
+                (device_info["queue"]["wait_seconds"] for device_info in described), default=0.0
+            ),
             "max_inputs": config.queue_inputs,
             "max_tokens": config.queue_tokens,
             "max_wait": config.max_wait,
         }
-        own = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
+        current = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
         if not described:
-            return own
-        return {**described[0], **own, "devices": [each["providers"] for each in described]}
+            return current
+        return {
+            **described[0],
+            **current,
+            "devices": [device_info["providers"] for device_info in described],
+        }
 
     def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Progress]:
         """Raise AssertionError: models that generate texts are not served by fronts."""
@@ -452,11 +459,11 @@ class DeviceLink(asyncio.Protocol):
         elif frame.kind == wire.MODELS:
             self._registry.on_models(self, frame.json())
 
-    def _deliver(self, found: wire.BatchOutputs) -> None:
+    def _deliver(self, message: wire.BatchOutputs) -> None:
         """Pass outputs to their requests, unless these were cancelled."""
         batch: list[SentRow] = []
         outputs: list[Any] = []
-        for number, output in zip(found.numbers, found.outputs, strict=True):
+        for number, output in zip(message.numbers, message.outputs, strict=True):
             entry = self.sent.pop(number, None)
             if entry is not None:
                 batch.append(entry)
@@ -464,7 +471,7 @@ class DeviceLink(asyncio.Protocol):
         if batch:
             model = cast("FrontModel", batch[0].runner)
             model.scheduler.queue.rows -= len(batch)
-            model.scheduler.deliver(BatchResult(batch, outputs, found.started, found.seconds))
+            model.scheduler.deliver(BatchResult(batch, outputs, message.started, message.seconds))
 
 
 class FrontRegistry(ModelRegistry):

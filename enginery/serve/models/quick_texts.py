@@ -99,7 +99,7 @@ def _is_short_template(part: dict[str, Any]) -> bool:
     if part["type"] != "TemplateProcessing":
         return False
     special = part["special_tokens"].values()
-    pieces = [*part["single"], *part["pair"], *(i for each in special for i in each["ids"])]
+    pieces = [*part["single"], *part["pair"], *(i for token in special for i in token["ids"])]
     return len(pieces) <= _TEMPLATE_PIECES
 
 
