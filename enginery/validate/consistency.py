@@ -201,8 +201,10 @@ class ConsistencyScan:
         lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds | special
         short = max(min(_SHORT, self._longest), self._shortest)
         two = self._fixed or max(2, self._copies)
-        found = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
-        return list(dict.fromkeys([*found, *(ScanShape(size, short) for size in sorted(batches))]))
+        by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
+        return list(
+            dict.fromkeys([*by_length, *(ScanShape(size, short) for size in sorted(batches))])
+        )
 
     def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
         if self._fixed:
@@ -306,7 +308,7 @@ class ConsistencyScan:
     def _rows_like(self, shape: ScanShape) -> set[int]:
         """Return lengths of some rows that ran alone, none of them longer than a batch's."""
         ran = [n for n in sorted(self._alone) if self._padded is None or n <= shape.length]
-        return {ran[place] for place in _positions(len(ran), _ROWS_ALONE)}
+        return {ran[index] for index in _positions(len(ran), _ROWS_ALONE)}
 
     def coverage(self, cases: Sequence[ValidationCaseResult], scanned: ScanResult) -> GraphCoverage:
         """Return the batch sizes and lengths of the compared cases and of the scan."""
@@ -348,10 +350,11 @@ class ConsistencyScan:
         rows = [self._run_alone(length) for length in self._row_lengths(shape)]
         for spec in self._outputs():
             _check_rows(together[spec.name], spec, shape.batch)
-            places = [self._place(spec, row[spec.name], together[spec.name]) for row in rows]
-            if all(place is not None for place in places):
+            selections = [self._place(spec, row[spec.name], together[spec.name]) for row in rows]
+            if all(selection is not None for selection in selections):
                 mine = [
-                    together[spec.name][index][place].ravel() for index, place in enumerate(places)
+                    together[spec.name][index][selection].ravel()
+                    for index, selection in enumerate(selections)
                 ]
                 alone = [row[spec.name].values.ravel() for row in rows]
                 yield spec.name, np.concatenate(mine)[None], np.concatenate(alone)[None]
@@ -420,16 +423,18 @@ class ConsistencyScan:
     def _run_alone(self, length: int) -> dict[str, _RowOutput]:
         if length not in self._alone:
             outputs = self._run(self._make_alone(length))
-            kept = {}
+            row_outputs = {}
             for spec in self._outputs():
                 _check_rows(outputs[spec.name], spec, self._copies)
-                found = outputs[spec.name][0]
+                values = outputs[spec.name][0]
                 positions = [
                     _positions(size, _POSITIONS if self._pads(dim) else size)
-                    for dim, size in zip(spec.dims[1:], found.shape, strict=True)
+                    for dim, size in zip(spec.dims[1:], values.shape, strict=True)
                 ]
-                kept[spec.name] = _RowOutput(found.shape, positions, found[np.ix_(*positions)])
-            self._alone[length] = kept
+                row_outputs[spec.name] = _RowOutput(
+                    values.shape, positions, values[np.ix_(*positions)]
+                )
+            self._alone[length] = row_outputs
         return self._alone[length]
 
     def _make_batch(self, shape: ScanShape) -> Feeds:
@@ -546,7 +551,7 @@ def _check_rows(output: Array, spec: TensorSpec, rows: int) -> None:
 def _bounds(profiles: Sequence[Profile], dim: str) -> set[int]:
     """Return the sizes of a dim in profiles: minimum, optimum and maximum."""
     ranges = [profile.dims[dim] for profile in profiles if dim in profile.dims]
-    return {size for found in ranges for size in (found.min, found.opt, found.max)}
+    return {size for dim_range in ranges for size in (dim_range.min, dim_range.opt, dim_range.max)}
 
 
 def _with_powers_of_two(every: int, largest: int) -> set[int]:

@@ -387,12 +387,12 @@ def _noise_floors(
         try:
             with load() as model, progress.task(name, total=len(cases)) as advance:
                 for index, (case, wide) in enumerate(zip(cases, expected, strict=True)):
-                    place = scratch / f"{record.file}-{index}-noisy"
+                    directory = scratch / f"{record.file}-{index}-noisy"
                     try:
                         feeds = case.make()
                         other = ReferenceOutputs()
                         if wide.files:
-                            files = _run(model, case, feeds, place, last_step, wide.random)
+                            files = _run(model, case, feeds, directory, last_step, wide.random)
                             other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)
@@ -408,7 +408,7 @@ def _noise_floors(
                         noise_floors[output] = floor.wider(noise_floors.get(output, floor))
                         if case.kind != "real":
                             generated[output] = floor.wider(generated.get(output, floor))
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(directory, ignore_errors=True)
                     advance()
         except (ExportError, ProviderError) as error:
             refusals.setdefault(name, error.message)
