@@ -137,8 +137,8 @@ def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
         if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
         if task.modality == "text" and not isinstance(value, str | tuple):
-            found = f"{type(value).__name__} {value!r}"
-            raise InputError(f"row {index} is {found:.80}, expected a text.")
+            shown = f"{type(value).__name__} {value!r}"
+            raise InputError(f"row {index} is {shown:.80}, expected a text.")
     return rows
 
 

@@ -178,11 +178,11 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Imag
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
     """Yield a tar of files and their directories, without times and owners, readable by all."""
-    made: set[PurePosixPath] = set()
+    directories: set[PurePosixPath] = set()
     for file in files:
         for parent in reversed(PurePosixPath(file.name).parents[:-1]):
-            if parent not in made:
-                made.add(parent)
+            if parent not in directories:
+                directories.add(parent)
                 yield _header(f"{parent}/", tarfile.DIRTYPE, 0, 0o755)
         yield _header(file.name, tarfile.REGTYPE, file.size_bytes, 0o644)
         yield from _content(file)
