@@ -147,9 +147,11 @@ def plan_backends(
 
     for target in targets:
         add(ENGINERY, target, required=True)
-    for kind in named or (BACKENDS if config.against == AUTO else ()):
+    kinds = named or (BACKENDS if config.against == AUTO else ())
+    for kind in kinds:
         for_each_target = kind in ("onnxruntime", "enginery-cpu")
-        for target in targets if for_each_target else targets[:1]:
+        measured = targets if for_each_target else targets[:1]
+        for target in measured:
             head = heads[target.name]
             on_gpu = _device(head) != "cpu"
             reason = _skip_reason(kind, target, on_gpu=on_gpu)

@@ -67,7 +67,10 @@ def measure_images(
     problems: dict[str, str] = {}
     for index, file in enumerate(files):
         # Reverse the order for every other image, so that no backend always follows the same one.
-        for name in list(first)[:: 1 if index % 2 == 0 else -1]:
+        order = list(first)
+        if index % 2:
+            order.reverse()
+        for name in order:
             try:
                 first[name][index] = cold_run(name, file)
             except EngineryError as error:

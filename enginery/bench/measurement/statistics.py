@@ -128,7 +128,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     Source: R. J. Hyndman and Y. Fan, "Sample Quantiles in Statistical Packages", 1996, type 7.
     """
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -135,8 +135,8 @@ class AccuracyExpectation:
             )
         return (
             f"{self.scheme}: on these inputs quantize measured a mean cosine of "
-            f"{measured.cosine:.4f} and at least {measured.worst_cosine:.4f}; 1 - cosine may be {_MEAN_SLACK:g} and "
-            f"{_WORST_SLACK:g} times as large"
+            f"{measured.cosine:.4f} and at least {measured.worst_cosine:.4f}; 1 - cosine may "
+            f"be {_MEAN_SLACK:g} and {_WORST_SLACK:g} times as large"
         )
 
 
