@@ -145,10 +145,12 @@ def compare_graph(
         for case, expected in zip(cases, reference.outputs, strict=True):
             feeds = case.make()
             result = _without_metrics(record, case, feeds, expected)
+            # Inputs that the reference rejects are skipped, and counted in the report.
             if not expected.problem:
                 try:
                     actual = run(feeds)
                 except EngineryError as error:
+                    # A usual cause is a size that the tracer recorded as a constant.
                     problem = f"the graph fails but {reference.name} does not: {error.message}"
                     result = replace(result, problem=problem)
                 else:
@@ -203,6 +205,7 @@ def _compare_outputs(
 ) -> list[OutputMetrics]:
     outputs = []
     for spec in record.outputs:
+        # The reference may lack an output in some cases: that of the other branch of an If.
         if spec.name not in reference_names:
             outputs.append(unmatched_output(spec.name, actual[spec.name], reference.name))
         elif spec.name in expected.files:
@@ -216,6 +219,7 @@ def _compare_outputs(
                     tolerance=limits.tolerance,
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
+                    # Fused kernels may leave any value at padded positions, and nobody reads it.
                     padding=find_padding_mask(spec, record.inputs, feeds),
                     name=reference.name,
                 )

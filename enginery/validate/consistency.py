@@ -165,6 +165,7 @@ class ConsistencyScan:
                 they run with their neighbours.
             seed: random seed for the rows.
         """
+        # A graph that treats some length differently holds that length.
         self._special = {size + step for size in sizes for step in (-1, 0, 1)}
         self._run = run
         self._record = record
@@ -181,6 +182,7 @@ class ConsistencyScan:
         least = {dim: min(p.dims[dim].min for p in engines) for p in engines for dim in p.dims}
         self._shortest = least.get(self.dim, 1)
         self._fixed = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        # Engines that take no single row run a batch of copies of it.
         self._copies = self._fixed or least.get("batch", 1)
         self._rows: dict[int, Feeds] = {}
         self._names_compared: set[str] = set()
@@ -238,6 +240,7 @@ class ConsistencyScan:
         ran = [set(expected.files) for expected in reference.outputs if expected.files]
         if not ran:
             return ScanResult(reason=f"{reference.name} ran on no input")
+        # Outputs of one branch of an If are not in every case.
         self._names_compared = set.intersection(*ran)
         with progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
@@ -254,6 +257,7 @@ class ConsistencyScan:
                     advance()
                 if not ratios:
                     return ScanResult(reason="no output has a row for each input")
+                # Not a fault yet: some models read padded positions in PyTorch, too.
                 if max(ratios) > _SUSPICIOUS:
                     result.deviating[shape] = max(ratios)
                 else:
@@ -283,11 +287,13 @@ class ConsistencyScan:
         quantized = isinstance(limits.tolerance, QuantizedTolerance)
         rows = [set(self._row_lengths(shape)) for shape in shapes]
         if quantized:
+            # The cosine of a few logits differs tenfold between two rows, so several are needed.
             rows = [own | self._rows_like(shape) for own, shape in zip(rows, shapes, strict=True)]
         lengths = sorted(set().union(*rows), reverse=True)
         batches = [self.batch_case(shape) for shape in shapes]
         listed = [*batches, *map(self.alone_case, lengths)]
         confirmed = run_reference(listed)
+        # Without real inputs: a near tie of a real answer must not excuse errors elsewhere.
         generated = {
             name: reference.noise_floor(name, real=False) for name in reference.noise_floors
         }
@@ -300,6 +306,7 @@ class ConsistencyScan:
             self._run, self._record, listed, confirmed, limits, progress=progress
         )
         if quantized:
+            # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))
             for index, own in enumerate(rows):
                 results[index] = _judge_batch(results[index], [alone[length] for length in own])

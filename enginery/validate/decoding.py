@@ -115,6 +115,7 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
     spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
     batch_dim, length_dim = spec.dims
     rows = [batch_dim] if isinstance(batch_dim, int) else [1, _ROWS]
+    # Only decoders alone are padded here, on the left; else the encoder's inputs are, on the right.
     pads = graphs.encoder is None and any(s.name == "attention_mask" for s in graphs.first.inputs)
     sequences = []
     for index, (batch, prompt) in enumerate(
@@ -336,6 +337,7 @@ def compare_decoding(
         return [], notes
     sequences = [*make_sequences(usable[0], feed_limits, seed=seed), *generated]
     cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
+    # One run serves all decoders of a model, because the tokens are the same (teacher forcing).
     reference = run_reference(usable[0].later, cases)
     if not any(expected.files for expected in reference.outputs):
         notes.append(f"no tokens were decoded: {reference.outputs[0].problem}")

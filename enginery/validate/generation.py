@@ -157,6 +157,7 @@ class GeneratedTexts:
             ProviderError: a graph cannot be loaded.
         """
         outputs = [case.outputs[0] for case in forced if case.outputs][self._forced_prompt :]
+        # The error that is allowed for a logit at each step decides what counts as a near tie.
         errors = [output.limit for output in outputs] or [0.0]
         records = [self.graphs.later, *([self.graphs.encoder] if self.graphs.encoder else [])]
         rows, file = self.inputs.rows, self.graphs.later.file
@@ -245,6 +246,7 @@ class GeneratedTexts:
         step, (token, expected) = next(
             ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(theirs), (None, None))
         )
+        # Tokens after a parting are not compared: they follow different texts.
         compared.steps = min(step, compared.steps)
         if token is None and expected is None:
             return
@@ -279,6 +281,7 @@ class GeneratedTexts:
             return
         compared.parted = True
         score = math.nan if mine.score is None else mine.score
+        # A score adds up log-probabilities, each wrong by up to twice the error of a logit.
         total, allowed = self._beam_errors(mine, theirs, error)
         closest = search.closest if isinstance(search, BeamSearch) else math.inf
         difference = abs(score - theirs.score)
@@ -377,6 +380,7 @@ def generate_reference(
             return None, [f"not generated: {problem}"]
         options = read_generation_config(artifact.path)
     except ArtifactError as error:
+        # A note, not a failure: the verdict is then that of the graphs.
         return None, [f"not generated: {error.message}"]
     positions = read_positions(artifact.path)
     steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
@@ -555,6 +559,7 @@ def _compare_tokens(
             f"the tokenizer gives {len(mine)} tokens, transformers' {len(wanted)}; from the "
             f"{step + 1}. on they are {mine[step : step + 4]} and {wanted[step : step + 4]}"
         )
+        # A converted tokenizer may join unknown tokens in another way.
         if unk_id is not None and unk_id in {*mine[step:], *wanted[step:]}:
             notes.append(f"{name}, which has unknown tokens: {problem}")
         else:
@@ -571,6 +576,7 @@ def _made_up(
 ) -> _Inputs:
     """Return inputs of different lengths, for an artifact without a tokenizer."""
     max_length = min(_LONGEST_MADE_UP, longest or _LONGEST_MADE_UP)
+    # Different lengths, so that the batch is ragged.
     lengths = np.linspace(max_length, 1, count).round().astype(int)
     names = [f"made-up prompt {index + 1}" for index in range(count)]
     if graphs.encoder is None:
@@ -622,6 +628,7 @@ def _run_torch(
                 feeds = dict(inputs.join([row]) or {})
                 if row.rest:
                     feeds["decoder_input_ids"] = np.asarray([_whole_prompt(row)], np.int64)
+            # Models that sample are compared by these two searches, which do not depend on chance.
             for texts, beams in zip(continuations, (1, BEAMS), strict=True):
                 directory = scratch / f"generate-{index}-{beams}"
                 files = model.generate(feeds, directory, _arguments(steps, beams, inputs.chosen))

@@ -74,6 +74,7 @@ def give_random_numbers(
         if problem := _obstacle(node, inside=node.graph is not model.graph):
             return problem
     names = [random_input(i, _STANDARD[node.op_type][0]) for i, node in enumerate(nodes)]
+    # Numbers of another distribution, or in another order, would not be the ones PyTorch used.
     if names != list(drawn):
         return (
             f"the graph draws {_listed(names)}, but {reference.name} draws {_listed(list(drawn))}"

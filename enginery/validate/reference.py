@@ -117,6 +117,7 @@ class Reference:
                     f"{source.path} is a file of the artifact itself, so it proves nothing.",
                     do="Name the original model with --reference MODEL.",
                 )
+            # The file passes the same checks as an artifact's own graphs before it is loaded.
             check_allocations(source.path, error=SourceError)
             if len(artifact.manifest.graphs) > 1:
                 files = ", ".join(graph.file for graph in artifact.manifest.graphs)
@@ -285,6 +286,7 @@ def run_reference(
     expected: list[ReferenceOutputs] = []
     last_step = _LastStep.of(reference.artifact, record)
     graph = reference.artifact.path / record.file
+    # PyTorch's draws are recorded, so that the graph can get the same numbers.
     random = not reference.is_onnx and bool(read_structure(graph).random_ops())
     with (
         reference.open(record.file) as model,
@@ -303,6 +305,7 @@ def run_reference(
                 expected.append(ReferenceOutputs(files, random=numbers))
             advance()
         notes = list(model.notes)
+    # A quantized graph has no noise floor: PyTorch has no arithmetic of this kind.
     if not noise:
         names = {name for wide in expected for name in wide.files}
         floors = dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0))
@@ -406,6 +409,8 @@ def _noise_floors(
                             continue  # a mask of FP32's numbers overflows at another precision
                         floor = noise_floor(narrow, exact, padding)
                         noise_floors[output] = floor.wider(noise_floors.get(output, floor))
+                        # Rounding may decide a near tie of a real answer, which must not excuse
+                        # errors on other inputs.
                         if case.kind != "real":
                             generated[output] = floor.wider(generated.get(output, floor))
                     shutil.rmtree(directory, ignore_errors=True)

@@ -48,6 +48,7 @@ def find_unproven(
                 by_output.setdefault(output.output, []).append(output)
         for name, outputs in by_output.items():
             ratios = [o.constant_ratio for o in outputs if o.constant_ratio is not None]
+            # A constant would be within all limits, so that agreement says nothing.
             if ratios and max(ratios) <= 1:
                 remedy = (
                     "the inputs of --data do not change that: give some whose outputs differ more, "

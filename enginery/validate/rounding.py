@@ -61,11 +61,14 @@ def compare_rounding(
         for mine, plain in zip(case.outputs, other.outputs, strict=False):
             if math.isfinite(mine.rms_error) and math.isfinite(plain.rms_error):
                 pairs[mine.output].append((mine, plain))
+    # Weights that were not traced stay rounded in the other graph, too, so more remains there.
     max_share = _LARGEST_SHARE if all_exact else _WITH_ROUNDED
     metrics = []
     for name, both in pairs.items():
+        # Errors add up in squares: a fault that doubles the squared error makes up half of it.
         total = sum(mine.rms_error**2 for mine, _ in both)
         plain_error = sum(plain.rms_error**2 for _, plain in both)
+        # Below this, the error of the other graph is that of FP32.
         exact = sum((_NEGLIGIBLE * plain.rms_limit) ** 2 for _, plain in both)
         share = plain_error / total if total else float(plain_error > 0)
         problem = ""

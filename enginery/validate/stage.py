@@ -179,10 +179,12 @@ def run(
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
+    # Checked first: providers that cannot be used would make a run of PyTorch useless.
     reached = reachable_profiles(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
     chosen = choose_providers(providers_of(config), allow_fallback=config.allow_fallback)
+    # CUDA multiplies FP32 in TensorFloat-32 by default, whose tolerance then applies.
     limits = ComparisonLimits.of(artifact, config).where(chosen)
     if config.label_column:
         require_classifier(artifact, config.data, config.label_column)
@@ -198,6 +200,7 @@ def run(
     for record in manifest.graphs:
         notes += read_structure(artifact.path / record.file).random_notes(record.file)
     tokens = feed_limits.min_sequence == 1  # and not samples of audio
+    # The sweep ends at `LONGEST`, because eager attention needs quadratic memory.
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
@@ -216,9 +219,11 @@ def run(
             scratch,
             progress,
         )
+        # Inputs reach few rows of an embedding, so every weight is compared, too, without a run.
         weights = comparison.weights = comparison.compare_weights()
         for record in graphs:
             real, more_notes = real_cases(artifact, record, config)
+            # Engines are checked at the corners of their own profiles, too, where errors show.
             promised = [*profiles[record.file], *reached[record.file]]
             cases, left_out = split_by_profiles(
                 [
@@ -244,6 +249,7 @@ def run(
     accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
     within_limits = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
+    # Agreement proves nothing if a constant would pass, or if the reference rejects most inputs.
     not_proven = [
         *comparison.idle,
         *find_unproven(results, reference.name, own_data=bool(config.data)),
@@ -253,6 +259,7 @@ def run(
     within_limits = within_limits and not any(share.problem for share in rounding)
     within_limits = within_limits and not (layers and layers.problem)
     agrees = _all_passed(results) and within_limits and not not_proven
+    # If all outputs agree, a parameter multiplied by one factor is undone elsewhere in the graph.
     if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
     report = ValidationReport(
@@ -360,9 +367,11 @@ class _Comparison:
         artifact, config, progress = self.reference.artifact, self.config, self.progress
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
+        # A quantized graph has no noise floor in PyTorch, but the one without quantization has.
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
         runnable, run_record, run_cases = artifact, record, cases
         path = artifact.path / record.file
+        # With draws of its own, it would differ from PyTorch as much as two runs of PyTorch do.
         fed_graph = None if engines else self._give_random_numbers(path, record, cases, reference)
         if fed_graph:
             run_record, run_cases = fed_graph.record, fed_graph.cases
@@ -395,10 +404,12 @@ class _Comparison:
                 reference,
                 own_limits,
                 embeddings=self.embeddings,
+                # Of an encoder with a decoder, the answers are the encoder's outputs.
                 answers=self.answers if record is input_graph(artifact.manifest.graphs) else None,
                 labels=self.labels,
                 progress=progress,
             )
+            # On the CPU, ONNX Runtime computes FP16 in FP32, which hides values beyond 65504.
             simulated = artifact.manifest.float_precision == "fp16" and _on_cpu(runner.providers)
             # Batches differ more clearly without quantization, and overflow only if simulated.
             if not (quantized and exists) and not simulated:
@@ -421,6 +432,7 @@ class _Comparison:
             )
             path.unlink()
         if exists:
+            # Rounding hides every fault that does less than it does.
             change = "without quantization" if quantized else "in FP32"
             other = derived_record(record, change, fp32_outputs=not quantized)
             plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.float_precision))
@@ -434,6 +446,7 @@ class _Comparison:
             else:
                 self.rounding += compare_rounding(
                     record.file,
+                    # Both begin with the results for the same inputs; those of the scan follow.
                     results[: len(cases)],
                     exact[: len(cases)],
                     all_exact=self._all_exact(record),
@@ -646,6 +659,7 @@ class _Comparison:
         )
         self.notes += notes
         if texts:
+            # Their limits say how close two logits must be for either to be chosen.
             forced = [case for case in results if case.kind == "generation"]
             try:
                 generated, self.generation = texts.compare(forced, open_runner, self.progress)

@@ -210,8 +210,8 @@ def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpec
     promised, report = _promised_cosine(stage), _read_report(artifact)
     held_out = _usable((report.encoder_accuracy or report.accuracy) if report else None)
     builtin = _usable(report.builtin if report else None)
-    known = [promised, *(measured.cosine for measured in (held_out,) if measured)]
-    cosines = [cosine for cosine in known if cosine is not None]
+    recorded = [promised, *(accuracy.cosine for accuracy in (held_out,) if accuracy)]
+    cosines = [cosine for cosine in recorded if cosine is not None]
     measured = held_out if own_data else builtin
     if not cosines and measured is None:
         raise OptionError(

@@ -85,6 +85,8 @@ def compare_output(
     if problem := _interface_problem(actual, reference, dtype, tolerance.precision, name):
         return _unmeasured(output, actual.shape, problem)
     differences = compute_differences(actual, reference, padding)
+    # Scaled from the reference's own error at the same precision. The root mean square has a limit
+    # of its own, because it varies less than the maximum.
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=differences.largest)
     rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=differences.rms)
     if max_abs_error is not None:

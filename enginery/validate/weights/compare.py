@@ -356,8 +356,10 @@ class _GraphComparison:
         frozen = self._check_frozen(actual, name, turned, shape) if pointwise else None
         if frozen is not None:
             return frozen
+        # Exporters fold factors of channels into weights; they are not known, the direction is.
         if use is not None and (kind := explain(actual, expected)):
             return _Match(name, kind)
+        # The softmax cancels a bias of an attention's keys.
         if np.all(np.isfinite(actual.values)) and any(is_key_bias(use) for use in actual.uses):
             return _Match(name, "of no effect")
         return _Match(name, "different", self._difference(actual, name, expected, wrong), exact)

@@ -148,23 +148,17 @@ def _read_layer(
     calibration: Calibration | None,
     tensors: Mapping[str, ir.Value],
 ) -> QuantizedLayer | None:
-    stored, scale = (
-        constant_tensor(weight_dequantizer.inputs[0]),
-        constant_tensor(weight_dequantizer.inputs[1]),
-    )
-    zero = (
-        constant_tensor(weight_dequantizer.inputs[2])
-        if len(weight_dequantizer.inputs) > 2
-        else None
-    )
+    inputs = weight_dequantizer.inputs
+    stored, scale = constant_tensor(inputs[0]), constant_tensor(inputs[1])
+    zero = constant_tensor(inputs[2]) if len(inputs) > 2 else None
     if stored is None or scale is None or not quantized_precision(stored):
         return None
     if len(stored.shape) < 2:
         return None
     raw, scales = read_values(stored), read_values(scale).astype(np.float32)
-    names = [weight_dequantizer.inputs[1].name or ""]
+    names = [inputs[1].name or ""]
     if zero is not None:
-        names.append(weight_dequantizer.inputs[2].name or "")
+        names.append(inputs[2].name or "")
     dequantizer = _dequantizer(node.inputs[0])
     recorded, params, problem, more, source = _activation(
         node, dequantizer, calibration, raw.shape, tensors
@@ -172,7 +166,7 @@ def _read_layer(
     factors, factors_name = _output_factors(node)
     axis = weight_dequantizer.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
-        weight_dequantizer.inputs[0].name or "",
+        inputs[0].name or "",
         quantized_precision(stored),
         raw,
         scales,
@@ -181,10 +175,11 @@ def _read_layer(
         factors=factors,
         unsmooth=params.multiplier if node.op_type != "Conv" else None,
     )
-    weight.uses = list(find_uses(weight_dequantizer.inputs[0]))
+    weight.uses = list(find_uses(inputs[0]))
     deltas = calibration.bias_deltas if calibration is not None else {}
-    stem = (weight_dequantizer.inputs[0].name or "").removesuffix("/weight")
-    name = stem if stem != weight_dequantizer.inputs[0].name else node.name or ""
+    # quantize names a weight's initializer after its layer, see passes/qdq/insert.py.
+    stem = (inputs[0].name or "").removesuffix("/weight")
+    name = stem if stem != inputs[0].name else node.name or ""
     delta = deltas.get(name, np.zeros(1, np.float32))
     recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
     bias, bias_value, output = _bias(node, raw.shape[_output_axis(node)], params.scale * scales)
@@ -233,6 +228,7 @@ def _activation(
     names = [_behind_casts(value).name or "" for value in quantizer.inputs[1:] if value is not None]
     tensor = constant_tensor(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
+    # quantize names the scale after the tensor whose range it calibrated.
     activation = names[0].removesuffix("/scale") if names else ""
     record = calibration.ranges.get(activation) if calibration is not None else None
     channels = shape[1 - _output_axis(node)]
