@@ -103,13 +103,15 @@ def arrange(
     files = _records(out)
     graph_files = {n for records in graphs.values() for r in records for n in _files(r)}
     for name, artifact in opened.items():
-        own = {n for record in graphs[name] for n in _files(record)}
-        kept = {n: r for n, r in files.items() if n in own or n not in graph_files}
+        variant_graphs = {n for record in graphs[name] for n in _files(record)}
+        variant_files = {
+            n: r for n, r in files.items() if n in variant_graphs or n not in graph_files
+        }
         folder = "" if name == root_name else f"{name}/"
         for report in artifact.manifest.reports:
             copy_file(artifact.path / report, out / _report_path(report, folder))
         if folder:
-            manifest = _moved(artifact, graphs[name], kept)
+            manifest = _moved(artifact, graphs[name], variant_files)
             (out / REPORTS / name).mkdir(parents=True, exist_ok=True)
             (out / REPORTS / name / MANIFEST).write_bytes(manifest.to_bytes())
     commit_artifact(out, _moved(root, graphs[root_name], files))

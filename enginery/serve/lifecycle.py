@@ -315,11 +315,13 @@ class ProcessLifecycle:
             config=server.config, server_state=server.server_state, app_state=server.lifespan.state
         )
 
-    async def _finish(self, left: float, refuse_all: Callable[[], object] | None = None) -> None:
+    async def _finish(
+        self, remaining_seconds: float, refuse_all: Callable[[], object] | None = None
+    ) -> None:
         """Shut the server down.
 
         Args:
-            left: seconds to send responses; 0 or less to shut down at once.
+            remaining_seconds: seconds to send responses; 0 or less to shut down at once.
             refuse_all: answers running requests with 503.
         """
         while not self._server.started:
@@ -337,7 +339,7 @@ class ProcessLifecycle:
                 task.cancel()
             await self._wait_for(running)
         # Time for responses that clients read slowly.
-        self._server.config.timeout_graceful_shutdown = max(1, round(left))
+        self._server.config.timeout_graceful_shutdown = max(1, round(remaining_seconds))
         self._server.should_exit = True
 
     def _exit_after(self, seconds: float) -> None:

@@ -288,7 +288,10 @@ class ConsistencyScan:
         rows = [set(self._row_lengths(shape)) for shape in shapes]
         if quantized:
             # The cosine of a few logits differs tenfold between two rows, so several are needed.
-            rows = [own | self._rows_like(shape) for own, shape in zip(rows, shapes, strict=True)]
+            rows = [
+                row_lengths | self._rows_like(shape)
+                for row_lengths, shape in zip(rows, shapes, strict=True)
+            ]
         lengths = sorted(set().union(*rows), reverse=True)
         batches = [self.batch_case(shape) for shape in shapes]
         listed = [*batches, *map(self.alone_case, lengths)]
@@ -308,8 +311,10 @@ class ConsistencyScan:
         if quantized:
             # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))
-            for index, own in enumerate(rows):
-                results[index] = _judge_batch(results[index], [alone[length] for length in own])
+            for index, row_lengths in enumerate(rows):
+                results[index] = _judge_batch(
+                    results[index], [alone[length] for length in row_lengths]
+                )
         return [result for result in results if not result.skipped]
 
     def _rows_like(self, shape: ScanShape) -> set[int]:

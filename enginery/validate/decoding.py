@@ -222,8 +222,8 @@ class _Decoder:
         if spec.name == ENCODER_STATES and self._states is not None:
             return self._states
         if is_past(spec.name):
-            kept = resume or (is_cross_attention(spec.name) and spec.name in self._cache)
-            return self._cache[spec.name] if kept else self._empty_past(spec, feeds)
+            from_cache = resume or (is_cross_attention(spec.name) and spec.name in self._cache)
+            return self._cache[spec.name] if from_cache else self._empty_past(spec, feeds)
         return feeds[spec.name]
 
     def _empty_past(self, spec: TensorSpec, feeds: Feeds) -> Array:
@@ -293,10 +293,10 @@ class _FixedCacheDecoder(_Decoder):
                 self._cache[spec.name] = outputs[name]
         return {LOGITS: outputs[LOGITS][:, None]}
 
-    def _fixed_input(self, spec: TensorSpec, known: Feeds) -> Array:
+    def _fixed_input(self, spec: TensorSpec, available: Feeds) -> Array:
         if not is_past(spec.name) or spec.name in self._cache:
-            return self._cache[spec.name] if spec.name in self._cache else known[spec.name]
-        sizes = {"batch": len(known["input_ids"]), "buffer": self._positions}
+            return self._cache[spec.name] if spec.name in self._cache else available[spec.name]
+        sizes = {"batch": len(available["input_ids"]), "buffer": self._positions}
         return np.zeros(spec.shape(sizes), spec.dtype)
 
 

@@ -550,17 +550,17 @@ def _compare_tokens(
     except InputError as error:
         return [], [f"tokens were not compared: {error.message}"]
     failed, notes = [], []
-    for name, row, wanted in zip(inputs.names, inputs.rows, theirs, strict=True):
+    for name, row, expected in zip(inputs.names, inputs.rows, theirs, strict=True):
         mine = [int(token) for token in row.arrays.get("input_ids", row.prompt)]
-        if mine == wanted:
+        if mine == expected:
             continue
-        step = next(i for i, (a, b) in enumerate(zip_longest(mine, wanted)) if a != b)
+        step = next(i for i, (a, b) in enumerate(zip_longest(mine, expected)) if a != b)
         problem = (
-            f"the tokenizer gives {len(mine)} tokens, transformers' {len(wanted)}; from the "
-            f"{step + 1}. on they are {mine[step : step + 4]} and {wanted[step : step + 4]}"
+            f"the tokenizer gives {len(mine)} tokens, transformers' {len(expected)}; from the "
+            f"{step + 1}. on they are {mine[step : step + 4]} and {expected[step : step + 4]}"
         )
         # A converted tokenizer may join unknown tokens in another way.
-        if unk_id is not None and unk_id in {*mine[step:], *wanted[step:]}:
+        if unk_id is not None and unk_id in {*mine[step:], *expected[step:]}:
             notes.append(f"{name}, which has unknown tokens: {problem}")
         else:
             failed.append(_case(graphs.later.file, f"{name}, tokens", problem))

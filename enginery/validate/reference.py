@@ -160,8 +160,8 @@ class Reference:
 
     @property
     def _file(self) -> str:
-        own = self.source.record.sha256 == self.artifact.manifest.source.sha256
-        return "source file" if own else "reference file"
+        is_source = self.source.record.sha256 == self.artifact.manifest.source.sha256
+        return "source file" if is_source else "reference file"
 
     def open(self, graph: str) -> TorchReference | SourceFile:
         """Load the reference of one graph, in FP32."""

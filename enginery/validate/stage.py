@@ -590,9 +590,9 @@ class _Comparison:
 
     def _all_exact(self, record: GraphRecord) -> bool:
         """Return True if all weights that were rounded were traced."""
-        left = self.weights.untraced if self.weights else []
+        untraced = self.weights.untraced if self.weights else []
         rounded = ("float16", "bfloat16")
-        return not any(w.graph == record.file and w.dtype in rounded for w in left)
+        return not any(w.graph == record.file and w.dtype in rounded for w in untraced)
 
     def _scan(
         self,

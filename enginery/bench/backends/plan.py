@@ -173,13 +173,13 @@ def keep_image_backends(
     plans: Sequence[BackendPlan], left_out: dict[str, str]
 ) -> list[BackendPlan]:
     """Return the plans that run on images; of `auto`, add the others to `left_out`."""
-    kept = []
+    remaining = []
     for plan in plans:
         if plan.required or plan.kind in ("onnxruntime", "enginery-cpu"):
-            kept.append(plan)
+            remaining.append(plan)
         else:
             left_out[plan.name] = "on images it runs only if --against names it"
-    return kept
+    return remaining
 
 
 def _skip_reason(kind: str, target: Target, *, on_gpu: bool) -> str:

@@ -78,8 +78,8 @@ def compare(
     middle = median(ratios)
     interval = median_interval(ratios, confidence=confidence)
     if interval is None:
-        few = f"too few rounds for an interval ({len(ratios)} of {rounds_needed(confidence)})"
-        return Comparison(*names, middle, None, False, few)
+        problem = f"too few rounds for an interval ({len(ratios)} of {rounds_needed(confidence)})"
+        return Comparison(*names, middle, None, False, problem)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
     span = f"({format_ratio(low)} to {format_ratio(high)})"

@@ -213,18 +213,18 @@ def _local_paths(
     It matches the paths that the reports name, with all that is below them, and those in the usual
     directories.
     """
-    known = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
+    paths = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
     if manifest:
-        known += [manifest.source.id, *_strings([stage.options for stage in manifest.stages])]
+        paths += [manifest.source.id, *_strings([stage.options for stage in manifest.stages])]
     if result:
         subjects = [[subject["path"], subject["source"]] for subject in result.subjects]
         images = result.images.folder if result.images else ""
-        known += _strings([subjects, images, result.options])
-    absolute = {text for text in known if _is_absolute(text)}
-    whole = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
+        paths += _strings([subjects, images, result.options])
+    absolute = {text for text in paths if _is_absolute(text)}
+    alternatives = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
     below = r"(?:[/\\][^\s/\\'\",;:()<>]+)*"
     usual = rf"(?:/{_ROOTS}|[A-Za-z]:[/\\]Users)(?=[/\\])"
-    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{whole})(?![\w-])|{usual}){below}")
+    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{alternatives})(?![\w-])|{usual}){below}")
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -101,16 +101,16 @@ def summarize(
         files, graphs = artifact.manifest.files, artifact.manifest.graphs
         hashes = {files[graph.file].sha256 for graph in graphs}
         subjects = result.subjects if result else []
-        own = next((s["name"] for s in subjects if s["graph_sha256"] in hashes), "")
+        subject_name = next((s["name"] for s in subjects if s["graph_sha256"] in hashes), "")
         this = Model(
-            own or artifact.manifest.source.name,
+            subject_name or artifact.manifest.source.name,
             artifact.manifest.precision,
             sum(map(artifact.graph_bytes, graphs)),
             artifact.validation_status(),
             validation.error_use() if validation else None,
-            _runner_of(own, result),
+            _runner_of(subject_name, result),
         )
-        models = [this, *(model for model in models if model.name != own)]
+        models = [this, *(model for model in models if model.name != subject_name)]
     models.sort(key=lambda model: model.precision != _FP32)
     labels = (result and result.labels) or (validation and validation.labels) or None
     measures = [
@@ -167,15 +167,15 @@ def _accuracy(labels: LabelMetrics) -> Measure:
 
 def _error(models: Sequence[Model]) -> Measure:
     title = "Error against FP32 in PyTorch"
-    known = [(model, model.error) for model in models if model.error]
-    if not known:
+    measured = [(model, model.error) for model in models if model.error]
+    if not measured:
         return Measure(title, [], ["It was not validated. Run: enginery validate"])
     bars = [
         Bar(_name(m, models), f"{error['share']:.0%} of what is allowed", min(error["share"], 4.0))
-        for m, error in known
+        for m, error in measured
     ]
     notes = [
-        _about(m, models, f"{error['found']}, {error['allowed']} allowed") for m, error in known
+        _about(m, models, f"{error['found']}, {error['allowed']} allowed") for m, error in measured
     ]
     missing = [_name(model, models) for model in models if not model.error]
     if missing:

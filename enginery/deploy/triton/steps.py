@@ -182,8 +182,8 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
         max_rows=int(options["max_rows"]),
         profiles=profiles,
     )
-    known: dict[str, Step] = {"tokenizer": steps.tokenize, "answers": steps.answer}
-    return known[options["step"]]
+    steps_by_name: dict[str, Step] = {"tokenizer": steps.tokenize, "answers": steps.answer}
+    return steps_by_name[options["step"]]
 
 
 def open_text_task(artifact: Artifact, graph: GraphRecord) -> TextTask:

@@ -245,8 +245,8 @@ def hide_source_path(text: str, source: SourceRecord) -> str:
     if source.kind not in ("directory", "onnx"):
         return text
     # `/model` does not match in `minilm/model.onnx`, `/model-2` and `/srv/model`.
-    whole = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
-    return re.sub(whole, lambda _: source.name, text)
+    pattern = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
+    return re.sub(pattern, lambda _: source.name, text)
 
 
 # Rows of the tables

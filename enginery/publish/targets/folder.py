@@ -254,19 +254,19 @@ def find_version(url: str) -> tuple[Path, Publication]:
     path = path_from_url(url)
     if (path / LISTING).is_file():
         return path, Publication.read(path, url)
-    folder, wanted = path, LATEST
+    folder, requested = path, LATEST
     if "@" in path.name and not path.exists():
-        name, _, wanted = path.name.rpartition("@")
+        name, _, requested = path.name.rpartition("@")
         folder = path.with_name(name)
     elif not read_versions(path) and read_versions(path.parent):
-        folder, wanted = path.parent, path.name
+        folder, requested = path.parent, path.name
     versions, aliases = read_versions(folder), read_aliases(folder)
-    version = aliases.get(wanted, wanted)
-    if wanted == LATEST and versions and LATEST not in aliases:
+    version = aliases.get(requested, requested)
+    if requested == LATEST and versions and LATEST not in aliases:
         version = newest_version(folder, versions)
     if (folder / version / LISTING).is_file():
         return folder / version, Publication.read(folder / version, url)
-    raise _version_not_found(url, folder, wanted, [*versions, *aliases])
+    raise _version_not_found(url, folder, requested, [*versions, *aliases])
 
 
 def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
@@ -281,10 +281,10 @@ def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) ->
             f"{folder} is a registry, expected the address of a model in it.",
             do=f"Add a model to the address: {', '.join(models)}.",
         )
-    near = _models(folder.parent)
+    other_models = _models(folder.parent)
     return RegistryError(
-        f"{url} is not a published model{nearest(folder.name, near)}",
-        do=f"{folder.parent} has {', '.join(near)}." if near else "",
+        f"{url} is not a published model{nearest(folder.name, other_models)}",
+        do=f"{folder.parent} has {', '.join(other_models)}." if other_models else "",
     )
 
 
@@ -464,9 +464,9 @@ def write_version(
         for file in package.files:
             _write_file(package, file, part)
             advance()
-    wanted = {file.name for file in package.files}
+    names = {file.name for file in package.files}
     for path in list_tree(part):
-        if path.is_file() and path.relative_to(part).as_posix() not in wanted:
+        if path.is_file() and path.relative_to(part).as_posix() not in names:
             path.unlink()
     Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
     stamp_ns = stamp_ns or _now_ns(folder)
@@ -474,8 +474,8 @@ def write_version(
     sync_tree(part)
     old = folder / f"{_OLD}{version}"
     replace_directory(part, folder / version, old=old)
-    for left in (part, old):  # one of them has the damaged version
-        shutil.rmtree(left, ignore_errors=True)
+    for damaged in (part, old):  # one of them has the damaged version
+        shutil.rmtree(damaged, ignore_errors=True)
     progress.say(f"publish: wrote {folder / version}")
 
 

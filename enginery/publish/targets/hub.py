@@ -89,9 +89,9 @@ class HubRegistry:
             before = {} if base is None else self._files(base)
             listing = self._listing(before, base)
             self._check_alias(config)
-            taken = self._tag_commit(config.version) if config.version else ""
-            if taken:
-                return self._existing_version(taken, package, config)
+            tagged = self._tag_commit(config.version) if config.version else ""
+            if tagged:
+                return self._existing_version(tagged, package, config)
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)

@@ -264,8 +264,8 @@ def _source_name(source: SourceRecord, served_as: str) -> str:
 
 
 def _model_health(model: ServedModel) -> dict[str, Any]:
-    known = _model_info(model)
-    shown = {name: known[name] for name in _HEALTH_FIELDS if name in known}
+    properties = _model_info(model)
+    shown = {name: properties[name] for name in _HEALTH_FIELDS if name in properties}
     return {"state": model.state, "reason": model.reason, **shown}
 
 

@@ -179,7 +179,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     task = require_ready(request, model).task
     if task is not None and (not verbs or task.verb in verbs):
         return task
-    wanted = " or ".join(TASKS[verb].purpose for verb in verbs)
+    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
     if model.plan is not None:
         do = f"It generates text: POST /predict/{model.name}, /generate or /v1/completions."
     elif task is not None:
@@ -189,7 +189,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     raise invalid_field(
         f"model '{model.name}' was exported for {model.artifact.manifest.task}"
         + (
-            f", expected a model that {wanted}."
+            f", expected a model that {purposes}."
             if verbs
             else ", which this server supports with tensors only."
         ),

@@ -263,7 +263,7 @@ async def run_generation(
     prepare: Callable[[], list[GenerationJob]],
     inputs: Sequence[Any],
 ) -> AsyncGenerator[Progress]:
-    """Yield what each step gives for a request, and add timings and counts to its record.
+    """Yield the progress of each step, and add timings and counts to the request's record.
 
     Args:
         request: the request.

@@ -105,8 +105,8 @@ class BinaryData:
 
     def end(self) -> None:
         """Raise HTTPError if bytes are left."""
-        if left := len(self._data) - self._at:
-            raise invalid_body(f"{left} bytes after the JSON belong to no input.")
+        if unread := len(self._data) - self._at:
+            raise invalid_body(f"{unread} bytes after the JSON belong to no input.")
 
 
 def read_tensor(tensor: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
@@ -366,12 +366,12 @@ def inputs_from_tensors(
     columns: dict[str, list[Any]] = {}
     for tensor in tensors:
         if tensor.name not in names:
-            known = [spec.name for spec in graph]
+            graph_inputs = [spec.name for spec in graph]
             raise invalid_field(
                 f"there is no input {quote(tensor.name)}"
-                f"{nearest(tensor.name[:100], names + known)}",
+                f"{nearest(tensor.name[:100], names + graph_inputs)}",
                 field="inputs",
-                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(known)}.",
+                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(graph_inputs)}.",
             )
         columns[tensor.name] = _column(tensor, task)
     for field in task.inputs:
@@ -486,9 +486,11 @@ def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[in
             if dim != size:
                 raise invalid_field(f"{where}, {expected}.", field="inputs")
             continue
-        known, of = sizes.setdefault(dim, (size, spec.name))
-        if known != size:
-            raise invalid_field(f"{where}: {dim} is {size}, but {known} in '{of}'.", field="inputs")
+        first_size, first_name = sizes.setdefault(dim, (size, spec.name))
+        if first_size != size:
+            raise invalid_field(
+                f"{where}: {dim} is {size}, but {first_size} in '{first_name}'.", field="inputs"
+            )
 
 
 def tensors_from_outputs(

@@ -204,12 +204,12 @@ def invalid_value(path: str, expected: str, value: Any) -> HTTPError:
     return invalid_field(f"{path}: found {describe_value(value)}, expected {expected}.", field=path)
 
 
-def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
+def unknown_field(name: str, fields: Sequence[str], where: str = "") -> HTTPError:
     """Return the error for an unknown field."""
     return invalid_field(
-        f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], known)}",
+        f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], fields)}",
         field=f"{where}{name[:_NAME_LENGTH]}",
-        do=f"Known: {', '.join(known) or 'none'}.",
+        do=f"Known: {', '.join(fields) or 'none'}.",
     )
 
 

@@ -127,15 +127,15 @@ def _take_waiting(
     if waiting <= max_rows and _fits(waiting, sum(lengths), lengths[-1], rules):
         return 0, waiting
     first = max(oldest - max_rows, 0)
-    near = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
-    sums = [0, *accumulate(near)]
+    candidates = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
+    sums = [0, *accumulate(candidates)]
     oldest_index = oldest - first
-    rows = 1 << (min(max_rows, len(near)).bit_length() - 1)
+    rows = 1 << (min(max_rows, len(candidates)).bit_length() - 1)
     while rows > 1:
         for start in (oldest_index - rows + 1, oldest_index):
-            low = min(max(start, 0), len(near) - rows)
+            low = min(max(start, 0), len(candidates) - rows)
             high = low + rows
-            if _fits(rows, sums[high] - sums[low], near[high - 1], rules):
+            if _fits(rows, sums[high] - sums[low], candidates[high - 1], rules):
                 return first + low, first + high
         rows //= 2
     return oldest, oldest + 1

@@ -80,15 +80,15 @@ class _DaemonThreadPool:
                 self._jobs.put(None)
 
     def _work(self, index: int) -> None:
-        while (taken := self._jobs.get()) is not None:
-            job, work = taken
+        while (item := self._jobs.get()) is not None:
+            job, work = item
             if job.set_running_or_notify_cancel():
                 self._since[index] = time.perf_counter()
                 _run(job, work)
                 self._since[index] = 0.0
             with self._lock:
                 self._unfinished -= 1
-            del taken, job, work  # free their memory while this thread waits for the next job
+            del item, job, work  # free their memory while this thread waits for the next job
 
 
 def _run(job: Future[Result], work: Callable[[], Result]) -> None:

@@ -193,7 +193,7 @@ class FrontModel(ServedModel):
         return link, number
 
     def info(self) -> dict[str, Any]:
-        """Return what the device processes said, with the queues of all of them together."""
+        """Return the properties that the device processes sent, with their queues added up."""
         described = [*self._info.values()]
         config = self._config
         queue = {
@@ -560,14 +560,14 @@ class FrontRegistry(ModelRegistry):
             self._progress.clear()
             await self._progress.wait()
 
-    def on_models(self, link: DeviceLink, told: dict[str, Any]) -> None:
-        """Note what a device process says about its models."""
-        self._told[link] = told
-        if told["open"]:
+    def on_models(self, link: DeviceLink, message: dict[str, Any]) -> None:
+        """Store the message of a device process about its models."""
+        self._told[link] = message
+        if message["open"]:
             # At first only to a front that replaces another one: then the server has been ready.
             self._was_open.update([link] if link in self._heard else self._links)
         self._heard.add(link)
-        link.is_open = told["open"]
+        link.is_open = message["open"]
         self._news.set()
 
     def on_lost(self, link: DeviceLink) -> None:
@@ -582,19 +582,19 @@ class FrontRegistry(ModelRegistry):
         while True:
             await self._news.wait()
             self._news.clear()
-            for link, told in list(self._told.items()):
+            for link, message in list(self._told.items()):
                 try:
-                    await self._follow(link, told)
+                    await self._follow(link, message)
                 except Exception:  # a bug, which must not end the following of later messages
                     _log.exception("what a device process said could not be followed")
 
-    async def _follow(self, link: DeviceLink, told: dict[str, Any]) -> None:
+    async def _follow(self, link: DeviceLink, message: dict[str, Any]) -> None:
         """Open what has changed, then take over the state of all models at once."""
-        opened = await self._open_changed(told["models"])
-        if self._told.get(link) is not told:
+        opened = await self._open_changed(message["models"])
+        if self._told.get(link) is not message:
             return  # it has said something else meanwhile, or has ended
         is_complete = True
-        for described in told["models"]:
+        for described in message["models"]:
             model = opened.get(described["name"]) or self._of_name(described["name"])
             if "content" not in described:
                 model.lose(link)  # it runs nowhere there

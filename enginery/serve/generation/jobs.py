@@ -159,8 +159,8 @@ class GenerationPlan:
         """The fields of an input, as those of a task."""
         self.max_new_tokens = config.max_new_tokens
         """Largest number of tokens of a text."""
-        own = generator.options
-        self.has_own_length = own.max_new_tokens is not None or own.max_length is not None
+        defaults = generator.options
+        self.has_own_length = defaults.max_new_tokens is not None or defaults.max_length is not None
         """Whether the model's own options set a length."""
         self._max_rows = config.generation_rows
         self._vocabulary = ModelConfig.read(generator.artifact.path).merged().vocab_size
@@ -188,10 +188,10 @@ class GenerationPlan:
         Raises:
             InputError: an input or an option is invalid, or beyond the limits of the server.
         """
-        own, chosen = self.read_options(options)
+        arguments, chosen = self.read_options(options)
         if whole:
             chosen = self._without_length(chosen)
-        rows = self.generator.inputs.rows(inputs, chosen, **own)
+        rows = self.generator.inputs.rows(inputs, chosen, **arguments)
         return self._jobs(rows, chosen, streams=streams, keep_stop=keep_stop)
 
     def chat_jobs(

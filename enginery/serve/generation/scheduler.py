@@ -133,7 +133,7 @@ class GenerationScheduler:
     async def run(
         self, jobs: Sequence[GenerationJob], timings: Timings
     ) -> AsyncGenerator[Progress]:
-        """Run the inputs of a request; yield what each step gives.
+        """Run the inputs of a request; yield the progress of each step.
 
         Args:
             jobs: the inputs.
@@ -216,12 +216,12 @@ class GenerationScheduler:
             return [self._alone.pop()]
         free = self._max_rows - sum(entry.weight for entry in self._running)
         alike = not more or self._generator.graphs.encoder is not None
-        taken = self.queue.take_rows(free, wait=not self._running, alike=alike)
+        entries = self.queue.take_rows(free, wait=not self._running, alike=alike)
         now = time.perf_counter()
-        for entry in taken or ():
+        for entry in entries or ():
             entry.request.started = now
             entry.request.first = entry.request.first or now
-        return taken
+        return entries
 
     def _run(self, joining: Sequence[QueueEntry]) -> None:
         """Run the prompts of inputs that join or, without any, the next step."""
@@ -276,8 +276,8 @@ class GenerationScheduler:
         except RuntimeError:  # the loop is closed, so no request waits any more
             self._is_sent = True
 
-    def _begin(self, taken: Sequence[QueueEntry]) -> None:
-        jobs: list[GenerationJob] = [entry.row for entry in taken]
+    def _begin(self, joining: Sequence[QueueEntry]) -> None:
+        jobs: list[GenerationJob] = [entry.row for entry in joining]
         feeds = self._generator.inputs.join([job.row for job in jobs])
         self._batch.add([job.search for job in jobs], feeds)
 

@@ -561,11 +561,11 @@ class LocalModel(ServedModel):
             raise self._explained(error) from error
 
     def _explain_failed_step(self, error: EngineryError, single_request: bool) -> EngineryError:
-        """Return what the requests of a failed step of generation get.
+        """Return the error that the requests of a failed generation step receive.
 
         Args:
             error: what happened.
-            single_request: they are the inputs of one request.
+            single_request: True if all inputs of the step belong to one request.
         """
         explained = self._explained(error)
         if single_request or explained is not error:

@@ -150,20 +150,20 @@ class _DescriptorHandler(logging.Handler):
         """Write the lines that wait."""
         lines, self._lines = self._lines, []
         dropped = self._waiting.dropped
-        told = f"{_told_line(dropped - self._told)}\n" if dropped > self._told else ""
+        notice = f"{_told_line(dropped - self._told)}\n" if dropped > self._told else ""
         if not lines:
             return
         try:
-            self._write((told + "".join(lines)).encode("ascii"))
+            self._write((notice + "".join(lines)).encode("ascii"))
             self._told = max(self._told, dropped)
         except OSError:  # the reader has closed the pipe
             self._waiting.dropped += len(lines)
 
     def _write(self, text: bytes) -> None:
-        left = memoryview(text)
-        while left:
+        remaining = memoryview(text)
+        while remaining:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                remaining = remaining[os.write(self._descriptor, remaining) :]
             except BlockingIOError:  # another process has made the shared pipe non-blocking
                 select.select([], [self._descriptor], [])
 

@@ -214,9 +214,9 @@ class Metrics:
         child = self._requests.get(key)
         if child is None:
             route, model, status = key
-            known = self._model_label(model)
-            child = self._duration.labels(route, known, str(status))
-            if known == model:  # else clients could fill the memory with names
+            label = self._model_label(model)
+            child = self._duration.labels(route, label, str(status))
+            if label == model:  # else clients could fill the memory with names
                 self._requests[key] = child
         return child
 
@@ -229,9 +229,9 @@ class Metrics:
         """
         children = self._batches.get(model)
         if children is None:
-            known = self._model_label(model)
-            children = _BatchMetrics(*(family.labels(known) for family in self._batch))
-            if known == model:
+            label = self._model_label(model)
+            children = _BatchMetrics(*(family.labels(label) for family in self._batch))
+            if label == model:
                 self._batches[model] = children
         children.inputs.observe(batch.rows)
         children.seconds.observe(batch.seconds)

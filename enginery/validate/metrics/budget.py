@@ -249,7 +249,7 @@ def _read_report(artifact: Artifact) -> QuantizationReport | None:
 
 
 def _usable(metrics: AccuracyMetrics | None) -> AccuracyMetrics | None:
-    """Return a measurement, or None if its cosines are none."""
+    """Return a measurement, or None if its cosines are not between -1 and 1."""
     if metrics is None or not all(
         -1 <= c <= 1.000001 for c in (metrics.cosine, metrics.worst_cosine)
     ):

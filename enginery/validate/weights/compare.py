@@ -332,7 +332,7 @@ class _GraphComparison:
         return [name for name in names if prod(weights[name].shape) == stored.values.size]
 
     def _check(self, stored: StoredWeight, expectation: _Expectation) -> _Match:
-        """Compare a weight with what it must be."""
+        """Compare a weight with the parameter that its name or its node requires."""
         use, shape = expectation.use, stored.values.shape
         if not expectation.names and use is not None:
             self._see(self._norm(use))
@@ -495,12 +495,12 @@ class _GraphComparison:
         The operator has no path, but the layer behind it has: it is a neighbour of query, key and
         value in the same module.
         """
-        width, rest = divmod(stored.values.shape[-1], 3)
+        width, remainder = divmod(stored.values.shape[-1], 3)
         names: list[str] = []
         for path in paths_behind(node):
             if names := self.parameters.query_key_value(path, role):
                 break
-        if not names or rest:
+        if not names or remainder:
             self._leave(stored.name, stored.values.shape, stored.raw.dtype.name)
             return _Match()
         parts = [
@@ -510,12 +510,12 @@ class _GraphComparison:
         different = next((part.difference for part in parts if part.difference), None)
         if different is not None:
             return self._count(stored, _Match(kind="different", difference=different))
-        known = [part.exact for part in parts if part.exact]
+        readers = [part.exact for part in parts if part.exact]
 
         def exact() -> Array:
-            return np.concatenate([read() for read in known], axis=-1)
+            return np.concatenate([read() for read in readers], axis=-1)
 
-        every = exact if len(known) == len(parts) else None
+        every = exact if len(readers) == len(parts) else None
         return self._count(stored, _Match(kind="joined", exact=every))
 
     def _compare_part(self, part: StoredWeight, name: str) -> _Match:

@@ -58,7 +58,7 @@ def describe_difference(
 
 
 def _meaning(actual: StoredWeight, values: Array, wide: Array, wrong: Array, holds: str) -> str:
-    """Return what the differences mean, if that can be told."""
+    """Return what the differences mean; empty if unknown."""
     if holds:
         return f"it has the values of {holds}"
     if np.any(~np.isfinite(values[wrong])):
@@ -77,8 +77,8 @@ def _factor(values: Array, wide: Array) -> float:
     """Return the number that all expected values are multiplied by; NaN if there is none."""
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = float((values * wide).sum() / max((wide**2).sum(), 1e-300))
-        near = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
-    return ratio if near else math.nan
+        is_multiple = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
+    return ratio if is_multiple else math.nan
 
 
 def _cosine(actual: Array, expected: Array) -> float:

@@ -262,7 +262,7 @@ class JoiningPair:
 def joining_pairs(
     model: ir.Model, calibration: Calibration | None, layers: Sequence[QuantizedLayer]
 ) -> Iterator[JoiningPair]:
-    """Yield the pairs of the main graph that quantize what none of the layers reads."""
+    """Yield the QuantizeLinear and DequantizeLinear pairs that no layer of the graph reads."""
     layer_dequantizers, tensors = {id(layer.dequantizer) for layer in layers}, _tensors(model)
     for node in model.graph:
         quantizer = _maker(_input_of(node, "DequantizeLinear"))
@@ -300,7 +300,7 @@ def _other_tensor(name: str, source: ir.Value | None, tensors: Mapping[str, ir.V
 
 
 def _uncast(value: ir.Value | None) -> ir.Value | None:
-    """Return what a value is before nodes that do not change it."""
+    """Return the value that enters the nodes that only pass it on."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type not in _PASS_ON:
             break
@@ -407,12 +407,12 @@ def _smoothing(
     return vectors, names, problems, value
 
 
-def _is_rounded(values: Vector, wanted: Vector) -> bool:
+def _is_rounded(values: Vector, expected: Vector) -> bool:
     """Return True if values are the wanted ones, rounded to FP16 or less."""
-    if values.shape != wanted.shape:
+    if values.shape != expected.shape:
         return False
     smallest = 2.0**-24  # the step of FP16's subnormal numbers
-    return bool(np.all(np.abs(values - wanted) <= np.abs(wanted) * 2.0**-10 + smallest))
+    return bool(np.all(np.abs(values - expected) <= np.abs(expected) * 2.0**-10 + smallest))
 
 
 def _bias(

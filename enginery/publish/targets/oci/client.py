@@ -160,14 +160,14 @@ class OciClient:
             with self._request("GET", url, headers=headers, stream=True) as response:
                 if response.status_code in (200, 206):
                     is_rest = response.status_code == 206
-                    left = size_bytes - (done if is_rest else 0)
+                    remaining = size_bytes - (done if is_rest else 0)
                     with path.open("ab" if is_rest else "wb") as stream:
                         for piece in response.iter_content(_PIECE):
-                            left -= len(piece)
-                            if left < 0:
+                            remaining -= len(piece)
+                            if remaining < 0:
                                 break
                             stream.write(piece)
-                    if left < 0:
+                    if remaining < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
                             f"the registry {self.host} sent more than {size_bytes} bytes for "

@@ -201,14 +201,14 @@ def _content(file: PackageFile) -> Iterator[bytes]:
 
     It never yields more bytes than the record says, because the tar header already has the size.
     """
-    digest, left = hashlib.sha256(), file.size_bytes
+    digest, remaining = hashlib.sha256(), file.size_bytes
     try:
         with file.path.open("rb") as stream:
-            while piece := stream.read(min(_PIECE, left)):
+            while piece := stream.read(min(_PIECE, remaining)):
                 digest.update(piece)
-                left -= len(piece)
+                remaining -= len(piece)
                 yield piece
-            changed = left or stream.read(1) or digest.hexdigest() != file.sha256
+            changed = remaining or stream.read(1) or digest.hexdigest() != file.sha256
     except OSError as error:
         raise ArtifactError(f"{file.path} cannot be read: {error.strerror}.") from error
     if changed:
