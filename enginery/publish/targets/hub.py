@@ -244,8 +244,8 @@ class HubRegistry:
     def _existing_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
         """Return the existing version; raise RegistryError if it has other content."""
         existing = self._listing(self._files(commit), commit)
-        digest = existing.content_sha256[:12] if existing else "no listing"
         if not package.matches(existing):
+            digest = existing.content_sha256[:12] if existing else "no listing"
             raise RegistryError(
                 f"hf://{self.repo}@{config.version} exists with other content than "
                 f"{package.name}: found {digest}, expected {package.content_sha256[:12]}.",
