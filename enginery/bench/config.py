@@ -111,8 +111,8 @@ def check_options(config: BenchConfig) -> None:
         ("seed", 0),
     ):
         if getattr(config, name) < least:
-            found = getattr(config, name)
-            raise OptionError(f"option '{name}' is {found}, expected {least} or more.", option=name)
+            value = getattr(config, name)
+            raise OptionError(f"option '{name}' is {value}, expected {least} or more.", option=name)
     if config.max_rounds < config.min_rounds:
         raise OptionError(
             f"option 'max_rounds' is {config.max_rounds}, expected {config.min_rounds} or more: "
@@ -129,9 +129,9 @@ def check_options(config: BenchConfig) -> None:
         ("warm_up_seconds", 0.0, 1e6),
     ):
         if not low < getattr(config, name) < high:
-            found = getattr(config, name)
+            value = getattr(config, name)
             raise OptionError(
-                f"option '{name}' is {found:g}, expected more than {max(low, 0):g} "
+                f"option '{name}' is {value:g}, expected more than {max(low, 0):g} "
                 f"and less than {high:g}.",
                 option=name,
             )
@@ -197,7 +197,7 @@ def parse_shape(text: str) -> dict[str, int]:
     """
     from enginery.core.shapes import canonical_dim  # imports pydantic, which --help must not
 
-    given: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         word, equals, size = part.partition("=")
         name = canonical_dim(word)
@@ -207,9 +207,9 @@ def parse_shape(text: str) -> dict[str, int]:
                 do="Write it as --shape batch=1,height=64.",
                 option="shape",
             )
-        if name in given:
+        if name in sizes:
             raise OptionError(
                 f"option 'shape': dim '{name}' is given twice in '{text}'.", option="shape"
             )
-        (given[name],) = read_sizes(size, "shape")[:1]
-    return given
+        (sizes[name],) = read_sizes(size, "shape")[:1]
+    return sizes

@@ -150,7 +150,7 @@ def run(
                 results.append(measure_case(case, processes, by_name, config, scratch))
                 progress.say(f"measured {case}: {results[-1].rounds_ended}")
                 advance()
-        records = [_record(one, by_name[one.plan.target]) for one in processes.values()]
+        records = [_record(process, by_name[process.plan.target]) for process in processes.values()]
         unknown = _unknown(processes, records, results)
     labels = labelled.measure(config, progress) if labelled else None
     result = BenchResult(
@@ -214,7 +214,7 @@ def _start_processes(
         Name -> process. Optional backends that cannot run go to `left_out` with the reason.
     """
     with ExitStack() as stack:
-        found: dict[str, BenchmarkProcess] = {}
+        processes: dict[str, BenchmarkProcess] = {}
         for index, plan in enumerate(plans):
             try:
                 process = BenchmarkProcess(
@@ -226,10 +226,12 @@ def _start_processes(
                 left_out[plan.name] = error.message.rstrip(".")
                 progress.say(f"{plan.name} is left out: {error.message}")
                 continue
-            found[plan.name] = stack.enter_context(process)
-        for note in fallback_notes([(n, one.loaded["providers"]) for n, one in found.items()]):
+            processes[plan.name] = stack.enter_context(process)
+        for note in fallback_notes(
+            [(n, process.loaded["providers"]) for n, process in processes.items()]
+        ):
             progress.say(note)
-        yield found
+        yield processes
 
 
 def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
@@ -237,13 +239,17 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
     plan, loaded = process.plan, process.loaded
     notes: list[str] = loaded["notes"]
     try:
-        found = process.request("memory")
+        memory = process.request("memory")
     except EngineryError as error:  # the result reports the failure with its shape
         if plan.required:
             raise
-        found = {"facts": {}, "peak_rss_bytes": loaded["rss_bytes"], "device_memory": error.message}
+        memory = {
+            "facts": {},
+            "peak_rss_bytes": loaded["rss_bytes"],
+            "device_memory": error.message,
+        }
         notes = [*notes, f"peak memory was measured after loading only: {error.message}"]
-    facts = cast("ContenderFacts", dict(found["facts"]))
+    facts = cast("ContenderFacts", dict(memory["facts"]))
     if plan.kind == ENGINERY:
         facts["convolutions"] = target.count_convolutions()
     return ContenderRecord(
@@ -255,9 +261,9 @@ def _record(process: BenchmarkProcess, target: Target) -> ContenderRecord:
         tools=loaded["tools"],
         start_seconds=loaded["start_seconds"],
         load_seconds=loaded["load_seconds"],
-        peak_rss_bytes=found["peak_rss_bytes"],
-        device_memory_bytes=found.get("device_memory_bytes"),
-        device_memory=found.get("device_memory", ""),
+        peak_rss_bytes=memory["peak_rss_bytes"],
+        device_memory_bytes=memory.get("device_memory_bytes"),
+        device_memory=memory.get("device_memory", ""),
         facts=facts,
         notes=notes,
     )
@@ -273,16 +279,16 @@ def _unknown(
         reason = "nothing ran on an NVIDIA GPU"
         return {"device memory": reason, "energy": reason, "host copies": reason}
     hidden = [r.device_memory for r in records if on_gpu(processes[r.name]) and r.device_memory]
-    found = {"device memory": hidden[0]} if hidden else {}
-    return found | {what: why for case in cases for what, why in case.unknown.items()}
+    unknown = {"device memory": hidden[0]} if hidden else {}
+    return unknown | {quantity: why for case in cases for quantity, why in case.unknown.items()}
 
 
 def _check_same_images(targets: Sequence[Target], inputs: ImageInputs, config: BenchConfig) -> None:
     for other in targets[1:]:
-        found = ImageInputs.open(other, config)
-        if (found.spec, found.processor) != (inputs.spec, inputs.processor):
+        other_inputs = ImageInputs.open(other, config)
+        if (other_inputs.spec, other_inputs.processor) != (inputs.spec, inputs.processor):
             raise OptionError(
-                f"option 'images': {other.name} takes {found.spec}, {targets[0].name} "
+                f"option 'images': {other.name} takes {other_inputs.spec}, {targets[0].name} "
                 f"{inputs.spec}, so they cannot be compared on the same images."
             )
 

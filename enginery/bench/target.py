@@ -98,7 +98,7 @@ class Target:
     def as_json(self) -> SubjectRecord:
         """Return the target's record for the result."""
         manifest = self.artifact.manifest
-        found: SubjectRecord = {
+        record: SubjectRecord = {
             "name": self.name,
             "path": str(self.model if self.is_onnx_file else self.artifact.path),
             "graph": self.record.file,
@@ -109,14 +109,14 @@ class Target:
             "target": manifest.target,
         }
         if self.is_onnx_file:
-            return found
-        found["size_bytes"] = self.artifact.graph_bytes(self.record)
-        found["verdict"] = self.artifact.validation_status()
+            return record
+        record["size_bytes"] = self.artifact.graph_bytes(self.record)
+        record["verdict"] = self.artifact.validation_status()
         with suppress(ArtifactError):  # the page of that artifact says that the report is damaged
             report = ValidationReport.of(self.artifact)
             if error := report and report.error_use():
-                found["error"] = error
-        return found
+                record["error"] = error
+        return record
 
 
 def number_duplicate_names(targets: list[Target]) -> list[Target]:

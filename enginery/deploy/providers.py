@@ -15,12 +15,12 @@ _AUTO = "Leave out --provider for the one that the artifact is made for."
 
 
 def resolve_provider(
-    given: DeployProvider, *, precision: str, target: str, kind: str = ""
+    provider: DeployProvider, *, precision: str, target: str, kind: str = ""
 ) -> DeployProvider:
     """Return the execution provider for an artifact: the given one, or what `auto` means for it.
 
     Args:
-        given: the option.
+        provider: the option.
         precision: the precision of the artifact's manifest.
         target: the target of the manifest.
         kind: the precision in words, for errors; empty for `precision`.
@@ -31,34 +31,34 @@ def resolve_provider(
     """
     kind, is_quantized = kind or precision, precision in ("int8", "fp8")
     for_tensorrt = is_quantized and target == "tensorrt"
-    if given == "auto":
+    if provider == "auto":
         return "tensorrt" if for_tensorrt else "cpu" if target == "cpu" else "cuda"
-    if given == "cuda" and for_tensorrt:
+    if provider == "cuda" and for_tensorrt:
         raise OptionError(
             f"option 'provider' is cuda, but the artifact is {kind}, made for TensorRT: ONNX "
             "Runtime's CUDA provider multiplies it in floating point.",
             do=f"{_AUTO} For cuda, use FP16: enginery optimize --target cuda --precision fp16",
             option="provider",
         )
-    if given == "cuda" and is_quantized:
+    if provider == "cuda" and is_quantized:
         raise OptionError(
             f"option 'provider' is cuda, but the artifact is {kind}: ONNX Runtime has these "
             "products only on the CPU.",
             do=f"{_AUTO} For cuda, use FP16: enginery optimize --target cuda --precision fp16",
             option="provider",
         )
-    if given == "cpu" and precision == "fp8":
+    if provider == "cpu" and precision == "fp8":
         raise OptionError(
             f"option 'provider' is cpu, but the artifact is {kind}, made for TensorRT: ONNX "
             "Runtime has no FP8 products on the CPU.",
             do=f"{_AUTO} For the CPU: enginery quantize --scheme dynamic --target cpu",
             option="provider",
         )
-    if given == "tensorrt" and target in ("cuda", "cpu"):
+    if provider == "tensorrt" and target in ("cuda", "cpu"):
         raise OptionError(
             f"option 'provider' is tensorrt, but the artifact is {kind} for {target}: "
             "TensorRT cannot parse its operators.",
             do=f"{_AUTO} For TensorRT: enginery optimize --target tensorrt, or enginery quantize",
             option="provider",
         )
-    return given
+    return provider

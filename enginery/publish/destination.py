@@ -95,8 +95,8 @@ def scheme_of(url: str) -> str:
     """
     if not url.strip():
         raise OptionError("the address of the registry is empty.", do=_supported_addresses())
-    found = _SCHEME.match(url)
-    scheme = found[1].lower() if found else "file"
+    match = _SCHEME.match(url)
+    scheme = match[1].lower() if match else "file"
     if scheme not in _SCHEMES:
         raise OptionError(
             f"address '{url}': unknown scheme '{scheme}'{nearest(scheme, _SCHEMES)}",

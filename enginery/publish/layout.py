@@ -103,13 +103,15 @@ def arrange(
     files = _records(out)
     graph_files = {n for records in graphs.values() for r in records for n in _files(r)}
     for name, artifact in opened.items():
-        own = {n for record in graphs[name] for n in _files(record)}
-        kept = {n: r for n, r in files.items() if n in own or n not in graph_files}
+        variant_graphs = {n for record in graphs[name] for n in _files(record)}
+        variant_files = {
+            n: r for n, r in files.items() if n in variant_graphs or n not in graph_files
+        }
         folder = "" if name == root_name else f"{name}/"
         for report in artifact.manifest.reports:
             copy_file(artifact.path / report, out / _report_path(report, folder))
         if folder:
-            manifest = _moved(artifact, graphs[name], kept)
+            manifest = _moved(artifact, graphs[name], variant_files)
             (out / REPORTS / name).mkdir(parents=True, exist_ok=True)
             (out / REPORTS / name / MANIFEST).write_bytes(manifest.to_bytes())
     commit_artifact(out, _moved(root, graphs[root_name], files))
@@ -122,7 +124,7 @@ def read_variants(artifact: Artifact) -> dict[str, Artifact]:
     Raises:
         ArtifactError: a manifest is damaged, or lists files that are not the artifact's.
     """
-    found = {}
+    variants = {}
     for report in sorted(artifact.manifest.reports):
         parts = PurePosixPath(report).parts
         if len(parts) != 3 or parts[-1] != MANIFEST:
@@ -144,8 +146,8 @@ def read_variants(artifact: Artifact) -> dict[str, Artifact]:
                 f"{artifact.path / report} lists files that {artifact.path / MANIFEST} does not.",
                 do="It cannot be trusted: publish the model again.",
             )
-        found[parts[1]] = Artifact(artifact.path, manifest)
-    return found
+        variants[parts[1]] = Artifact(artifact.path, manifest)
+    return variants
 
 
 def extract_variant(artifact: Artifact, name: str, out: Path) -> None:
@@ -180,19 +182,19 @@ def extract_variant(artifact: Artifact, name: str, out: Path) -> None:
 
 def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     """Return the artifacts by `variant_name`; raise ArtifactError if they do not go together."""
-    first, found = artifacts[0], dict[str, Artifact]()
+    first, by_name = artifacts[0], dict[str, Artifact]()
     for artifact in artifacts:
         if read_variants(artifact):
             raise ArtifactError(
                 f"{artifact.path} has several precisions already.",
                 do="Publish it as it is, without --layout, or pull each with --variant.",
             )
-        for what in ("id", "revision", "sha256"):
-            one, two = (getattr(a.manifest.source, what) for a in (first, artifact))
-            if one != two:
+        for field in ("id", "revision", "sha256"):
+            first_value, value = (getattr(a.manifest.source, field) for a in (first, artifact))
+            if first_value != value:
                 raise ArtifactError(
-                    f"{first.path} and {artifact.path} are not of one source: its {what} is "
-                    f"{one!r} and {two!r}.",
+                    f"{first.path} and {artifact.path} are not of one source: its {field} is "
+                    f"{first_value!r} and {value!r}.",
                     do="Publish the artifacts of one model together, and others by themselves.",
                 )
         if artifact.manifest.task != first.manifest.task:
@@ -201,9 +203,9 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
                 f"{artifact.manifest.task}; expected one task.",
                 do="Publish them one by one, under different names.",
             )
-        one_side, two_side = first.side_files(), artifact.side_files()
-        if one_side != two_side:
-            differ = sorted(n for n, _ in one_side.items() ^ two_side.items())
+        first_files, files = first.side_files(), artifact.side_files()
+        if first_files != files:
+            differ = sorted(n for n, _ in first_files.items() ^ files.items())
             raise ArtifactError(
                 f"{first.path} and {artifact.path} differ in {differ[0]}, of which the folder has "
                 "only one.",
@@ -215,14 +217,14 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
                 f"{artifact.path / MANIFEST}: {name!r} is no precision or level.",
                 do="Make the artifact again.",
             )
-        if name in found:
+        if name in by_name:
             raise ArtifactError(
-                f"{found[name].path} and {artifact.path} would both be "
+                f"{by_name[name].path} and {artifact.path} would both be "
                 f"{GRAPHS}/model{_suffix(name)}.onnx.",
                 do="Publish one of them.",
             )
-        found[name] = artifact
-    return found
+        by_name[name] = artifact
+    return by_name
 
 
 def _suffix(name: str) -> str:
@@ -267,7 +269,7 @@ def _move_graphs(
         added: what is added to each graph's name.
         pooling: the pooling to append to the graphs with token vectors.
     """
-    made = []
+    records = []
     moved_data: dict[str, str] = {}
     for record in artifact.manifest.graphs:
         stem = PurePosixPath(record.file).stem.removesuffix(removed)
@@ -283,8 +285,8 @@ def _move_graphs(
             moved = _rewrite(artifact, record, moved, out, pooling)
         else:
             link_or_copy(artifact.path / record.file, out / file)
-        made.append(moved)
-    return tuple(made)
+        records.append(moved)
+    return tuple(records)
 
 
 def _rewrite(

@@ -107,10 +107,10 @@ class Package:
         variants = read_variants(opened)
         problem = require_validated(opened, allow_failed=config.allow_failed)
         for variant, other in variants.items():
-            if found_problem := require_validated(other, allow_failed=config.allow_failed):
-                problem = problem or f"{variant}: {found_problem}"
-        found = [Engine.open(path) for path in engine_directories(opened.path)]
-        engines = tuple(engine.record for engine in found)
+            if variant_problem := require_validated(other, allow_failed=config.allow_failed):
+                problem = problem or f"{variant}: {variant_problem}"
+        opened_engines = [Engine.open(path) for path in engine_directories(opened.path)]
+        engines = tuple(engine.record for engine in opened_engines)
         reports = Reports.of(opened)
         rights = resolve_rights(opened, config)
         name = config.name or portable_name(opened.manifest.source.name)
@@ -126,7 +126,7 @@ class Package:
             content=content,
             validated=not problem,
             rights=stated,
-            engines=tuple(_published_engine(engine) for engine in found),
+            engines=tuple(_published_engine(engine) for engine in opened_engines),
             files={f.name: FileRecord(sha256=f.sha256, size_bytes=f.size_bytes) for f in files},
         )
         listing = scratch / "publication.json"
@@ -160,10 +160,10 @@ class Package:
         # The version was published where the rights could be read; here they cannot be.
         return not self.rights_known and without_rights_sha256 == self.without_rights_sha256
 
-    def matches(self, there: Publication | None) -> bool:
+    def matches(self, listing: Publication | None) -> bool:
         """Return True if the listing of a version has the same content."""
-        return there is not None and self.has_content(
-            there.content_sha256, without_rights(there.content)
+        return listing is not None and self.has_content(
+            listing.content_sha256, without_rights(listing.content)
         )
 
     def check_rights_known(self, damage: str, content_sha256: str) -> None:
@@ -185,12 +185,12 @@ def resolve_rights(artifact: Artifact, config: PublishConfig) -> SourceCard:
     Returns:
         The rights; `is_read` is False if they are not known.
     """
-    found = read_source_card(artifact.manifest.source)
-    if not found.is_read and (published := _published_rights(artifact)):
+    rights = read_source_card(artifact.manifest.source)
+    if not rights.is_read and (published := _published_rights(artifact)):
         note = "licence and limitations are taken from the listing that it was pulled with"
-        notes = (*found.notes, note)
-        found = replace(found, **published.model_dump(), is_read=True, notes=notes)
-    return found.with_options(config)
+        notes = (*rights.notes, note)
+        rights = replace(rights, **published.model_dump(), is_read=True, notes=notes)
+    return rights.with_options(config)
 
 
 def _rights_record(rights: SourceCard) -> Rights | None:
@@ -251,7 +251,7 @@ def _content(
 ) -> dict[str, str]:
     """Return the parts of the content with their digests, without dates and durations."""
     manifest = artifact.manifest
-    made = {
+    model_fields = {
         "source": manifest.source.sha256,
         "task": manifest.task,
         "precision": manifest.describe_precision(),
@@ -259,7 +259,7 @@ def _content(
     }
     return {
         **{name: record.sha256 for name, record in manifest.files.items()},
-        "model": _sha256(made),
+        "model": _sha256(model_fields),
         "verdicts": _sha256(_verdicts(artifact)),
         **{f"verdicts of {name}": _sha256(_verdicts(other)) for name, other in variants.items()},
         "benchmark": reports.benchmark_sha256 or "none",

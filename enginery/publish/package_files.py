@@ -84,7 +84,7 @@ def collect_files(
         ArtifactError: the card or the manifest cannot be read.
     """
     root, manifest = artifact.path, artifact.manifest
-    graphs = [g for one in (artifact, *variants.values()) for g in one.manifest.graphs]
+    graphs = [g for member in (artifact, *variants.values()) for g in member.manifest.graphs]
     files = [package_file(CARD, card, "card")]
     files += [
         PackageFile(name, root / name, record.sha256, record.size_bytes, _group(graphs, name))
@@ -96,9 +96,9 @@ def collect_files(
         PackageFile(name, root / name, record.sha256, record.size_bytes, "report")
         for name, record in manifest.reports.items()
     ]
-    known = {file.name for file in files} | {LISTING}
+    listed = {file.name for file in files} | {LISTING}
     names = [path.relative_to(root).as_posix() for path in list_tree(root) if not path.is_dir()]
-    return files, sorted(name for name in names if name not in known)
+    return files, sorted(name for name in names if name not in listed)
 
 
 def package_file(name: str, path: Path, group: str) -> PackageFile:

@@ -90,8 +90,8 @@ class Publication(_Record):
     """All files of the package except the listing."""
 
     @classmethod
-    def read(cls, directory: Path, what: str) -> Publication:
-        """Return the listing in a directory; `what` is the directory's name in messages.
+    def read(cls, directory: Path, label: str) -> Publication:
+        """Return the listing in a directory; `label` is the directory's name in messages.
 
         Raises:
             RegistryError: there is no listing.
@@ -99,43 +99,43 @@ class Publication(_Record):
                 leads out of the package.
         """
         try:
-            content = read_document(resolve_inside(directory, LISTING, what=what))
+            content = read_document(resolve_inside(directory, LISTING, what=label))
         except (FileNotFoundError, NotADirectoryError):
             raise RegistryError(
-                f"{what} has no {LISTING}, so it was not published by enginery.",
+                f"{label} has no {LISTING}, so it was not published by enginery.",
                 do="Download it with another tool, and check it: enginery inspect DIR --verify",
             ) from None
         except OSError as error:
             raise ArtifactError(
-                f"{what}: {LISTING} cannot be read: {error.strerror}.", do=REMEDY
+                f"{label}: {LISTING} cannot be read: {error.strerror}.", do=REMEDY
             ) from error
         altered = "It was altered, or comes from another version of enginery."
         try:
-            found = cls.model_validate_json(verify_checksum(content))
+            publication = cls.model_validate_json(verify_checksum(content))
         except ChecksumError as error:
-            raise ArtifactError(f"{what}: {LISTING}: {error}.", do=altered) from None
+            raise ArtifactError(f"{label}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
             raise ArtifactError(
-                f"{what}: {LISTING}: {where}: {first['msg']} (expected version {SCHEMA_VERSION}).",
+                f"{label}: {LISTING}: {where}: {first['msg']} (expected version {SCHEMA_VERSION}).",
                 do=altered,
             ) from error
-        _check_names(found, what)
-        return found
+        _check_names(publication, label)
+        return publication
 
     def to_json(self) -> bytes:
         """Return the content of `reports/publication.json`."""
         return append_checksum(self.model_dump_json(indent=2))
 
-    def verify(self, directory: Path, what: str, *, do: str = REMEDY) -> None:
+    def verify(self, directory: Path, label: str, *, do: str = REMEDY) -> None:
         """Read every file and compare its digest; `do` is the remedy in the error.
 
         Raises:
             ArtifactError: a file is missing or was changed, and the message names it.
         """
         for name, record in self.files.items():
-            check_file(directory, name, record, what, do=do)
+            check_file(directory, name, record, label, do=do)
 
 
 def without_rights(content: Mapping[str, str]) -> str:
@@ -144,36 +144,37 @@ def without_rights(content: Mapping[str, str]) -> str:
 
 
 def check_file(
-    directory: Path, name: str, record: FileRecord, what: str, *, do: str = REMEDY
+    directory: Path, name: str, record: FileRecord, label: str, *, do: str = REMEDY
 ) -> None:
     """Raise ArtifactError if a file is missing or differs from its record."""
-    path = resolve_inside(directory, name, what=f"the package {what}")
+    path = resolve_inside(directory, name, what=f"the package {label}")
     if not path.is_file():
-        raise ArtifactError(f"{what}: {name} is missing.", do=do)
+        raise ArtifactError(f"{label}: {name} is missing.", do=do)
     try:
         size_bytes = path.stat().st_size
         # A file of another size is not read: it may be huge or endless.
-        found = sha256_of(path, trust_stat=False) if size_bytes == record.size_bytes else ""
+        digest = sha256_of(path, trust_stat=False) if size_bytes == record.size_bytes else ""
     except OSError as error:
-        raise ArtifactError(f"{what}: {name} cannot be read: {error.strerror}.") from error
+        raise ArtifactError(f"{label}: {name} cannot be read: {error.strerror}.") from error
     if size_bytes != record.size_bytes:
         raise ArtifactError(
-            f"{what}: {name} has {size_bytes} bytes, expected {record.size_bytes} as in {LISTING}.",
+            f"{label}: {name} has {size_bytes} bytes, expected {record.size_bytes} as in "
+            f"{LISTING}.",
             do=do,
         )
-    if found != record.sha256:
+    if digest != record.sha256:
         raise ArtifactError(
-            f"{what}: {name} was altered: its sha256 is {found[:12]}…, expected "
+            f"{label}: {name} was altered: its sha256 is {digest[:12]}…, expected "
             f"{record.sha256[:12]}… as in {LISTING}.",
             do=do,
         )
 
 
-def _check_names(found: Publication, what: str) -> None:
+def _check_names(publication: Publication, label: str) -> None:
     """Raise ArtifactError if a name is both a file and a directory."""
-    parts = sorted(PurePosixPath(name).parts for name in found.files)
-    for one, two in pairwise(parts):
-        if two[: len(one)] == one:
+    parts = sorted(PurePosixPath(name).parts for name in publication.files)
+    for path, next_path in pairwise(parts):
+        if next_path[: len(path)] == path:
             raise ArtifactError(
-                f"{what}: {LISTING} has {'/'.join(one)} as a file and as a directory."
+                f"{label}: {LISTING} has {'/'.join(path)} as a file and as a directory."
             )

@@ -114,15 +114,15 @@ def _from_columns(columns: Mapping[str, Sequence[Any]], task: type[Task]) -> lis
             f"expected {', '.join(names)}.",
             do=do,
         )
-    known = [columns[name] for name in names if name in columns]
-    if len(known) == 1:
-        return _column(known[0], task)
-    if len({len(column) for column in known}) > 1:
+    present = [columns[name] for name in names if name in columns]
+    if len(present) == 1:
+        return _column(present[0], task)
+    if len({len(column) for column in present}) > 1:
         raise InputError("the input's columns differ in length, expected one value per row.")
     # A row without a second text is a single text, not a pair.
     return [
         row[0] if len(required) == 1 and _is_missing(row[1]) else row
-        for row in zip(*known, strict=True)
+        for row in zip(*present, strict=True)
     ]
 
 
@@ -137,8 +137,8 @@ def _column(values: Iterable[Any], task: type[Task]) -> list[Any]:
         if _is_missing(value):
             raise InputError(f"row {index} has no {task.inputs[0].name}: it is {value!r}.")
         if task.modality == "text" and not isinstance(value, str | tuple):
-            found = f"{type(value).__name__} {value!r}"
-            raise InputError(f"row {index} is {found:.80}, expected a text.")
+            shown = f"{type(value).__name__} {value!r}"
+            raise InputError(f"row {index} is {shown:.80}, expected a text.")
     return rows
 
 

@@ -98,13 +98,13 @@ def _arranged(
         require_validated(artifact, allow_failed=config.allow_failed)
         if engine_directories(artifact.path):
             progress.say(f"publish: left out the engines of {artifact.path}")
-    made = arrange(artifacts, out, pooling_in_graph=config.pooling_in_graph)
-    if made.manifest.precision != "fp32":
+    arranged = arrange(artifacts, out, pooling_in_graph=config.pooling_in_graph)
+    if arranged.manifest.precision != "fp32":
         progress.say(
             "publish: no artifact is FP32, so there is no onnx/model.onnx, which readers open "
             "unless they are given another name"
         )
-    return made
+    return arranged
 
 
 def pull(

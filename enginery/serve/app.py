@@ -278,24 +278,24 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
     if error.status_code == 405 or (error.status_code == 404 and allowed):
         if method == "OPTIONS":
             return Response(status_code=204, headers={"allow": ", ".join(allowed)})
-        found = HTTPError(
+        http_error = HTTPError(
             405,
             f"{path[:200]} does not support {quote(method)}, expected {' or '.join(allowed)}.",
             headers={"allow": ", ".join(allowed)},
         )
     elif error.status_code == 404:
-        known = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
-        close = nearest(path, known) if len(path) < 200 else "."
-        found = HTTPError(404, f"there is no route {quote(path)}{close}")
+        paths = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
+        close = nearest(path, paths) if len(path) < 200 else "."
+        http_error = HTTPError(404, f"there is no route {quote(path)}{close}")
     else:
-        found = HTTPError(error.status_code, str(error.detail))
-    return await answer_error(request, found)
+        http_error = HTTPError(error.status_code, str(error.detail))
+    return await answer_error(request, http_error)
 
 
 async def answer_shutting_down(scope: Scope, receive: Receive, send: Send) -> None:
     """Respond with 503 to a request that was cancelled because the server shuts down."""
-    found = HTTPError(503, "the server is shutting down.", retry_after_seconds=1.0)
-    await error_response(scope_protocol(scope), found)(scope, receive, send)
+    error = HTTPError(503, "the server is shutting down.", retry_after_seconds=1.0)
+    await error_response(scope_protocol(scope), error)(scope, receive, send)
 
 
 def _allowed(request: Request) -> list[str]:

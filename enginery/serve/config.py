@@ -212,9 +212,9 @@ def named_paths(artifacts: Sequence[str | Path]) -> dict[str, Path]:
     if not artifacts:
         raise OptionError("no artifact was given.", do="Name one: enginery serve build/minilm")
     paths: dict[str, Path] = {}
-    for given in artifacts:
-        name, equals, rest = str(given).partition("=")
-        path = Path(rest if equals else given)
+    for artifact in artifacts:
+        name, equals, directory = str(artifact).partition("=")
+        path = Path(directory if equals else artifact)
         if not (path / MANIFEST).is_file():
             raise ArtifactError(
                 f"{path} is not an artifact: it has no {MANIFEST}.",

@@ -52,13 +52,13 @@ def bind_each(host: str, port: int, count: int) -> list[list[socket.socket]]:
     port = first[0].getsockname()[1]
     with ExitStack() as undo:
         undo.callback(close, first)
-        for each in first:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for listener in first:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound = [first]
         for _ in range(count - 1):
-            own = bind(host, port, shares_port=True)
-            undo.callback(close, own)
-            bound.append(own)
+            process_sockets = bind(host, port, shares_port=True)
+            undo.callback(close, process_sockets)
+            bound.append(process_sockets)
         undo.pop_all()
     return bound
 
@@ -95,8 +95,8 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> list[socket.sock
 
 def close(sockets: Sequence[socket.socket]) -> None:
     """Close the sockets in this process."""
-    for each in sockets:
-        each.close()
+    for listener in sockets:
+        listener.close()
 
 
 def drop_new_connections(listening: socket.socket) -> None:
@@ -173,16 +173,16 @@ def joining_protocol() -> type[asyncio.Protocol]:
 
 def urls(sockets: Sequence[socket.socket]) -> list[str]:
     """Return the URLs of the sockets: `http://127.0.0.1:8000`."""
-    found = []
-    for each in sockets:
-        host, port = each.getsockname()[:2]
-        found.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    return found
+    addresses = []
+    for listener in sockets:
+        host, port = listener.getsockname()[:2]
+        addresses.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    return addresses
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
     try:
-        found = socket.getaddrinfo(
+        address_infos = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (socket.gaierror, UnicodeError) as error:
@@ -190,28 +190,28 @@ def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
             f"option 'host' is {host!r}, which cannot be resolved: {error}.",
             do="Use an address of this machine, or 0.0.0.0 for all.",
         ) from error
-    unique = dict.fromkeys((int(family), address) for family, _, _, _, address in found)
-    return sorted(unique, key=lambda each: each[0] != socket.AF_INET)
+    unique = dict.fromkeys((int(family), address) for family, _, _, _, address in address_infos)
+    return sorted(unique, key=lambda item: item[0] != socket.AF_INET)
 
 
 def _listen(
     family: int, address: tuple[str | int, ...], *, shares_port: bool = False
 ) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if shares_port:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if os.name == "posix":  # on Windows SO_REUSEADDR would let two servers share a port
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # IPv4 has its own socket
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-        made.setblocking(False)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
     except BaseException:
-        made.close()
+        listener.close()
         raise
-    return made
+    return listener
 
 
 def _bind_error(error: OSError, host: str, port: int) -> EngineryError:
@@ -239,12 +239,14 @@ def _port_owner(port: int) -> str:
     import psutil
 
     try:
-        for each in psutil.net_connections("tcp"):
-            if each.status != psutil.CONN_LISTEN or not (each.laddr and each.pid):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status != psutil.CONN_LISTEN or not (connection.laddr and connection.pid):
                 continue
-            if each.laddr.port == port:
-                mine = " (this one)" if each.pid == os.getpid() else ""
-                return f" by process {each.pid} ({psutil.Process(each.pid).name()}){mine}"
+            if connection.laddr.port == port:
+                mine = " (this one)" if connection.pid == os.getpid() else ""
+                return (
+                    f" by process {connection.pid} ({psutil.Process(connection.pid).name()}){mine}"
+                )
     except (psutil.Error, OSError):
         return ""
     return " by a process of another user" if sys.platform == "linux" else ""

@@ -33,8 +33,8 @@ class ApiKeys:
             return cls((_checked(config.api_key, "option 'api_key'"),))
         if config.api_key_file:
             return cls(_read(Path(config.api_key_file)))
-        found = environment.get(KEY_VARIABLE, "")
-        return cls((_checked(found, KEY_VARIABLE),) if found else ())
+        key = environment.get(KEY_VARIABLE, "")
+        return cls((_checked(key, KEY_VARIABLE),) if key else ())
 
     def __bool__(self) -> bool:
         return bool(self.keys)
@@ -42,16 +42,18 @@ class ApiKeys:
     def accept(self, headers: Mapping[str, str]) -> bool:
         """Return True if a request with these headers is authorized."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
         return (
-            not self.keys or self._are_known(given) or self._are_known(headers.get("x-api-key", ""))
+            not self.keys
+            or self._are_known(bearer)
+            or self._are_known(headers.get("x-api-key", ""))
         )
 
-    def _are_known(self, given: str) -> bool:
-        found = given.encode("utf-8", "surrogateescape")
+    def _are_known(self, candidate: str) -> bool:
+        encoded = candidate.encode("utf-8", "surrogateescape")
         # Compare with all keys every time, so that the timing reveals nothing.
-        known = [hmac.compare_digest(found, key) for key in self.keys]
-        return any(known)
+        matches = [hmac.compare_digest(encoded, key) for key in self.keys]
+        return any(matches)
 
 
 def _read(path: Path) -> tuple[bytes, ...]:

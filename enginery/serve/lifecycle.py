@@ -197,13 +197,13 @@ class ProcessLifecycle:
         exit_process(self._status)
 
     def _handlers(self) -> dict[int, Callable[[], None]]:
-        found: dict[int, Callable[[], None]] = {
+        handlers: dict[int, Callable[[], None]] = {
             signal.SIGTERM: self._handle_sigterm,
             signal.SIGINT: self._handle_sigint,
         }
         if sys.platform != "win32":
-            found[signal.SIGHUP] = self._handle_sighup
-        return found
+            handlers[signal.SIGHUP] = self._handle_sighup
+        return handlers
 
     def _mask(self, *, block: bool) -> None:
         if sys.platform != "win32":
@@ -285,18 +285,18 @@ class ProcessLifecycle:
         and those that are being established.
         """
         if self._server_ends():  # else the next process accepts new connections
-            for each in self._sockets:
-                drop_new_connections(each)
+            for listener in self._sockets:
+                drop_new_connections(listener)
             await asyncio.sleep(_HANDSHAKE_SECONDS)
-        listening = [each.dup() for each in self._sockets]
+        listening = [listener.dup() for listener in self._sockets]
         self._stop_listening()
         loop = asyncio.get_running_loop()
-        for each in listening:
-            with each:
-                each.setblocking(False)
+        for listener in listening:
+            with listener:
+                listener.setblocking(False)
                 while True:
                     try:
-                        accepted, _ = each.accept()
+                        accepted, _ = listener.accept()
                     except OSError:  # no connection is left, or the client has disconnected
                         break
                     accepted.setblocking(False)
@@ -305,8 +305,8 @@ class ProcessLifecycle:
     def _stop_listening(self) -> None:
         for server in self._server.servers:
             server.close()
-        for each in self._sockets:
-            each.close()
+        for listener in self._sockets:
+            listener.close()
 
     def _new_connection(self) -> asyncio.Protocol:
         server = self._server
@@ -315,11 +315,13 @@ class ProcessLifecycle:
             config=server.config, server_state=server.server_state, app_state=server.lifespan.state
         )
 
-    async def _finish(self, left: float, refuse_all: Callable[[], object] | None = None) -> None:
+    async def _finish(
+        self, remaining_seconds: float, refuse_all: Callable[[], object] | None = None
+    ) -> None:
         """Shut the server down.
 
         Args:
-            left: seconds to send responses; 0 or less to shut down at once.
+            remaining_seconds: seconds to send responses; 0 or less to shut down at once.
             refuse_all: answers running requests with 503.
         """
         while not self._server.started:
@@ -337,7 +339,7 @@ class ProcessLifecycle:
                 task.cancel()
             await self._wait_for(running)
         # Time for responses that clients read slowly.
-        self._server.config.timeout_graceful_shutdown = max(1, round(left))
+        self._server.config.timeout_graceful_shutdown = max(1, round(remaining_seconds))
         self._server.should_exit = True
 
     def _exit_after(self, seconds: float) -> None:

@@ -38,7 +38,10 @@ def page_headers() -> tuple[tuple[str, str], ...]:
         "frame-ancestors": "'none'",
     }
     return (
-        ("content-security-policy", "; ".join(f"{name} {what}" for name, what in policy.items())),
+        (
+            "content-security-policy",
+            "; ".join(f"{name} {sources}" for name, sources in policy.items()),
+        ),
         ("x-content-type-options", "nosniff"),
         ("referrer-policy", "no-referrer"),
         ("cache-control", "no-cache"),
@@ -54,6 +57,6 @@ def _hash(tag: str) -> str:
     """Return the hash of the page's only element of this name, as a source in the policy."""
     # Browsers normalize line ends to \n before hashing; git may have checked out \r\n.
     text = page_html().replace(b"\r\n", b"\n")
-    found = re.findall(rb"<%b>(.*?)</%b>" % ((tag.encode(),) * 2), text, re.DOTALL)
-    (inside,) = found
+    elements = re.findall(rb"<%b>(.*?)</%b>" % ((tag.encode(),) * 2), text, re.DOTALL)
+    (inside,) = elements
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'"

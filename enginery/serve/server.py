@@ -477,7 +477,9 @@ class Supervisor(Multiprocess):
         config: ServeConfig,
         devices: Sequence[Callable[..., NoReturn]] = (),
     ) -> None:
-        listening = list(dict.fromkeys(each for own in sockets for each in own))
+        listening = list(
+            dict.fromkeys(listener for process_sockets in sockets for listener in process_sockets)
+        )
         super().__init__(server_config, listening)
         self._config, self._devices, self._own_sockets = config, devices, sockets
         self._interrupted = False
@@ -511,16 +513,18 @@ class Supervisor(Multiprocess):
             for run_process in self._devices
         ]
         for index in range(self.processes_num):
-            own = self._own_sockets[index % len(self._own_sockets)]
-            others = [each for each in self.sockets if each not in own]
+            worker_sockets = self._own_sockets[index % len(self._own_sockets)]
+            other_sockets = [
+                listener for listener in self.sockets if listener not in worker_sockets
+            ]
             # The first of several answers health routes while they load; the server is ready as
             # soon as it is, so the others listen when they are.
             worker = Worker(
                 self.config,
-                own,
+                worker_sockets,
                 self._config,
                 ending,
-                others=others,
+                others=other_sockets,
                 loads_first=self._config.processes > 1 and index > 0,
             )
             self.processes.append(worker)
@@ -559,8 +563,8 @@ class Supervisor(Multiprocess):
 
     def terminate_all(self) -> None:
         """Start the shutdown; each worker closes its own copies of the sockets when it drains."""
-        for each in self.sockets:
-            each.close()
+        for listener in self.sockets:
+            listener.close()
         if self._shutdown_flag is not None:
             self._shutdown_flag[0] = 1
         super().terminate_all()
@@ -678,6 +682,6 @@ def _raise_open_files_limit() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -76,14 +76,14 @@ class ComparisonLimits:
         """Return the limits for these providers, which may compute FP32 in a lower precision."""
         if not providers or self.tolerance != Tolerance.for_precision("fp32"):
             return self
-        found = compute_precision(providers[0].name, providers[0].options)
-        if not found.reason:
+        computed = compute_precision(providers[0].name, providers[0].options)
+        if not computed.reason:
             return self
-        remedy = f"; {found.remedy}" if found.remedy else ""
+        remedy = f"; {computed.remedy}" if computed.remedy else ""
         return replace(
             self,
-            tolerance=Tolerance.for_precision(found.precision),
-            rule=f"{found.reason}, so its tolerance applies{remedy}",
+            tolerance=Tolerance.for_precision(computed.precision),
+            rule=f"{computed.reason}, so its tolerance applies{remedy}",
         )
 
     def of_case(self, case: ValidationCase) -> ComparisonLimits:
@@ -99,18 +99,20 @@ class ComparisonLimits:
         For a quantized graph, the difference is that of the direction, 1 - cosine, and its limit
         that of the budget: two runs of the same graph differ much less than from PyTorch.
         """
-        found = compute_differences(actual, expected, None)
-        if found.unequal:
+        differences = compute_differences(actual, expected, None)
+        if differences.unequal:
             return math.inf
-        largest = self.tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
-        limits = [(found.max_abs, largest if self.max_abs_error is None else self.max_abs_error)]
+        largest = self.tolerance.limit(noise_floor=noise.max_abs, largest=differences.largest)
+        limits = [
+            (differences.max_abs, largest if self.max_abs_error is None else self.max_abs_error)
+        ]
         if self.max_abs_error is None:
-            rms_limit = self.tolerance.rms_limit(noise_rms=noise.rms, rms=found.rms)
-            limits.append((found.rms_error, rms_limit))
+            rms_limit = self.tolerance.rms_limit(noise_rms=noise.rms, rms=differences.rms)
+            limits.append((differences.rms_error, rms_limit))
         if math.isfinite(limits[0][1]):
-            return max(error / most if most else error and math.inf for error, most in limits)
+            return max(error / limit if limit else error and math.inf for error, limit in limits)
         shortfall = self.accuracy.shortfall if self.accuracy else 1 - (self.embedding_cosine or 0)
-        return (1 - found.cosine) / shortfall if shortfall else math.inf
+        return (1 - differences.cosine) / shortfall if shortfall else math.inf
 
     @property
     def embedding_cosine(self) -> float | None:
@@ -137,36 +139,38 @@ def compare_graph(
     An output that the reference lacks in some cases is skipped in those, such as that of the other
     branch of an If. An output that it lacks in all cases fails.
     """
-    known = set(reference.noise_floors)
+    reference_names = set(reference.noise_floors)
     results = []
     with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
         for case, expected in zip(cases, reference.outputs, strict=True):
             feeds = case.make()
             result = _without_metrics(record, case, feeds, expected)
+            # Inputs that the reference rejects are skipped, and counted in the report.
             if not expected.problem:
                 try:
-                    found = run(feeds)
+                    actual = run(feeds)
                 except EngineryError as error:
+                    # A usual cause is a size that the tracer recorded as a constant.
                     problem = f"the graph fails but {reference.name} does not: {error.message}"
                     result = replace(result, problem=problem)
                 else:
                     outputs = _compare_outputs(
                         record,
                         feeds,
-                        found,
+                        actual,
                         expected,
                         reference,
                         limits.of_case(case),
-                        known,
+                        reference_names,
                         real=case.kind == "real",
                     )
                     result = replace(result, outputs=outputs)
                     if case.kind == "real" and embeddings is not None:
-                        embeddings.add(feeds, found, expected)
+                        embeddings.add(feeds, actual, expected)
                     if case.kind == "real" and answers is not None:
-                        answers.add(feeds, found, expected)
+                        answers.add(feeds, actual, expected)
                     if case.labels and labels is not None:
-                        labels.add(case.labels, found, expected)
+                        labels.add(case.labels, actual, expected)
             results.append(result)
             advance()
     return results
@@ -191,29 +195,31 @@ def _without_metrics(
 def _compare_outputs(
     record: GraphRecord,
     feeds: Feeds,
-    found: Outputs,
+    actual: Outputs,
     expected: ReferenceOutputs,
     reference: ReferenceRun,
     limits: ComparisonLimits,
-    known: set[str],
+    reference_names: set[str],
     *,
     real: bool,
 ) -> list[OutputMetrics]:
     outputs = []
     for spec in record.outputs:
-        if spec.name not in known:
-            outputs.append(unmatched_output(spec.name, found[spec.name], reference.name))
+        # The reference may lack an output in some cases: that of the other branch of an If.
+        if spec.name not in reference_names:
+            outputs.append(unmatched_output(spec.name, actual[spec.name], reference.name))
         elif spec.name in expected.files:
             outputs.append(
                 compare_output(
                     spec.name,
-                    found[spec.name],
+                    actual[spec.name],
                     expected.load(spec.name),
                     dtype=spec.dtype,
                     noise=reference.noise_floor(spec.name, real=real),
                     tolerance=limits.tolerance,
                     max_abs_error=limits.max_abs_error,
                     min_cosine=limits.min_cosine,
+                    # Fused kernels may leave any value at padded positions, and nobody reads it.
                     padding=find_padding_mask(spec, record.inputs, feeds),
                     name=reference.name,
                 )

@@ -165,6 +165,7 @@ class ConsistencyScan:
                 they run with their neighbours.
             seed: random seed for the rows.
         """
+        # A graph that treats some length differently holds that length.
         self._special = {size + step for size in sizes for step in (-1, 0, 1)}
         self._run = run
         self._record = record
@@ -181,6 +182,7 @@ class ConsistencyScan:
         least = {dim: min(p.dims[dim].min for p in engines) for p in engines for dim in p.dims}
         self._shortest = least.get(self.dim, 1)
         self._fixed = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        # Engines that take no single row run a batch of copies of it.
         self._copies = self._fixed or least.get("batch", 1)
         self._rows: dict[int, Feeds] = {}
         self._names_compared: set[str] = set()
@@ -201,8 +203,10 @@ class ConsistencyScan:
         lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds | special
         short = max(min(_SHORT, self._longest), self._shortest)
         two = self._fixed or max(2, self._copies)
-        found = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
-        return list(dict.fromkeys([*found, *(ScanShape(size, short) for size in sorted(batches))]))
+        by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
+        return list(
+            dict.fromkeys([*by_length, *(ScanShape(size, short) for size in sorted(batches))])
+        )
 
     def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
         if self._fixed:
@@ -236,6 +240,7 @@ class ConsistencyScan:
         ran = [set(expected.files) for expected in reference.outputs if expected.files]
         if not ran:
             return ScanResult(reason=f"{reference.name} ran on no input")
+        # Outputs of one branch of an If are not in every case.
         self._names_compared = set.intersection(*ran)
         with progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
@@ -252,6 +257,7 @@ class ConsistencyScan:
                     advance()
                 if not ratios:
                     return ScanResult(reason="no output has a row for each input")
+                # Not a fault yet: some models read padded positions in PyTorch, too.
                 if max(ratios) > _SUSPICIOUS:
                     result.deviating[shape] = max(ratios)
                 else:
@@ -281,11 +287,16 @@ class ConsistencyScan:
         quantized = isinstance(limits.tolerance, QuantizedTolerance)
         rows = [set(self._row_lengths(shape)) for shape in shapes]
         if quantized:
-            rows = [own | self._rows_like(shape) for own, shape in zip(rows, shapes, strict=True)]
+            # The cosine of a few logits differs tenfold between two rows, so several are needed.
+            rows = [
+                row_lengths | self._rows_like(shape)
+                for row_lengths, shape in zip(rows, shapes, strict=True)
+            ]
         lengths = sorted(set().union(*rows), reverse=True)
         batches = [self.batch_case(shape) for shape in shapes]
         listed = [*batches, *map(self.alone_case, lengths)]
         confirmed = run_reference(listed)
+        # Without real inputs: a near tie of a real answer must not excuse errors elsewhere.
         generated = {
             name: reference.noise_floor(name, real=False) for name in reference.noise_floors
         }
@@ -298,15 +309,18 @@ class ConsistencyScan:
             self._run, self._record, listed, confirmed, limits, progress=progress
         )
         if quantized:
+            # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))
-            for index, own in enumerate(rows):
-                results[index] = _judge_batch(results[index], [alone[length] for length in own])
+            for index, row_lengths in enumerate(rows):
+                results[index] = _judge_batch(
+                    results[index], [alone[length] for length in row_lengths]
+                )
         return [result for result in results if not result.skipped]
 
     def _rows_like(self, shape: ScanShape) -> set[int]:
         """Return lengths of some rows that ran alone, none of them longer than a batch's."""
         ran = [n for n in sorted(self._alone) if self._padded is None or n <= shape.length]
-        return {ran[place] for place in _positions(len(ran), _ROWS_ALONE)}
+        return {ran[index] for index in _positions(len(ran), _ROWS_ALONE)}
 
     def coverage(self, cases: Sequence[ValidationCaseResult], scanned: ScanResult) -> GraphCoverage:
         """Return the batch sizes and lengths of the compared cases and of the scan."""
@@ -348,10 +362,11 @@ class ConsistencyScan:
         rows = [self._run_alone(length) for length in self._row_lengths(shape)]
         for spec in self._outputs():
             _check_rows(together[spec.name], spec, shape.batch)
-            places = [self._place(spec, row[spec.name], together[spec.name]) for row in rows]
-            if all(place is not None for place in places):
+            selections = [self._place(spec, row[spec.name], together[spec.name]) for row in rows]
+            if all(selection is not None for selection in selections):
                 mine = [
-                    together[spec.name][index][place].ravel() for index, place in enumerate(places)
+                    together[spec.name][index][selection].ravel()
+                    for index, selection in enumerate(selections)
                 ]
                 alone = [row[spec.name].values.ravel() for row in rows]
                 yield spec.name, np.concatenate(mine)[None], np.concatenate(alone)[None]
@@ -420,16 +435,18 @@ class ConsistencyScan:
     def _run_alone(self, length: int) -> dict[str, _RowOutput]:
         if length not in self._alone:
             outputs = self._run(self._make_alone(length))
-            kept = {}
+            row_outputs = {}
             for spec in self._outputs():
                 _check_rows(outputs[spec.name], spec, self._copies)
-                found = outputs[spec.name][0]
+                values = outputs[spec.name][0]
                 positions = [
                     _positions(size, _POSITIONS if self._pads(dim) else size)
-                    for dim, size in zip(spec.dims[1:], found.shape, strict=True)
+                    for dim, size in zip(spec.dims[1:], values.shape, strict=True)
                 ]
-                kept[spec.name] = _RowOutput(found.shape, positions, found[np.ix_(*positions)])
-            self._alone[length] = kept
+                row_outputs[spec.name] = _RowOutput(
+                    values.shape, positions, values[np.ix_(*positions)]
+                )
+            self._alone[length] = row_outputs
         return self._alone[length]
 
     def _make_batch(self, shape: ScanShape) -> Feeds:
@@ -546,7 +563,7 @@ def _check_rows(output: Array, spec: TensorSpec, rows: int) -> None:
 def _bounds(profiles: Sequence[Profile], dim: str) -> set[int]:
     """Return the sizes of a dim in profiles: minimum, optimum and maximum."""
     ranges = [profile.dims[dim] for profile in profiles if dim in profile.dims]
-    return {size for found in ranges for size in (found.min, found.opt, found.max)}
+    return {size for dim_range in ranges for size in (dim_range.min, dim_range.opt, dim_range.max)}
 
 
 def _with_powers_of_two(every: int, largest: int) -> set[int]:

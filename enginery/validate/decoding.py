@@ -115,15 +115,16 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
     spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
     batch_dim, length_dim = spec.dims
     rows = [batch_dim] if isinstance(batch_dim, int) else [1, _ROWS]
+    # Only decoders alone are padded here, on the left; else the encoder's inputs are, on the right.
     pads = graphs.encoder is None and any(s.name == "attention_mask" for s in graphs.first.inputs)
-    found = []
+    sequences = []
     for index, (batch, prompt) in enumerate(
         [(rows[0], 1), *((batch, longest) for batch in rows if longest > 1)]
     ):
         sizes = {str(batch_dim): batch, str(length_dim): prompt + STEPS}
         drawn = make_feeds([spec], sizes, limits, seed=seed + index)[spec.name]
-        kept = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
-        mask = np.arange(prompt + STEPS) >= prompt - np.asarray(kept)[:, None]
+        lengths = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
+        mask = np.arange(prompt + STEPS) >= prompt - np.asarray(lengths)[:, None]
         encoder: Feeds = {}
         if graphs.encoder is not None:
             names = dynamic_dims(graphs.encoder.inputs)
@@ -131,7 +132,7 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
             encoder = make_feeds(
                 graphs.encoder.inputs, sizes, limits, seed=seed + index, ragged=batch > 1
             )
-        found.append(
+        sequences.append(
             Sequences(
                 _describe(batch, prompt, padded=pads and batch > 1),
                 np.where(mask, drawn, limits.pad_token_id),
@@ -139,7 +140,7 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
                 encoder,
             )
         )
-    return found
+    return sequences
 
 
 def _describe(batch: int, prompt: int, *, padded: bool) -> str:
@@ -150,9 +151,9 @@ def _describe(batch: int, prompt: int, *, padded: bool) -> str:
 
 def _obstacle(graphs: DecoderGraphs) -> str:
     """Return the reason why the graphs cannot decode prompts; empty if they can."""
-    known = {*_TEXT_INPUTS}
+    available = {*_TEXT_INPUTS}
     if graphs.encoder is not None:
-        known |= {ENCODER_STATES, *(of_encoder(s.name) for s in graphs.encoder.inputs)}
+        available |= {ENCODER_STATES, *(of_encoder(s.name) for s in graphs.encoder.inputs)}
     for record in (graphs.first, graphs.later):
         if not any(spec.name == "input_ids" for spec in record.inputs):
             return "it takes no input_ids"
@@ -160,7 +161,7 @@ def _obstacle(graphs: DecoderGraphs) -> str:
             if is_past(spec.name):
                 if not is_cross_attention(spec.name) and not dim_terms(spec.dims[-2]):
                     return f"its past has {spec.dims[-2]} positions, neither more nor fewer"
-            elif spec.name not in known:
+            elif spec.name not in available:
                 return f"no graph computes its input {spec.name}"
             elif spec.name == "input_ids" and isinstance(spec.dims[1], int):
                 if record is not graphs.first and spec.dims[1] == 1:
@@ -198,8 +199,8 @@ class _Decoder:
         return self._run(self._graphs.later, feeds, resume=True)
 
     def _run(self, record: GraphRecord, feeds: Feeds, *, resume: bool) -> dict[str, Array]:
-        given = {spec.name: self._input(spec, feeds, resume=resume) for spec in record.inputs}
-        outputs = self._runners[record.file](given)
+        inputs = {spec.name: self._input(spec, feeds, resume=resume) for spec in record.inputs}
+        outputs = self._runners[record.file](inputs)
         for spec in self._graphs.later.inputs:
             name = present_name(spec.name)
             # The encoder's keys are computed with the prompt, and kept.
@@ -208,8 +209,8 @@ class _Decoder:
         return outputs
 
     def _encode(self, encoder: GraphRecord, feeds: Feeds) -> None:
-        given = {spec.name: feeds[of_encoder(spec.name)] for spec in encoder.inputs}
-        outputs = self._runners[encoder.file](given)
+        inputs = {spec.name: feeds[of_encoder(spec.name)] for spec in encoder.inputs}
+        outputs = self._runners[encoder.file](inputs)
         self._states = outputs[encoder.outputs[0].name]
         self._cache = {
             spec.name: outputs[present_name(spec.name)]
@@ -221,8 +222,8 @@ class _Decoder:
         if spec.name == ENCODER_STATES and self._states is not None:
             return self._states
         if is_past(spec.name):
-            kept = resume or (is_cross_attention(spec.name) and spec.name in self._cache)
-            return self._cache[spec.name] if kept else self._empty_past(spec, feeds)
+            from_cache = resume or (is_cross_attention(spec.name) and spec.name in self._cache)
+            return self._cache[spec.name] if from_cache else self._empty_past(spec, feeds)
         return feeds[spec.name]
 
     def _empty_past(self, spec: TensorSpec, feeds: Feeds) -> Array:
@@ -272,7 +273,7 @@ class _FixedCacheDecoder(_Decoder):
     def _run_tokens(
         self, ids: Array, positions: Array, last: Array, total: int, feeds: Feeds
     ) -> dict[str, Array]:
-        known: Feeds = {
+        available: Feeds = {
             **feeds,
             "input_ids": ids,
             "position_ids": positions,
@@ -282,20 +283,20 @@ class _FixedCacheDecoder(_Decoder):
             "seqlens_k": self._lengths - 1,
             "total_sequence_length": np.array([total]),
         }
-        given = {
-            spec.name: self._fixed_input(spec, known).astype(spec.dtype)
+        inputs = {
+            spec.name: self._fixed_input(spec, available).astype(spec.dtype)
             for spec in self._record.inputs
         }
-        outputs = self._runners[self._record.file](given)
+        outputs = self._runners[self._record.file](inputs)
         for spec in self._record.inputs:
             if (name := present_name(spec.name)) in outputs:
                 self._cache[spec.name] = outputs[name]
         return {LOGITS: outputs[LOGITS][:, None]}
 
-    def _fixed_input(self, spec: TensorSpec, known: Feeds) -> Array:
+    def _fixed_input(self, spec: TensorSpec, available: Feeds) -> Array:
         if not is_past(spec.name) or spec.name in self._cache:
-            return self._cache[spec.name] if spec.name in self._cache else known[spec.name]
-        sizes = {"batch": len(known["input_ids"]), "buffer": self._positions}
+            return self._cache[spec.name] if spec.name in self._cache else available[spec.name]
+        sizes = {"batch": len(available["input_ids"]), "buffer": self._positions}
         return np.zeros(spec.shape(sizes), spec.dtype)
 
 
@@ -336,6 +337,7 @@ def compare_decoding(
         return [], notes
     sequences = [*make_sequences(usable[0], feed_limits, seed=seed), *generated]
     cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
+    # One run serves all decoders of a model, because the tokens are the same (teacher forcing).
     reference = run_reference(usable[0].later, cases)
     if not any(expected.files for expected in reference.outputs):
         notes.append(f"no tokens were decoded: {reference.outputs[0].problem}")

@@ -124,11 +124,13 @@ class GeneratedTexts:
         longest = max(len(row.prompt) for row in rows)
         ids = np.full((len(rows), longest + forced), self.inputs.pad_id, np.int64)
         mask = np.ones_like(ids)
-        for place, (row, found) in enumerate(zip(rows, self.greedy, strict=True)):
+        for index, (row, continuation) in enumerate(zip(rows, self.greedy, strict=True)):
             start = longest - len(row.prompt)
-            filled = [*found.tokens, *[found.tokens[-1]] * self.steps][: self.steps - 1]
-            ids[place, start:] = [*_whole_prompt(row), *filled]
-            mask[place, :start] = 0
+            filled = [*continuation.tokens, *[continuation.tokens[-1]] * self.steps][
+                : self.steps - 1
+            ]
+            ids[index, start:] = [*_whole_prompt(row), *filled]
+            mask[index, :start] = 0
         encoder: Feeds = {}
         if self.graphs.encoder is not None:
             dtypes = {spec.name: spec.dtype for spec in self.graphs.encoder.inputs}
@@ -155,6 +157,7 @@ class GeneratedTexts:
             ProviderError: a graph cannot be loaded.
         """
         outputs = [case.outputs[0] for case in forced if case.outputs][self._forced_prompt :]
+        # The error that is allowed for a logit at each step decides what counts as a near tie.
         errors = [output.limit for output in outputs] or [0.0]
         records = [self.graphs.later, *([self.graphs.encoder] if self.graphs.encoder else [])]
         rows, file = self.inputs.rows, self.graphs.later.file
@@ -162,38 +165,41 @@ class GeneratedTexts:
             ExitStack() as stack,
             progress.task("generating", total=len(rows) + len(self._batches()) + 1) as advance,
         ):
-            runners = {each.file: stack.enter_context(open_runner(each.file)) for each in records}
+            runners = {
+                record.file: stack.enter_context(open_runner(record.file)) for record in records
+            }
             decoder = CachedDecoder(self.graphs, runners, pad_id=self.inputs.pad_id)
             greedy = [_Compared(file, f"{name}, greedy search") for name in self.inputs.names]
             beams = [_Compared(file, f"{name}, beam {BEAMS}") for name in self.inputs.names]
-            runs = [("in a batch", places) for places in self._batches()]
-            runs += [("alone", [place]) for place in range(len(rows))]
-            for where, places in runs:
-                found = self._run(decoder, places, 1)
-                for place, search in zip(places, found, strict=True):
-                    self._compare_greedy(greedy[place], search, place, where, errors)
+            runs = [("in a batch", indices) for indices in self._batches()]
+            runs += [("alone", [index]) for index in range(len(rows))]
+            for where, indices in runs:
+                searches = self._run(decoder, indices, 1)
+                for index, search in zip(indices, searches, strict=True):
+                    self._compare_greedy(greedy[index], search, index, where, errors)
                 advance()
-            for places in self._batches():
-                for place, search in zip(places, self._run(decoder, places, BEAMS), strict=True):
-                    self._compare_beams(beams[place], search, place, max(errors))
+            for indices in self._batches():
+                searches = self._run(decoder, indices, BEAMS)
+                for index, search in zip(indices, searches, strict=True):
+                    self._compare_beams(beams[index], search, index, max(errors))
             advance()
         results = [
             *self.problems,
-            *(each.result() for each in (*greedy, *beams)),
+            *(compared.result() for compared in (*greedy, *beams)),
         ]
         agreement = [output.argmax_agreement for output in outputs]
         return results, GenerationMetrics(
             what=self.inputs.what,
             inputs=len(rows),
-            steps=max(len(each.tokens) for each in self.greedy),
-            compared_steps=sum(each.steps for each in greedy),
-            generated_steps=sum(len(each.tokens) for each in self.greedy),
-            equal=sum(each.equal for each in greedy),
-            parted=sum(each.parted and not each.problem for each in greedy),
+            steps=max(len(continuation.tokens) for continuation in self.greedy),
+            compared_steps=sum(compared.steps for compared in greedy),
+            generated_steps=sum(len(continuation.tokens) for continuation in self.greedy),
+            equal=sum(compared.equal for compared in greedy),
+            parted=sum(compared.parted and not compared.problem for compared in greedy),
             beams=BEAMS,
-            beams_equal=sum(each.equal for each in beams),
+            beams_equal=sum(compared.equal for compared in beams),
             agreement=float(np.mean(agreement)) if agreement else math.nan,
-            failed=sum(bool(each.problem) for each in results),
+            failed=sum(bool(result.problem) for result in results),
         )
 
     @property
@@ -206,11 +212,11 @@ class GeneratedTexts:
         return self.graphs.batches([len(row.prompt) for row in self.inputs.rows])
 
     def _run(
-        self, decoder: CachedDecoder, places: Sequence[int], beams: int
+        self, decoder: CachedDecoder, indices: Sequence[int], beams: int
     ) -> list[Search | EngineryError]:
         """Generate from inputs in one batch; an error of the graph stands for each of them."""
         options = self.options.with_arguments(**_arguments(self.steps, beams, self.inputs.chosen))
-        rows = [self.inputs.rows[place] for place in places]
+        rows = [self.inputs.rows[index] for index in indices]
         try:
             searches = [
                 make_search(row.prompt, options, positions=self.positions, rest=row.rest)
@@ -228,30 +234,31 @@ class GeneratedTexts:
         self,
         compared: _Compared,
         search: Search | EngineryError,
-        place: int,
+        index: int,
         where: str,
         errors: Sequence[float],
     ) -> None:
         if isinstance(search, EngineryError):
             compared.fail(f"the graph fails {where} but PyTorch does not: {search.message}")
             return
-        mine, theirs = search.results()[0].tokens, self.greedy[place].tokens
+        mine, theirs = search.results()[0].tokens, self.greedy[index].tokens
         pairs = enumerate(zip_longest(mine, theirs))
-        step, (found, wanted) = next(
+        step, (token, expected) = next(
             ((i, pair) for i, pair in pairs if pair[0] != pair[1]), (len(theirs), (None, None))
         )
+        # Tokens after a parting are not compared: they follow different texts.
         compared.steps = min(step, compared.steps)
-        if found is None and wanted is None:
+        if token is None and expected is None:
             return
-        if found is None or wanted is None:
+        if token is None or expected is None:
             compared.fail(
                 f"{where}, the text ends after {len(mine)} tokens, PyTorch's after {len(theirs)}"
             )
             return
-        file = self.greedy[place].scores
+        file = self.greedy[index].scores
         scores = np.load(file, mmap_mode="r")[step] if file else np.zeros(0)
-        known = found < len(scores)
-        margin = float(scores[wanted] - scores[found]) if known else math.inf
+        has_score = token < len(scores)
+        margin = float(scores[expected] - scores[token]) if has_score else math.inf
         # A penalty multiplies logits, and their errors, by itself or its reciprocal.
         penalty = self.options.repetition_penalty
         allowed = 2 * errors[min(step, len(errors) - 1)] * max(penalty, 1 / penalty)
@@ -259,21 +266,22 @@ class GeneratedTexts:
             compared.parted = True
         else:
             compared.fail(
-                f"{where}, token {step + 1} is {found}, PyTorch's is {wanted}: PyTorch's logits "
+                f"{where}, token {step + 1} is {token}, PyTorch's is {expected}: PyTorch's logits "
                 f"are {margin:.3g} apart, a near tie of up to {allowed:.3g} is allowed"
             )
 
     def _compare_beams(
-        self, compared: _Compared, search: Search | EngineryError, place: int, error: float
+        self, compared: _Compared, search: Search | EngineryError, index: int, error: float
     ) -> None:
         if isinstance(search, EngineryError):
             compared.fail(f"the graph fails but PyTorch does not: {search.message}")
             return
-        mine, theirs = search.results()[0], self.beams[place]
+        mine, theirs = search.results()[0], self.beams[index]
         if mine.tokens == theirs.tokens:
             return
         compared.parted = True
         score = math.nan if mine.score is None else mine.score
+        # A score adds up log-probabilities, each wrong by up to twice the error of a logit.
         total, allowed = self._beam_errors(mine, theirs, error)
         closest = search.closest if isinstance(search, BeamSearch) else math.inf
         difference = abs(score - theirs.score)
@@ -372,15 +380,16 @@ def generate_reference(
             return None, [f"not generated: {problem}"]
         options = read_generation_config(artifact.path)
     except ArtifactError as error:
+        # A note, not a failure: the verdict is then that of the graphs.
         return None, [f"not generated: {error.message}"]
     positions = read_positions(artifact.path)
     steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
-    what, samples = _samples(artifact, graphs, config)
+    noun, samples = _samples(artifact, graphs, config)
     with open_reference(graphs.later.file) as model:
         try:
             problems = _compare_options(model, options, graphs)
             longest = None if positions is None else positions - steps
-            if what == _MADE_UP:
+            if noun == _MADE_UP:
                 inputs = _made_up(graphs, options, limits, longest, _INPUTS[config.effort])
                 notes: list[str] = []
             else:
@@ -394,12 +403,12 @@ def generate_reference(
                     longest,
                     _INPUTS[config.effort],
                 )
-                names = [f"{what.removesuffix('s')} {place + 1}" for place in rows]
+                names = [f"{noun.removesuffix('s')} {index + 1}" for index in rows]
                 inputs = _Inputs(
-                    what, names, list(rows.values()), source.join, tokenizer.pad_id or 0, chosen
+                    noun, names, list(rows.values()), source.join, tokenizer.pad_id or 0, chosen
                 )
                 failed, notes = _compare_tokens(
-                    model, graphs, inputs, [samples[place] for place in rows], tokenizer.unk_id
+                    model, graphs, inputs, [samples[index] for index in rows], tokenizer.unk_id
                 )
                 problems += failed
             greedy, beams = _run_torch(model, graphs, inputs, steps, scratch, progress)
@@ -419,7 +428,7 @@ def _obstacle(graphs: DecoderGraphs) -> str:
             "with --layout enginery"
         )
     records = (graphs.later, *([graphs.encoder] if graphs.encoder else []))
-    fixed = [each.file for each in records if isinstance(each.inputs[0].dims[0], int)]
+    fixed = [record.file for record in records if isinstance(record.inputs[0].dims[0], int)]
     return f"{fixed[0]} has a fixed batch" if fixed else ""
 
 
@@ -431,19 +440,22 @@ def _samples(
     Without a tokenizer there are none.
     """
     path = Path(config.data).expanduser()
-    own = bool(config.data) and not holds_arrays(path)
+    is_user_data = bool(config.data) and not holds_arrays(path)
     count = _INPUTS[config.effort]
     if graphs.encoder is not None and takes_images(graphs.encoder):
-        return "images", list_media(path, "images", rows=count) if own else synthetic_images(count)
+        images = list_media(path, "images", rows=count) if is_user_data else synthetic_images(count)
+        return "images", images
     if graphs.encoder is not None and takes_sounds(graphs.encoder):
         rate = AudioProcessor.open(artifact.path).sampling_rate
-        found = list_media(path, "audio", rows=count) if own else synthetic_sounds(rate, count)
-        return "sounds", found
+        sounds = (
+            list_media(path, "audio", rows=count) if is_user_data else synthetic_sounds(rate, count)
+        )
+        return "sounds", sounds
     if not (artifact.path / "tokenizer.json").is_file():
         return _MADE_UP, ()
     return (
         ("rows", read_texts(path, config.column, rows=config.rows))
-        if own
+        if is_user_data
         else (
             "sentences",
             SENTENCES,
@@ -456,18 +468,18 @@ def _compare_options(
 ) -> list[ValidationCaseResult]:
     """Return a failure for each option of the artifact's file that PyTorch has otherwise."""
     theirs = parse_generation_config(model.generation_config(), "PyTorch's generation config")
-    mine, wanted = (each.model_dump(mode="json") for each in (options, theirs))
-    for each in (mine, wanted):
-        if graphs.encoder is not None and each["decoder_start_token_id"] is None:
-            each["decoder_start_token_id"] = each["bos_token_id"]
+    mine, expected = (config.model_dump(mode="json") for config in (options, theirs))
+    for config in (mine, expected):
+        if graphs.encoder is not None and config["decoder_start_token_id"] is None:
+            config["decoder_start_token_id"] = config["bos_token_id"]
     return [
         _case(
             graphs.later.file,
             FILE,
-            f"{name} is {_shown(mine[name])}, but {_shown(wanted[name])} in PyTorch",
+            f"{name} is {_shown(mine[name])}, but {_shown(expected[name])} in PyTorch",
         )
         for name in mine
-        if name not in _NOT_COMPARED and mine[name] != wanted[name]
+        if name not in _NOT_COMPARED and mine[name] != expected[name]
     ]
 
 
@@ -476,16 +488,16 @@ def _shown(value: Any) -> str:
 
 
 def _prepare(
-    inputs: GenerationInputs, item: Any, options: GenerationOptions, own: Mapping[str, Any]
+    inputs: GenerationInputs, item: Any, options: GenerationOptions, target: Mapping[str, Any]
 ) -> GenerationRow:
     """Return a prepared input, with the first of the tokens that its prompt may have."""
-    row = next(iter(inputs.rows([item], options, **own)))
-    return replace(row, rest=tuple(place[:1] for place in row.rest))
+    row = next(iter(inputs.rows([item], options, **target)))
+    return replace(row, rest=tuple(choices[:1] for choices in row.rest))
 
 
 def _whole_prompt(row: GenerationRow) -> list[int]:
     """Return all tokens of a prompt that leaves no choice."""
-    return [*row.prompt, *(place[0] for place in row.rest)]
+    return [*row.prompt, *(choices[0] for choices in row.rest)]
 
 
 def _fitting(
@@ -502,21 +514,21 @@ def _fitting(
     Raises:
         InputError: none fits.
     """
-    found: dict[int, GenerationRow] = {}
+    rows: dict[int, GenerationRow] = {}
     refused = InputError(f"all prompts have more than {longest} tokens.")
-    for place, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         try:
             row = prepare(sample)
         except InputError as error:  # longer than the encoder's positions
             refused = error
             continue
         if longest is None or row.prompt_length <= longest:
-            found[place] = row
-        if len(found) == count:
+            rows[index] = row
+        if len(rows) == count:
             break
-    if not found:
+    if not rows:
         raise refused
-    return found
+    return rows
 
 
 def _compare_tokens(
@@ -538,16 +550,17 @@ def _compare_tokens(
     except InputError as error:
         return [], [f"tokens were not compared: {error.message}"]
     failed, notes = [], []
-    for name, row, wanted in zip(inputs.names, inputs.rows, theirs, strict=True):
+    for name, row, expected in zip(inputs.names, inputs.rows, theirs, strict=True):
         mine = [int(token) for token in row.arrays.get("input_ids", row.prompt)]
-        if mine == wanted:
+        if mine == expected:
             continue
-        step = next(i for i, (a, b) in enumerate(zip_longest(mine, wanted)) if a != b)
+        step = next(i for i, (a, b) in enumerate(zip_longest(mine, expected)) if a != b)
         problem = (
-            f"the tokenizer gives {len(mine)} tokens, transformers' {len(wanted)}; from the "
-            f"{step + 1}. on they are {mine[step : step + 4]} and {wanted[step : step + 4]}"
+            f"the tokenizer gives {len(mine)} tokens, transformers' {len(expected)}; from the "
+            f"{step + 1}. on they are {mine[step : step + 4]} and {expected[step : step + 4]}"
         )
-        if unk_id is not None and unk_id in {*mine[step:], *wanted[step:]}:
+        # A converted tokenizer may join unknown tokens in another way.
+        if unk_id is not None and unk_id in {*mine[step:], *expected[step:]}:
             notes.append(f"{name}, which has unknown tokens: {problem}")
         else:
             failed.append(_case(graphs.later.file, f"{name}, tokens", problem))
@@ -562,12 +575,13 @@ def _made_up(
     count: int,
 ) -> _Inputs:
     """Return inputs of different lengths, for an artifact without a tokenizer."""
-    most = min(_LONGEST_MADE_UP, longest or _LONGEST_MADE_UP)
-    lengths = np.linspace(most, 1, count).round().astype(int)
-    names = [f"made-up prompt {place + 1}" for place in range(count)]
+    max_length = min(_LONGEST_MADE_UP, longest or _LONGEST_MADE_UP)
+    # Different lengths, so that the batch is ragged.
+    lengths = np.linspace(max_length, 1, count).round().astype(int)
+    names = [f"made-up prompt {index + 1}" for index in range(count)]
     if graphs.encoder is None:
         ids = next(spec for spec in graphs.later.inputs if spec.name == "input_ids")
-        sizes = dict.fromkeys(dynamic_dims([ids]), most) | {"batch": count}
+        sizes = dict.fromkeys(dynamic_dims([ids]), max_length) | {"batch": count}
         drawn = make_feeds([ids], sizes, limits, seed=0)["input_ids"]
         rows = [
             GenerationRow(tuple(map(int, row[:length])), {})
@@ -578,11 +592,13 @@ def _made_up(
     start = options.bos_token_id if start is None else start
     if start is None:
         raise ArtifactError(f"{FILE} has no decoder_start_token_id.")
-    sizes = sweep_sizes(dynamic_dims(graphs.encoder.inputs), limits, batch=count, sequence=most)
+    sizes = sweep_sizes(
+        dynamic_dims(graphs.encoder.inputs), limits, batch=count, sequence=max_length
+    )
     feeds = make_feeds(graphs.encoder.inputs, sizes, limits, seed=0, ragged=True)
     rows = [
-        GenerationRow((start,), {name: array[place] for name, array in feeds.items()})
-        for place in range(count)
+        GenerationRow((start,), {name: array[index] for name, array in feeds.items()})
+        for index in range(count)
     ]
     return _Inputs(
         _MADE_UP,
@@ -602,9 +618,9 @@ def _run_torch(
     progress: Progress,
 ) -> tuple[list[_Continuation], list[_Continuation]]:
     """Run PyTorch's greedy search and beam search on each input alone."""
-    found: tuple[list[_Continuation], list[_Continuation]] = [], []
+    continuations: tuple[list[_Continuation], list[_Continuation]] = [], []
     with progress.task("PyTorch's generate", total=2 * len(inputs.rows)) as advance:
-        for place, row in enumerate(inputs.rows):
+        for index, row in enumerate(inputs.rows):
             if graphs.encoder is None:
                 ids = np.asarray([row.prompt], np.int64)
                 feeds: Feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
@@ -612,8 +628,9 @@ def _run_torch(
                 feeds = dict(inputs.join([row]) or {})
                 if row.rest:
                     feeds["decoder_input_ids"] = np.asarray([_whole_prompt(row)], np.int64)
-            for texts, beams in zip(found, (1, BEAMS), strict=True):
-                directory = scratch / f"generate-{place}-{beams}"
+            # Models that sample are compared by these two searches, which do not depend on chance.
+            for texts, beams in zip(continuations, (1, BEAMS), strict=True):
+                directory = scratch / f"generate-{index}-{beams}"
                 files = model.generate(feeds, directory, _arguments(steps, beams, inputs.chosen))
                 texts.append(
                     _Continuation(
@@ -623,4 +640,4 @@ def _run_torch(
                     )
                 )
                 advance()
-    return found
+    return continuations

@@ -53,4 +53,4 @@ def _are_right(logits: NDArray[Any], labels: Sequence[int]) -> list[bool]:
     """Return whether the best class is the label; scores that are not finite are wrong."""
     scores = logits[: len(labels)].reshape(len(labels), -1)
     right = scores.argmax(axis=-1) == np.asarray(labels)
-    return [bool(found) for found in right & np.isfinite(scores).all(axis=-1)]
+    return [bool(value) for value in right & np.isfinite(scores).all(axis=-1)]

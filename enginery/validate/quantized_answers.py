@@ -52,24 +52,27 @@ class AnswerComparison:
         """Return the metrics and how they compare with the limits; None without real inputs."""
         if not self._agreement.rows:
             return None
-        found = self._agreement.metrics()
-        limits = expectation.limits(found.rows)
+        accuracy = self._agreement.metrics()
+        limits = expectation.limits(accuracy.rows)
         problem = ""
         # `not >=` is true for NaN.
-        if not found.cosine >= limits.cosine:
-            problem = f"mean cosine {found.cosine:.4f}, expected at least {limits.cosine:.4f}"
-        elif limits.worst_cosine is not None and not found.worst_cosine >= limits.worst_cosine:
+        if not accuracy.cosine >= limits.cosine:
+            problem = f"mean cosine {accuracy.cosine:.4f}, expected at least {limits.cosine:.4f}"
+        elif limits.worst_cosine is not None and not accuracy.worst_cosine >= limits.worst_cosine:
             problem = (
-                f"smallest cosine {found.worst_cosine:.4f}, expected at least "
+                f"smallest cosine {accuracy.worst_cosine:.4f}, expected at least "
                 f"{limits.worst_cosine:.4f}"
             )
-        elif limits.neighbours is not None and (found.neighbour_agreement or 0) < limits.neighbours:
+        elif (
+            limits.neighbours is not None
+            and (accuracy.neighbour_agreement or 0) < limits.neighbours
+        ):
             problem = (
-                f"{found.neighbour_agreement:.1%} of the nearest neighbours are the same, expected "
-                f"at least {limits.neighbours:.1%}"
+                f"{accuracy.neighbour_agreement:.1%} of the nearest neighbours are the same, "
+                f"expected at least {limits.neighbours:.1%}"
             )
         return QuantizedAccuracy(
-            found=found,
+            found=accuracy,
             expected=expectation.measured,
             cosine_limit=limits.cosine,
             worst_cosine_limit=limits.worst_cosine,

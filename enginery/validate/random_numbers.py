@@ -66,7 +66,7 @@ def give_random_numbers(
         The copy and the cases, or the reason why there is none.
     """
     drawn: Mapping[str, NDArray[Any]] = next(
-        (each.random_numbers() for each in reference.outputs if each.files), {}
+        (expected.random_numbers() for expected in reference.outputs if expected.files), {}
     )
     model = read_graph(path)
     nodes = [node for node in all_nodes(model) if node.op_type in RANDOM_OPS and not node.domain]
@@ -74,6 +74,7 @@ def give_random_numbers(
         if problem := _obstacle(node, inside=node.graph is not model.graph):
             return problem
     names = [random_input(i, _STANDARD[node.op_type][0]) for i, node in enumerate(nodes)]
+    # Numbers of another distribution, or in another order, would not be the ones PyTorch used.
     if names != list(drawn):
         return (
             f"the graph draws {_listed(names)}, but {reference.name} draws {_listed(list(drawn))}"
@@ -86,14 +87,14 @@ def give_random_numbers(
     copy.parent.mkdir(parents=True, exist_ok=True)
     data = write_graph(model, copy)
     changes = {"inputs": (*record.inputs, *specs), "data_files": data}
-    given = [
+    fed_cases = [
         replace(case, make=partial(_make, case, expected.random_numbers(), specs))
         for case, expected in zip(cases, reference.outputs, strict=True)
     ]
     outputs = [node.outputs[0].name or "" for node in nodes]
-    if problem := _other_shapes(copy, dict(zip(outputs, names, strict=True)), given):
+    if problem := _other_shapes(copy, dict(zip(outputs, names, strict=True)), fed_cases):
         return problem
-    return GivenNumbers(copy, record.model_copy(update=changes), given)
+    return GivenNumbers(copy, record.model_copy(update=changes), fed_cases)
 
 
 def _obstacle(node: ir.Node, *, inside: bool) -> str:
@@ -104,8 +105,8 @@ def _obstacle(node: ir.Node, *, inside: bool) -> str:
     if standard is None:
         return f"{node.op_type} is not supported"
     for name, usual in standard[1].items():
-        if (found := node.attributes.get_float(name, usual)) != usual:
-            return f"{node.name} draws with {name} {found:g}, expected {usual:g}"
+        if (value := node.attributes.get_float(name, usual)) != usual:
+            return f"{node.name} draws with {name} {value:g}, expected {usual:g}"
     return ""
 
 

@@ -117,6 +117,7 @@ class Reference:
                     f"{source.path} is a file of the artifact itself, so it proves nothing.",
                     do="Name the original model with --reference MODEL.",
                 )
+            # The file passes the same checks as an artifact's own graphs before it is loaded.
             check_allocations(source.path, error=SourceError)
             if len(artifact.manifest.graphs) > 1:
                 files = ", ".join(graph.file for graph in artifact.manifest.graphs)
@@ -159,8 +160,8 @@ class Reference:
 
     @property
     def _file(self) -> str:
-        own = self.source.record.sha256 == self.artifact.manifest.source.sha256
-        return "source file" if own else "reference file"
+        is_source = self.source.record.sha256 == self.artifact.manifest.source.sha256
+        return "source file" if is_source else "reference file"
 
     def open(self, graph: str) -> TorchReference | SourceFile:
         """Load the reference of one graph, in FP32."""
@@ -285,6 +286,7 @@ def run_reference(
     expected: list[ReferenceOutputs] = []
     last_step = _LastStep.of(reference.artifact, record)
     graph = reference.artifact.path / record.file
+    # PyTorch's draws are recorded, so that the graph can get the same numbers.
     random = not reference.is_onnx and bool(read_structure(graph).random_ops())
     with (
         reference.open(record.file) as model,
@@ -303,6 +305,7 @@ def run_reference(
                 expected.append(ReferenceOutputs(files, random=numbers))
             advance()
         notes = list(model.notes)
+    # A quantized graph has no noise floor: PyTorch has no arithmetic of this kind.
     if not noise:
         names = {name for wide in expected for name in wide.files}
         floors = dict.fromkeys(names, NoiseFloor(0.0, cosine=1.0))
@@ -387,12 +390,12 @@ def _noise_floors(
         try:
             with load() as model, progress.task(name, total=len(cases)) as advance:
                 for index, (case, wide) in enumerate(zip(cases, expected, strict=True)):
-                    place = scratch / f"{record.file}-{index}-noisy"
+                    directory = scratch / f"{record.file}-{index}-noisy"
                     try:
                         feeds = case.make()
                         other = ReferenceOutputs()
                         if wide.files:
-                            files = _run(model, case, feeds, place, last_step, wide.random)
+                            files = _run(model, case, feeds, directory, last_step, wide.random)
                             other = ReferenceOutputs(files)
                     except InputError as error:
                         refusals.setdefault(name, error.message)
@@ -406,9 +409,11 @@ def _noise_floors(
                             continue  # a mask of FP32's numbers overflows at another precision
                         floor = noise_floor(narrow, exact, padding)
                         noise_floors[output] = floor.wider(noise_floors.get(output, floor))
+                        # Rounding may decide a near tie of a real answer, which must not excuse
+                        # errors on other inputs.
                         if case.kind != "real":
                             generated[output] = floor.wider(generated.get(output, floor))
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(directory, ignore_errors=True)
                     advance()
         except (ExportError, ProviderError) as error:
             refusals.setdefault(name, error.message)

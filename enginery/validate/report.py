@@ -36,8 +36,8 @@ def find_unproven(
             if case.graph == graph and not case.skipped.startswith(OUTSIDE_PROFILES)
         ]
         rejected = [case for case in tried if case.skipped]
-        given = own_data and any(case.kind == "real" and case.outputs for case in tried)
-        if 2 * len(rejected) > len(tried) and not given:
+        has_user_data = own_data and any(case.kind == "real" and case.outputs for case in tried)
+        if 2 * len(rejected) > len(tried) and not has_user_data:
             reasons.append(
                 f"{graph}: {reference} rejects {len(rejected)} of {len(tried)} inputs "
                 f"({rejected[0].skipped}); give others with --data"
@@ -46,13 +46,14 @@ def find_unproven(
         for case in tried:
             for output in case.outputs:
                 by_output.setdefault(output.output, []).append(output)
-        for name, found in by_output.items():
-            ratios = [o.constant_ratio for o in found if o.constant_ratio is not None]
+        for name, outputs in by_output.items():
+            ratios = [o.constant_ratio for o in outputs if o.constant_ratio is not None]
+            # A constant would be within all limits, so that agreement says nothing.
             if ratios and max(ratios) <= 1:
                 remedy = (
                     "the inputs of --data do not change that: give some whose outputs differ more, "
                     "or set a smaller limit with --max-abs-error"
-                    if given
+                    if has_user_data
                     else "give other inputs with --data"
                 )
                 reasons.append(
@@ -82,7 +83,7 @@ def summarize(
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
             return f"{graph} could not be compared on any input: {reason}"
-    # What a generated text differs by is said more exactly by the outputs, if they differ.
+    # Report differing outputs first: they locate a fault better than a differing text.
     texts = [case for case in compared if case.kind == "generation" and case.problem]
     if broken := [case for case in compared if case.problem and case not in texts]:
         return _describe_broken(broken, len(compared))
@@ -109,8 +110,8 @@ def summarize(
     if weights and weights.differences:
         return describe_weights(weights, name)
     if other := [share for share in rounding if share.problem]:
-        most = max(other, key=lambda share: share.other_share)
-        return f"{most.graph}, {most.output} differs from {name}: {most.problem}"
+        worst = max(other, key=lambda share: share.other_share)
+        return f"{worst.graph}, {worst.output} differs from {name}: {worst.problem}"
     if layers and layers.problem:
         return f"a layer is less accurate than quantize has measured: {layers.problem}"
     if not_proven:

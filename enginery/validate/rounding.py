@@ -26,19 +26,19 @@ _NEGLIGIBLE = 0.02
 that of FP32, and if most nodes compute in FP32, so is that of the graph."""
 
 
-def derived_record(record: GraphRecord, what: str, *, fp32_outputs: bool) -> GraphRecord:
+def derived_record(record: GraphRecord, change: str, *, fp32_outputs: bool) -> GraphRecord:
     """Return the record of a graph made from another; its file name says what it is.
 
     Args:
         record: the other graph's record.
-        what: how the graph differs, such as `in FP32`.
+        change: how the graph differs, such as `in FP32`.
         fp32_outputs: whether outputs in FP16 and BF16 have become FP32.
     """
     low = ("float16", "bfloat16") if fp32_outputs else ()
     outputs = tuple(
         replace(spec, dtype="float32") if spec.dtype in low else spec for spec in record.outputs
     )
-    return record.model_copy(update={"file": f"{record.file} {what}", "outputs": outputs})
+    return record.model_copy(update={"file": f"{record.file} {change}", "outputs": outputs})
 
 
 def compare_rounding(
@@ -61,18 +61,21 @@ def compare_rounding(
         for mine, plain in zip(case.outputs, other.outputs, strict=False):
             if math.isfinite(mine.rms_error) and math.isfinite(plain.rms_error):
                 pairs[mine.output].append((mine, plain))
-    most = _LARGEST_SHARE if all_exact else _WITH_ROUNDED
-    found = []
+    # Weights that were not traced stay rounded in the other graph, too, so more remains there.
+    max_share = _LARGEST_SHARE if all_exact else _WITH_ROUNDED
+    metrics = []
     for name, both in pairs.items():
+        # Errors add up in squares: a fault that doubles the squared error makes up half of it.
         total = sum(mine.rms_error**2 for mine, _ in both)
-        rest = sum(plain.rms_error**2 for _, plain in both)
+        plain_error = sum(plain.rms_error**2 for _, plain in both)
+        # Below this, the error of the other graph is that of FP32.
         exact = sum((_NEGLIGIBLE * plain.rms_limit) ** 2 for _, plain in both)
-        share = rest / total if total else float(rest > 0)
+        share = plain_error / total if total else float(plain_error > 0)
         problem = ""
-        if share > most and rest > exact:
+        if share > max_share and plain_error > exact:
             problem = (
                 f"{share:.0%} of the squared error does not come from rounding, at most "
-                f"{most:.0%} expected"
+                f"{max_share:.0%} expected"
             )
-        found.append(RoundingMetrics(graph, name, share, problem))
-    return found
+        metrics.append(RoundingMetrics(graph, name, share, problem))
+    return metrics

@@ -140,13 +140,13 @@ class SourceFile(Closeable):
         self._session = None
 
     def _feeds(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        found = {name: array.astype(self._types[name]) for name, array in feeds.items()}
+        arrays = {name: array.astype(self._types[name]) for name, array in feeds.items()}
         if self._noise == "fp32":
             generator = np.random.default_rng(self._seed)
-            for name, array in found.items():
+            for name, array in arrays.items():
                 if array.dtype == np.float32:
-                    found[name] = _neighbours(array, generator)
-        return found
+                    arrays[name] = _neighbours(array, generator)
+        return arrays
 
 
 def _with_noise(path: Path, file: Path, noise: Noise | None, seed: int) -> Path:
@@ -180,9 +180,9 @@ def _move_weights(model: ir.Model, generator: np.random.Generator) -> None:
             if value.const_value is not None and is_matrix(value.const_value):
                 value.const_value = moved(value.const_value)
         for node in graph:
-            given = node.attributes.get("value") if node.op_type == "Constant" else None
-            if given is not None and is_matrix(given.as_tensor()):
-                node.attributes["value"] = ir.AttrTensor("value", moved(given.as_tensor()))
+            attribute = node.attributes.get("value") if node.op_type == "Constant" else None
+            if attribute is not None and is_matrix(attribute.as_tensor()):
+                node.attributes["value"] = ir.AttrTensor("value", moved(attribute.as_tensor()))
 
 
 def _neighbours(array: NDArray[Any], generator: np.random.Generator) -> NDArray[Any]:

@@ -179,10 +179,12 @@ def run(
     started = time.monotonic()
     check_declared_precision(artifact)
     key = fingerprint(artifact, config)
+    # Checked first: providers that cannot be used would make a run of PyTorch useless.
     reached = reachable_profiles(
         artifact, providers_of(config), allow_fallback=config.allow_fallback
     )
     chosen = choose_providers(providers_of(config), allow_fallback=config.allow_fallback)
+    # CUDA multiplies FP32 in TensorFloat-32 by default, whose tolerance then applies.
     limits = ComparisonLimits.of(artifact, config).where(chosen)
     if config.label_column:
         require_classifier(artifact, config.data, config.label_column)
@@ -198,6 +200,7 @@ def run(
     for record in manifest.graphs:
         notes += read_structure(artifact.path / record.file).random_notes(record.file)
     tokens = feed_limits.min_sequence == 1  # and not samples of audio
+    # The sweep ends at `LONGEST`, because eager attention needs quadratic memory.
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:
         notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
@@ -216,9 +219,11 @@ def run(
             scratch,
             progress,
         )
+        # Inputs reach few rows of an embedding, so every weight is compared, too, without a run.
         weights = comparison.weights = comparison.compare_weights()
         for record in graphs:
             real, more_notes = real_cases(artifact, record, config)
+            # Engines are checked at the corners of their own profiles, too, where errors show.
             promised = [*profiles[record.file], *reached[record.file]]
             cases, left_out = split_by_profiles(
                 [
@@ -235,24 +240,26 @@ def run(
                 record,
                 reached[record.file],
             )
-            found = comparison.run(record, cases, promised, reached[record.file], limits)
-            results += found
+            graph_results = comparison.run(record, cases, promised, reached[record.file], limits)
+            results += graph_results
             results += left_out
             notes += more_notes
         results += comparison.decode(limits, engines=any(reached.values()))
     pooled = embeddings.metrics(min_cosine=limits.embedding_cosine) if embeddings else None
     accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
-    near = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
+    within_limits = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
+    # Agreement proves nothing if a constant would pass, or if the reference rejects most inputs.
     not_proven = [
         *comparison.idle,
         *find_unproven(results, reference.name, own_data=bool(config.data)),
     ]
     rounding = comparison.rounding
     layers = comparison.layers
-    near = near and not any(share.problem for share in rounding)
-    near = near and not (layers and layers.problem)
-    agrees = _all_passed(results) and near and not not_proven
+    within_limits = within_limits and not any(share.problem for share in rounding)
+    within_limits = within_limits and not (layers and layers.problem)
+    agrees = _all_passed(results) and within_limits and not not_proven
+    # If all outputs agree, a parameter multiplied by one factor is undone elsewhere in the graph.
     if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
     report = ValidationReport(
@@ -360,12 +367,14 @@ class _Comparison:
         artifact, config, progress = self.reference.artifact, self.config, self.progress
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
+        # A quantized graph has no noise floor in PyTorch, but the one without quantization has.
         reference = self._run_reference(record, "cases", cases, noise=exists or not quantized)
         runnable, run_record, run_cases = artifact, record, cases
         path = artifact.path / record.file
-        given = None if engines else self._give_random_numbers(path, record, cases, reference)
-        if given:
-            run_record, run_cases = given.record, given.cases
+        # With draws of its own, it would differ from PyTorch as much as two runs of PyTorch do.
+        fed_graph = None if engines else self._give_random_numbers(path, record, cases, reference)
+        if fed_graph:
+            run_record, run_cases = fed_graph.record, fed_graph.cases
             manifest = artifact.manifest.model_copy(update={"graphs": (run_record,)})
             runnable = Artifact(self.scratch / _RANDOM, manifest)
         with OrtRunner(
@@ -388,17 +397,19 @@ class _Comparison:
                     "generation run with the decoder's own"
                 )
             own_limits = replace(limits, made_up_cache=made_up)
-            found = compare_graph(
+            results = compare_graph(
                 run,
                 run_record,
                 run_cases,
                 reference,
                 own_limits,
                 embeddings=self.embeddings,
+                # Of an encoder with a decoder, the answers are the encoder's outputs.
                 answers=self.answers if record is input_graph(artifact.manifest.graphs) else None,
                 labels=self.labels,
                 progress=progress,
             )
+            # On the CPU, ONNX Runtime computes FP16 in FP32, which hides values beyond 65504.
             simulated = artifact.manifest.float_precision == "fp16" and _on_cpu(runner.providers)
             # Batches differ more clearly without quantization, and overflow only if simulated.
             if not (quantized and exists) and not simulated:
@@ -410,19 +421,20 @@ class _Comparison:
                     sizes=_sizes(artifact.path / record.file),
                     seed=config.seed,
                 )
-                found += self._scan(record, scan, profiles, limits, reference, found)
+                results += self._scan(record, scan, profiles, limits, reference, results)
             self._check_placement(record, runner.providers)
         if simulated:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
             scanned = None if quantized and exists else profiles
-            found += self._compare_derived(
+            results += self._compare_derived(
                 record, other, path, cases, scanned, reference, own_limits
             )
             path.unlink()
         if exists:
-            what = "without quantization" if quantized else "in FP32"
-            other = derived_record(record, what, fp32_outputs=not quantized)
+            # Rounding hides every fault that does less than it does.
+            change = "without quantization" if quantized else "in FP32"
+            other = derived_record(record, change, fp32_outputs=not quantized)
             plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.float_precision))
             scanned = profiles if quantized else None
             try:
@@ -434,11 +446,12 @@ class _Comparison:
             else:
                 self.rounding += compare_rounding(
                     record.file,
-                    found[: len(cases)],
+                    # Both begin with the results for the same inputs; those of the scan follow.
+                    results[: len(cases)],
                     exact[: len(cases)],
                     all_exact=self._all_exact(record),
                 )
-                found += exact
+                results += exact
         elif artifact.manifest.precision != "fp32":
             self.notes.append(
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
@@ -449,7 +462,7 @@ class _Comparison:
         self.notes += reference.notes
         for outputs in ("cases", "scan", _RANDOM):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
-        return found
+        return results
 
     def _check_placement(self, record: GraphRecord, providers: Sequence[Provider]) -> None:
         """Report nodes that the CPU runs for another provider, as it runs all for a wrong device.
@@ -486,12 +499,12 @@ class _Comparison:
             return None
         from enginery.validate.random_numbers import give_random_numbers  # imports onnx, slowly
 
-        found = give_random_numbers(path, record, cases, reference, self.scratch / _RANDOM)
-        if isinstance(found, str):
-            self.notes.append(f"{record.file}: PyTorch has drawn other random numbers: {found}")
+        result = give_random_numbers(path, record, cases, reference, self.scratch / _RANDOM)
+        if isinstance(result, str):
+            self.notes.append(f"{record.file}: PyTorch has drawn other random numbers: {result}")
             return None
         self.notes.append(f"{record.file} was compared on the random numbers that PyTorch drew")
-        return found
+        return result
 
     def _compare_layers(
         self, record: GraphRecord, cases: Sequence[ValidationCase], limits: LayerExpectation
@@ -512,17 +525,17 @@ class _Comparison:
             )
             self.notes.append(f"{skipped}: {why}")
             return
-        found: dict[str, LayerError] = {}
+        errors: dict[str, LayerError] = {}
         if path.exists():
             # As many rows as quantize measures, evenly spread.
             every = -(-self.config.rows // MAX_ROWS) if self.config.data else 1
             fused = self.reference.artifact.manifest.precision == "int8"
             try:
                 with self.progress.task(f"layers, {record.file}"):
-                    found = measure_layer_errors(path, real[::every], fused=fused)
+                    errors = measure_layer_errors(path, real[::every], fused=fused)
             except (InputError, ProviderError) as error:
                 self.notes.append(f"{skipped}: {error.message}")
-        self.layers = limits.compare(found)
+        self.layers = limits.compare(errors)
 
     def _write_simulated(self, record: GraphRecord) -> Path:
         """Write an FP16 graph that rounds every value on the CPU, too."""
@@ -563,23 +576,23 @@ class _Comparison:
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
         """
-        if given := self._give_random_numbers(path, derived, cases, reference):
-            path, derived, cases = given.path, given.record, given.cases
+        if fed_graph := self._give_random_numbers(path, derived, cases, reference):
+            path, derived, cases = fed_graph.path, fed_graph.record, fed_graph.cases
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
-            found = compare_graph(run, derived, cases, reference, limits, progress=self.progress)
+            results = compare_graph(run, derived, cases, reference, limits, progress=self.progress)
             if scanned is not None:
                 scan = ConsistencyScan(
                     run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
                 )
-                found += self._scan(record, scan, scanned, limits, reference, found)
-            return found
+                results += self._scan(record, scan, scanned, limits, reference, results)
+            return results
 
     def _all_exact(self, record: GraphRecord) -> bool:
         """Return True if all weights that were rounded were traced."""
-        left = self.weights.untraced if self.weights else []
+        untraced = self.weights.untraced if self.weights else []
         rounded = ("float16", "bfloat16")
-        return not any(w.graph == record.file and w.dtype in rounded for w in left)
+        return not any(w.graph == record.file and w.dtype in rounded for w in untraced)
 
     def _scan(
         self,
@@ -595,12 +608,12 @@ class _Comparison:
         scanned = scan.run(shapes, limits, reference, self.progress)
         quantized = isinstance(limits.tolerance, QuantizedTolerance)
         run_again = partial(self._run_reference, record, "scan", noise=not quantized)
-        found = scan.confirm(scanned, limits, reference, run_again, self.progress)
-        self.coverage.append(scan.coverage([*compared, *found], scanned))
+        confirmed = scan.confirm(scanned, limits, reference, run_again, self.progress)
+        self.coverage.append(scan.coverage([*compared, *confirmed], scanned))
         self.notes += scan_notes(
-            record, scanned, [*compared, *found], reference.name, quantized=quantized
+            record, scanned, [*compared, *confirmed], reference.name, quantized=quantized
         )
-        return found
+        return confirmed
 
     def decode(self, limits: ComparisonLimits, *, engines: bool) -> list[ValidationCaseResult]:
         """Compare decoders with a cache over several tokens, and generated texts with PyTorch's."""
@@ -646,6 +659,7 @@ class _Comparison:
         )
         self.notes += notes
         if texts:
+            # Their limits say how close two logits must be for either to be chosen.
             forced = [case for case in results if case.kind == "generation"]
             try:
                 generated, self.generation = texts.compare(forced, open_runner, self.progress)

@@ -48,7 +48,9 @@ class Backend(Protocol):
 
 def plan_providers(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
     """Return the providers of `BackendPlan.as_json`, with their options."""
-    return tuple(ProviderSpec(one["name"], one["options"]) for one in plan["providers"])
+    return tuple(
+        ProviderSpec(provider["name"], provider["options"]) for provider in plan["providers"]
+    )
 
 
 class EngineryBackend:
@@ -95,8 +97,8 @@ class EngineryBackend:
     def facts(self) -> dict[str, Any]:
         """Return the engines' names and profiles; without engines, the placement of the nodes."""
         engines = [engine.name for engine in self._runner.engines]
-        found = {"engines": engines, "profiles": [str(p) for p in self._runner.profiles]}
-        return found if engines else {**found, **self._placement()}
+        properties = {"engines": engines, "profiles": [str(p) for p in self._runner.profiles]}
+        return properties if engines else {**properties, **self._placement()}
 
     def _placement(self) -> dict[str, Any]:
         # Multiply-adds are counted in a run on the CPU, so the smallest inputs are used.

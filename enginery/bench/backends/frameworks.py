@@ -123,9 +123,9 @@ class PyTorchBackend:
         try:
             with torch.inference_mode():
                 tensors = {name: self._tensor(array) for name, array in feeds.items()}
-                found = self._model(**tensors, return_dict=True)
+                outputs = self._model(**tensors, return_dict=True)
                 # Copying to the host waits for the GPU.
-                return [found[name].cpu().numpy() for name in self._names if name in found]
+                return [outputs[name].cpu().numpy() for name in self._names if name in outputs]
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -168,7 +168,7 @@ class OptimumBackend:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        provider, given = specs[0].full_name, specs[0].options
+        provider, provider_options = specs[0].full_name, specs[0].options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
             with guarded(artifact.path, trust_remote_code=trust_remote_code):
@@ -176,7 +176,7 @@ class OptimumBackend:
                     str(artifact.path),
                     file_name=record.file,
                     provider=provider,
-                    provider_options=dict(given),
+                    provider_options=dict(provider_options),
                     session_options=options,
                     local_files_only=True,
                     use_io_binding=None if io_binding else False,
@@ -185,18 +185,18 @@ class OptimumBackend:
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ProviderError(f"Optimum cannot load {artifact.path}: {first}") from error
-        found = self._model.providers
-        if provider not in found:
+        providers = self._model.providers
+        if provider not in providers:
             raise ProviderError(
-                f"Optimum runs {artifact.path} on {', '.join(found)}, expected {provider}."
+                f"Optimum runs {artifact.path} on {', '.join(providers)}, expected {provider}."
             )
         self.providers = [
             {
                 "name": name,
                 "reason": REQUESTED if name == provider else "added by Optimum",
-                "options": given if name == provider else {},
+                "options": provider_options if name == provider else {},
             }
-            for name in found
+            for name in providers
         ]
         self.tools = {**runtime_version(), **tool_versions(["optimum", "optimum-onnx", "torch"])}
         whose = ", its default" if io_binding else ", as requested"
@@ -211,8 +211,8 @@ class OptimumBackend:
             try:
                 moved = {name: tensor.to(device) for name, tensor in tensors.items()}
                 with torch.inference_mode():
-                    found = self._model(**moved)
-                return [value.cpu() for value in found.values() if hasattr(value, "cpu")]
+                    outputs = self._model(**moved)
+                return [value.cpu() for value in outputs.values() if hasattr(value, "cpu")]
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
                 raise InputError(f"Optimum fails on {shapes}: {error}") from error

@@ -147,9 +147,11 @@ def plan_backends(
 
     for target in targets:
         add(ENGINERY, target, required=True)
-    for kind in named or (BACKENDS if config.against == AUTO else ()):
+    kinds = named or (BACKENDS if config.against == AUTO else ())
+    for kind in kinds:
         for_each_target = kind in ("onnxruntime", "enginery-cpu")
-        for target in targets if for_each_target else targets[:1]:
+        measured = targets if for_each_target else targets[:1]
+        for target in measured:
             head = heads[target.name]
             on_gpu = _device(head) != "cpu"
             reason = _skip_reason(kind, target, on_gpu=on_gpu)
@@ -171,13 +173,13 @@ def keep_image_backends(
     plans: Sequence[BackendPlan], left_out: dict[str, str]
 ) -> list[BackendPlan]:
     """Return the plans that run on images; of `auto`, add the others to `left_out`."""
-    kept = []
+    remaining = []
     for plan in plans:
         if plan.required or plan.kind in ("onnxruntime", "enginery-cpu"):
-            kept.append(plan)
+            remaining.append(plan)
         else:
             left_out[plan.name] = "on images it runs only if --against names it"
-    return kept
+    return remaining
 
 
 def _skip_reason(kind: str, target: Target, *, on_gpu: bool) -> str:

@@ -160,10 +160,10 @@ class BenchmarkWorker:
         self._run = backend.prepare(self._feeds)
         if command["seconds"] <= 0:
             return {"prepared": True}
-        found = warm_up(self._run, max_seconds=command["seconds"])
+        result = warm_up(self._run, max_seconds=command["seconds"])
         self._sample_device_memory()
         note = backend.note_for(self._feeds) if isinstance(backend, EngineryBackend) else ""
-        return {**vars(found), "notes": [note] if note else []}
+        return {**vars(result), "notes": [note] if note else []}
 
     def turn(self, command: Mapping[str, Any]) -> WorkerResult:
         """Run a turn and return its times; with `cold`, time a single run without a warm-up."""
@@ -183,10 +183,10 @@ class BenchmarkWorker:
         if not isinstance(backend, OrtSessionBackend):
             raise ProviderError("copies can be measured only with the onnxruntime backend.")
         session = backend.session_for(self._feeds)
-        found = measure_copies(
+        times = measure_copies(
             session, self._feeds, device=command["device"], seconds=command["seconds"]
         )
-        return {**vars(found), "share": found.share}
+        return {**vars(times), "share": times.share}
 
     def energy(self, command: Mapping[str, Any]) -> WorkerResult:
         """Measure the energy of a run in joules.
@@ -208,10 +208,10 @@ class BenchmarkWorker:
         Memory is read first, because collecting the facts opens further sessions.
         """
         self._sample_device_memory()
-        found: WorkerResult = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
+        result: WorkerResult = {"peak_rss_bytes": peak_rss_bytes(), **self._device_memory}
         if self._backend is not None:
-            found["facts"] = self._backend.facts()
-        return found
+            result["facts"] = self._backend.facts()
+        return result
 
     def _sample_device_memory(self) -> None:
         """Update the highest GPU memory use of this process so far.
@@ -231,8 +231,8 @@ class BenchmarkWorker:
             if not self._device_memory:
                 self._device_memory = {"device_memory": error.message}
             return
-        most = max(held, self._device_memory.get("device_memory_bytes", 0))
-        self._device_memory = {"device_memory_bytes": most}
+        peak_bytes = max(held, self._device_memory.get("device_memory_bytes", 0))
+        self._device_memory = {"device_memory_bytes": peak_bytes}
 
     def _require_backend(self) -> Backend:
         if self._backend is None:

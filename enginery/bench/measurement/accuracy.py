@@ -80,11 +80,11 @@ class LabelledTexts:
             io_binding=config.io_binding,
         )
         try:
-            found: list[Classification] = model.classify(self.texts, top_k=1)
+            answers: list[Classification] = model.classify(self.texts, top_k=1)
         finally:
             model.close()
         names = ModelConfig.read(target.artifact.path).id2label
         return [
             math.isfinite(answer.score) and answer.label == names.get(label, f"LABEL_{label}")
-            for answer, label in zip(found, self.labels[target.name], strict=True)
+            for answer, label in zip(answers, self.labels[target.name], strict=True)
         ]

@@ -50,17 +50,18 @@ def sweep(targets: Sequence[Target], config: BenchConfig) -> list[Case]:
     first = targets[0]
     names = dynamic_dims(first.record.inputs)
     for other in targets[1:]:
-        found = dynamic_dims(other.record.inputs)
-        if set(found) != set(names):
+        other_names = dynamic_dims(other.record.inputs)
+        if set(other_names) != set(names):
             raise ShapeError(
                 f"{first.name} has the dims {', '.join(names) or 'none'}, {other.name} "
-                f"{', '.join(found) or 'none'}, so they cannot be compared on the same shapes."
+                f"{', '.join(other_names) or 'none'}, so they cannot be compared on the same "
+                "shapes."
             )
     axes = _axes(targets, names, config)
     cases: list[Case] = []
     for text in config.shape or ("",):
-        given = _read_shape(text, first) if text else {}
-        free = [name for name in names if name not in given]
+        requested = _read_shape(text, first) if text else {}
+        free = [name for name in names if name not in requested]
         for name in free:
             if name not in axes:
                 raise ShapeError(
@@ -68,8 +69,8 @@ def sweep(targets: Sequence[Target], config: BenchConfig) -> list[Case]:
                     do=f"Set it: --shape {','.join(f'{n}=SIZE' for n in free if n not in axes)}",
                 )
         for sizes in itertools.product(*(axes[name] for name in free)):
-            found_sizes = {**dict(zip(free, sizes, strict=True)), **given}
-            case = Case({name: found_sizes[name] for name in names})
+            case_sizes = {**dict(zip(free, sizes, strict=True)), **requested}
+            case = Case({name: case_sizes[name] for name in names})
             if case not in cases:
                 cases.append(case)
     for target, case in itertools.product(targets, cases):
@@ -138,16 +139,13 @@ def _auto(limit: int) -> tuple[int, ...]:
 
 def _no_dim(target: Target, name: str, fixed: Mapping[str, int]) -> OptionError:
     inputs = "; ".join(str(spec) for spec in target.record.inputs)
-    found = f"it is fixed at {fixed[name]}" if name in fixed else "the graph has none"
-    others = [n for n in dynamic_dims(target.record.inputs) if n != "batch"]
+    reason = f"it is fixed at {fixed[name]}" if name in fixed else "the graph has none"
+    other_dims = [n for n in dynamic_dims(target.record.inputs) if n != "batch"]
+    example = ",".join(f"{n}=SIZE" for n in other_dims)
     return OptionError(
-        f"option '{name}': {target.name} has no dynamic dim '{name}', {found}: {inputs}.",
+        f"option '{name}': {target.name} has no dynamic dim '{name}', {reason}: {inputs}.",
         do=f"Leave --{name} out"
-        + (
-            f", or set the sizes of its other dims: --shape {','.join(f'{n}=SIZE' for n in others)}"
-            if others
-            else ""
-        )
+        + (f", or set the sizes of its other dims: --shape {example}" if example else "")
         + ".",
     )
 
@@ -159,8 +157,8 @@ def _read_shape(text: str, target: Target) -> dict[str, int]:
     """
     names = dynamic_dims(target.record.inputs)
     fixed = fixed_dims(target.record.inputs)
-    given = parse_shape(text)
-    for name, value in given.items():
+    sizes = parse_shape(text)
+    for name, value in sizes.items():
         if name not in names and fixed.get(name) != value:
             if name in fixed:
                 raise ShapeError(
@@ -171,4 +169,4 @@ def _read_shape(text: str, target: Target) -> dict[str, int]:
                 f"option 'shape': {target.name} has no dim '{name}'{nearest(name, names)}",
                 do=f"Its dynamic dims: {', '.join(names) or 'none'}.",
             )
-    return {name: size for name, size in given.items() if name in names}
+    return {name: size for name, size in sizes.items() if name in names}

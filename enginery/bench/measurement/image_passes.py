@@ -67,7 +67,10 @@ def measure_images(
     problems: dict[str, str] = {}
     for index, file in enumerate(files):
         # Reverse the order for every other image, so that no backend always follows the same one.
-        for name in list(first)[:: 1 if index % 2 == 0 else -1]:
+        order = list(first)
+        if index % 2:
+            order.reverse()
+        for name in order:
             try:
                 first[name][index] = cold_run(name, file)
             except EngineryError as error:
@@ -89,13 +92,13 @@ def measure_images(
         round_limits(config),
         may_fail=optional_backends(processes),
     )
-    kept = list(rounds.turns)
+    remaining = list(rounds.turns)
     images = [
         ImageTimes(
             file=image.name,
             shape=shape,
-            first_ms={name: first[name][index] for name in kept},
-            median_ms={name: median(times[index] for times in passes[name]) for name in kept},
+            first_ms={name: first[name][index] for name in remaining},
+            median_ms={name: median(times[index] for times in passes[name]) for name in remaining},
         )
         for index, (image, shape) in enumerate(zip(inputs.files, shapes, strict=True))
     ]
@@ -104,7 +107,7 @@ def measure_images(
         images=images,
         shapes=len({tuple(shape) for shape in shapes}),
         prepare_ms=median(prepare_ms),
-        first_total_ms={name: sum(first[name]) for name in kept},
+        first_total_ms={name: sum(first[name]) for name in remaining},
         totals={
             name: latency(turns, confidence=config.confidence)
             for name, turns in rounds.turns.items()

@@ -56,9 +56,9 @@ class ImageInputs:
         """
         inputs = target.record.inputs
         if len(inputs) != 1:
-            found = "; ".join(str(spec) for spec in inputs)
+            listed = "; ".join(str(spec) for spec in inputs)
             raise OptionError(
-                f"option 'images': {target.name} takes {found}, expected a single image input."
+                f"option 'images': {target.name} takes {listed}, expected a single image input."
             )
         (spec,) = inputs
         layout = image_layout(spec)

@@ -81,36 +81,37 @@ def run_rounds(
     Raises:
         EngineryError: a turn failed, of a backend that is not in `may_fail`.
     """
-    found = Rounds({name: [] for name in turns})
+    rounds = Rounds({name: [] for name in turns})
     spent = dict.fromkeys(turns, 0.0)
     names = list(turns)
     began = clock()
     needed = rounds_needed(limits.confidence)
     count = 0
-    while not found.ended:
-        for name in names if count % 2 == 0 else reversed(names):
+    while not rounds.ended:
+        order = names if count % 2 == 0 else names[::-1]
+        for name in order:
             before = clock()
             try:
-                found.turns[name].append(turns[name](runs[name]))
+                rounds.turns[name].append(turns[name](runs[name]))
             except EngineryError as error:
                 if name not in may_fail:
                     raise
-                found.failed[name] = error.message
-                del found.turns[name]
+                rounds.failed[name] = error.message
+                del rounds.turns[name]
             spent[name] += clock() - before
-        names = [name for name in names if name in found.turns]
+        names = [name for name in names if name in rounds.turns]
         count += 1
         over = clock() - began >= limits.max_seconds
         if over:
             limit = _SLOW_BACKEND_FACTOR * limits.max_seconds
             names = [name for name in names if spent[name] < limit]
         if count >= limits.max_rounds:
-            found.ended = f"{count} rounds, the maximum"
+            rounds.ended = f"{count} rounds, the maximum"
         elif (over and count >= needed) or not names:
-            found.ended = f"the time limit of {limits.max_seconds:g} s for a shape was reached"
-        elif count >= max(limits.min_rounds, needed) and _is_precise(found, limits):
-            found.ended = f"every median is known within {limits.precision:.2%}"
-    return found
+            rounds.ended = f"the time limit of {limits.max_seconds:g} s for a shape was reached"
+        elif count >= max(limits.min_rounds, needed) and _is_precise(rounds, limits):
+            rounds.ended = f"every median is known within {limits.precision:.2%}"
+    return rounds
 
 
 def _is_precise(rounds: Rounds, limits: RoundLimits) -> bool:

@@ -94,16 +94,16 @@ def measure_case(
     unknown: dict[str, str] = {}
     for name, turns in rounds.turns.items():
         answer, process = prepared[name], processes[name]
-        found = latency(turns, confidence=config.confidence)
+        timings = latency(turns, confidence=config.confidence)
         measurements.append(
             Measurement(
                 contender=name,
                 first_ms=answer["first_ms"],
                 warm_up_runs=answer["runs"],
                 settled=answer["settled"],
-                latency=found,
-                inputs_per_second=1e3 * rows / found.median_ms,
-                tokens_per_second=1e3 * tokens / found.median_ms if tokens else None,
+                latency=timings,
+                inputs_per_second=1e3 * rows / timings.median_ms,
+                tokens_per_second=1e3 * tokens / timings.median_ms if tokens else None,
                 joules_per_run=(_measure_on_gpu(process, "energy", unknown) or {}).get("joules"),
                 copies=cast(
                     "CopyTimes | None",
@@ -149,13 +149,13 @@ def save_feeds(feeds: Feeds, path: Path) -> Path:
 
 
 def _measure_on_gpu(
-    process: BenchmarkProcess, what: str, unknown: dict[str, str], **values: Any
+    process: BenchmarkProcess, quantity: str, unknown: dict[str, str], **values: Any
 ) -> dict[str, float] | None:
     """Measure energy or copies over a second of runs.
 
     Args:
         process: the backend's process.
-        what: `energy` or `copies`.
+        quantity: `energy` or `copies`.
         unknown: receives the reason if the GPU cannot be measured.
         values: further arguments of the command.
 
@@ -165,11 +165,11 @@ def _measure_on_gpu(
     if not on_gpu(process):
         return None
     try:
-        found: dict[str, float] = process.request(what, seconds=_GPU_SECONDS, **values)
+        result: dict[str, float] = process.request(quantity, seconds=_GPU_SECONDS, **values)
     except EngineryError as error:
-        unknown["host copies" if what == "copies" else what] = error.message
+        unknown["host copies" if quantity == "copies" else quantity] = error.message
         return None
-    return found
+    return result
 
 
 def _gpu_of(process: BenchmarkProcess) -> str:
@@ -206,24 +206,24 @@ def compare_pairs(
     """
     bases = [name for name in turns if plans[name].kind == "pytorch"]
     bases += [name for name in turns if plans[name].kind == ENGINERY]
-    found: dict[frozenset[str], Comparison] = {}
+    comparisons: dict[frozenset[str], Comparison] = {}
     for base in bases:
         for name in turns:
             pair = frozenset((base, name))
-            if name == base or pair in found or not is_comparable(plans[name], plans[base]):
+            if name == base or pair in comparisons or not is_comparable(plans[name], plans[base]):
                 continue
-            found[pair] = compare(
+            comparisons[pair] = compare(
                 turns[base],
                 turns[name],
                 confidence=config.confidence,
                 smallest=config.smallest_difference,
                 names=(name, base),
             )
-    return list(found.values())
+    return list(comparisons.values())
 
 
-def is_comparable(one: BackendPlan, other: BackendPlan) -> bool:
+def is_comparable(first: BackendPlan, second: BackendPlan) -> bool:
     """Return True if the two belong to one artifact, or each is enginery's runner or PyTorch."""
-    if one.target == other.target:
+    if first.target == second.target:
         return True
-    return all(plan.kind == ENGINERY or plan.kind.startswith("pytorch") for plan in (one, other))
+    return all(plan.kind == ENGINERY or plan.kind.startswith("pytorch") for plan in (first, second))

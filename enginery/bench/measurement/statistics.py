@@ -78,8 +78,8 @@ def compare(
     middle = median(ratios)
     interval = median_interval(ratios, confidence=confidence)
     if interval is None:
-        few = f"too few rounds for an interval ({len(ratios)} of {rounds_needed(confidence)})"
-        return Comparison(*names, middle, None, False, few)
+        problem = f"too few rounds for an interval ({len(ratios)} of {rounds_needed(confidence)})"
+        return Comparison(*names, middle, None, False, problem)
     low, high = interval
     different = low > 1 + smallest or high < 1 / (1 + smallest)
     span = f"({format_ratio(low)} to {format_ratio(high)})"
@@ -128,7 +128,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     Source: R. J. Hyndman and Y. Fan, "Sample Quantiles in Statistical Packages", 1996, type 7.
     """
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

@@ -100,16 +100,16 @@ def launches_dominate(result: BenchResult) -> Iterator[Advice]:
     for record in _on_gpu(result):
         if record.kind != ENGINERY:
             continue
-        for one, several in _batches(result, record.name):
-            ratio = several[1].latency.median_ms / one[1].latency.median_ms
+        for single, several in _batches(result, record.name):
+            ratio = several[1].latency.median_ms / single[1].latency.median_ms
             if several[0].rows >= 4 and ratio < _FLAT:
-                captured = _has_graph(result) and not one[1].notes
+                captured = _has_graph(result) and not single[1].notes
                 yield Advice(
                     "launches",
                     "at batch 1 the GPU is not busy, even with a CUDA graph"
                     if captured
                     else "at batch 1 the GPU waits for kernel launches",
-                    f"{record.name}: {one[1].latency.median_ms:.2f} ms for 1 input, "
+                    f"{record.name}: {single[1].latency.median_ms:.2f} ms for 1 input, "
                     f"{several[1].latency.median_ms:.2f} ms for {several[0].rows}",
                     "Batch requests together."
                     if captured
@@ -122,16 +122,17 @@ def launches_dominate(result: BenchResult) -> Iterator[Advice]:
 def copies_dominate(result: BenchResult) -> Iterator[Advice]:
     """Advise to keep tensors on the GPU if copies take a large share of the time."""
     for case in result.cases:
-        for found in case.measurements:
-            if found.copies and found.copies["share"] > _MAX_COPYING:
-                copies = found.copies
-                unbound = result.contender(found.contender).kind == "onnxruntime"
+        for measurement in case.measurements:
+            if measurement.copies and measurement.copies["share"] > _MAX_COPYING:
+                copies = measurement.copies
+                unbound = result.contender(measurement.contender).kind == "onnxruntime"
                 suffix = ", a session without binding," if unbound else ""
                 yield Advice(
                     "host copies",
                     "copies between host and GPU take a large share of the time",
-                    f"{found.contender}{suffix} at {_describe(case)}: {copies['in_ms']:.2f} ms in, "
-                    f"{copies['out_ms']:.2f} ms out, {copies['device_ms']:.2f} ms on the GPU",
+                    f"{measurement.contender}{suffix} at {_describe(case)}: "
+                    f"{copies['in_ms']:.2f} ms in, {copies['out_ms']:.2f} ms out, "
+                    f"{copies['device_ms']:.2f} ms on the GPU",
                     "enginery's runner already binds inputs and outputs. Keep tensors on the GPU "
                     f"from one model to the next (OrtRunner.run_on_device), {_READ_LESS}"
                     if result.options.get("io_binding", True)
@@ -146,19 +147,19 @@ def gpu_slower_than_cpu(result: BenchResult) -> Iterator[Advice]:
     comparisons = [(_describe(case), c) for case in result.cases for c in case.comparisons]
     if result.images:
         comparisons += [("all images", c) for c in result.images.comparisons]
-    for where, found in comparisons:
-        pair = [result.contender(name) for name in (found.contender, found.base)]
+    for where, comparison in comparisons:
+        pair = [result.contender(name) for name in (comparison.contender, comparison.base)]
         if len({record.subject for record in pair}) > 1:
             continue
         gpu = next((r for r in pair if r.kind == ENGINERY and _is_gpu(r)), None)
         cpu = next((r for r in pair if r.kind == "enginery-cpu"), None)
-        gpu_is_faster = (found.speedup > 1) == (gpu is pair[0])
-        if gpu is None or cpu is None or not found.different or gpu_is_faster:
+        gpu_is_faster = (comparison.speedup > 1) == (gpu is pair[0])
+        if gpu is None or cpu is None or not comparison.different or gpu_is_faster:
             continue
         yield Advice(
             "GPU slower than CPU",
             f"the GPU is slower than the CPU at {where}",
-            f"the CPU is {describe_ratio(*found.speedup_of(cpu.name))} as fast; "
+            f"the CPU is {describe_ratio(*comparison.speedup_of(cpu.name))} as fast; "
             + ("; ".join(_why_slow(result, gpu)) or "the result shows no reason"),
             "Fix the causes that are listed, run larger batches, or keep this model on the CPU.",
         )
@@ -169,16 +170,16 @@ def int8_slower_than_fp16(result: BenchResult) -> Iterator[Advice]:
     """Advise FP16 where INT8 is slower."""
     precision = {subject["name"]: subject["precision"] for subject in result.subjects}
     for case in result.cases:
-        for found in case.comparisons:
-            pair = [result.contender(name) for name in (found.contender, found.base)]
+        for comparison in case.comparisons:
+            pair = [result.contender(name) for name in (comparison.contender, comparison.base)]
             kinds = [precision[record.subject] for record in pair]
             if [record.kind for record in pair] != [ENGINERY, ENGINERY] or set(kinds) != {
                 "int8",
                 "fp16",
             }:
                 continue
-            int8_speedup = found.speedup_of(pair[kinds.index("int8")].name)
-            if int8_speedup[0] < 1 and found.different:
+            int8_speedup = comparison.speedup_of(pair[kinds.index("int8")].name)
+            if int8_speedup[0] < 1 and comparison.different:
                 yield Advice(
                     "INT8 slower than FP16",
                     f"INT8 is slower than FP16 at {_describe(case)}",
@@ -191,7 +192,7 @@ def int8_slower_than_fp16(result: BenchResult) -> Iterator[Advice]:
 
 def much_padding(result: BenchResult) -> Iterator[Advice]:
     """Advise to batch texts of similar length if a large share of the tokens is padding."""
-    worst = max(result.padding, key=lambda found: found.in_order, default=None)
+    worst = max(result.padding, key=lambda padding: padding.in_order, default=None)
     if worst and worst.in_order > _MAX_PADDING:
         yield Advice(
             "padding",
@@ -206,14 +207,14 @@ def too_many_threads(result: BenchResult) -> Iterator[Advice]:
     """Advise at most one thread per core: two threads of a core share its arithmetic units."""
     threads = int(result.options.get("threads", 0))
     cores = int(result.machine.get("physical_cores", 0))
-    found = session.too_many_threads(
+    advice = session.too_many_threads(
         threads,
         cores,
         evidence=f"{threads} threads on {cores} cores",
         remedy=f"Pass --threads {cores}, or 0 for ONNX Runtime's default.",
     )
-    if found:
-        yield found
+    if advice:
+        yield advice
 
 
 RULES: tuple[Callable[[BenchResult], Iterator[Advice]], ...] = (
@@ -253,11 +254,11 @@ def _has_graph(result: BenchResult) -> bool:
 
 def _facts_of(result: BenchResult, record: ContenderRecord) -> dict[str, Any]:
     """Return a backend's facts; the provider options come from the same model's plain session."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for other in result.contenders:
         if other.subject == record.subject and other.kind in ("onnxruntime", ENGINERY):
-            found |= other.facts
-    return found | record.facts
+            facts |= other.facts
+    return facts | record.facts
 
 
 def _shapes(result: BenchResult) -> int:
@@ -278,16 +279,18 @@ Point = tuple[BenchCase, Measurement]
 def _batches(result: BenchResult, name: str) -> Iterator[tuple[Point, Point]]:
     """Return pairs of a case with one row and a case that differs only in having more rows."""
     points: list[Point] = [
-        (case, found)
+        (case, measurement)
         for case in result.cases
-        for found in case.measurements
-        if found.contender == name
+        for measurement in case.measurements
+        if measurement.contender == name
     ]
-    for one in points:
+    for single in points:
         for several in points:
-            others = [{k: v for k, v in p[0].sizes.items() if k != "batch"} for p in (one, several)]
-            if one[0].rows == 1 and several[0].rows > 1 and others[0] == others[1]:
-                yield one, several
+            other_sizes = [
+                {k: v for k, v in p[0].sizes.items() if k != "batch"} for p in (single, several)
+            ]
+            if single[0].rows == 1 and several[0].rows > 1 and other_sizes[0] == other_sizes[1]:
+                yield single, several
 
 
 def _describe(case: BenchCase) -> str:

@@ -25,20 +25,20 @@ _AXES = ("batch", "sequence")
 
 def draw_figures(result: BenchResult) -> dict[str, Draw]:
     """Return name -> function that draws the figure, for the figures with data."""
-    found: dict[str, Draw] = {}
+    figures: dict[str, Draw] = {}
     for axis, other in (_AXES, _AXES[::-1]):
         sizes = {case.sizes.get(axis) for case in result.cases} - {None}
         if len(sizes) > 1:
             fixed = middle_size(result, other)
-            found[f"latency-by-{axis}"] = partial(_latency, result, axis, other, fixed)
+            figures[f"latency-by-{axis}"] = partial(_latency, result, axis, other, fixed)
     if len({case.rows for case in result.cases}) > 1:
         fixed = middle_size(result, "sequence")
-        found["throughput"] = partial(_throughput, result, fixed)
+        figures["throughput"] = partial(_throughput, result, fixed)
     if any(case.comparisons for case in result.cases):
-        found["speedup"] = partial(_speedup, result, reference_of(result))
+        figures["speedup"] = partial(_speedup, result, reference_of(result))
     if result.images and len(result.images.images) > 1:
-        found["images"] = partial(_images, result)
-    return found
+        figures["images"] = partial(_images, result)
+    return figures
 
 
 def reference_of(result: BenchResult) -> str:
@@ -78,11 +78,11 @@ def middle_size(result: BenchResult, dim: str) -> int | None:
 
 def _points(result: BenchResult, name: str, fixed: Mapping[str, int | None]) -> list[Point]:
     return [
-        (case, found)
+        (case, measurement)
         for case in result.cases
         if all(case.sizes.get(dim) == size for dim, size in fixed.items())
-        for found in case.measurements
-        if found.contender == name
+        for measurement in case.measurements
+        if measurement.contender == name
     ]
 
 
@@ -93,10 +93,10 @@ def _latency(result: BenchResult, axis: str, other: str, fixed: int | None, axes
         )
         if not points:
             continue
-        values = [found.latency.median_ms for _, found in points]
+        values = [measurement.latency.median_ms for _, measurement in points]
         spans = [
-            found.latency.interval_ms or (value, value)
-            for (_, found), value in zip(points, values, strict=True)
+            measurement.latency.interval_ms or (value, value)
+            for (_, measurement), value in zip(points, values, strict=True)
         ]
         bars = [
             [value - low for value, (low, _) in zip(values, spans, strict=True)],
@@ -120,7 +120,7 @@ def _throughput(result: BenchResult, fixed: int | None, axes: Any) -> None:
         )
         axes.plot(
             [case.rows for case, _ in points],
-            [found.inputs_per_second for _, found in points],
+            [measurement.inputs_per_second for _, measurement in points],
             label=record.name,
         )
     _log_axes(axes, sorted({case.rows for case in result.cases}))
@@ -166,23 +166,23 @@ def _label_2_and_5(value: float) -> str:
 def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     """Draw a row for each shape, with a marker and an interval for each backend."""
     names = [record.name for record in result.contenders if record.name != reference]
-    for place, name in enumerate(names):
-        axes.plot([], [], f"C{place}{MARKERS[place % len(MARKERS)]}", label=name)
+    for index, name in enumerate(names):
+        axes.plot([], [], f"C{index}{MARKERS[index % len(MARKERS)]}", label=name)
     labels = []
     for row, case in enumerate(result.cases):
         labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
-        for place, name in enumerate(names):
-            found = next(
+        for index, name in enumerate(names):
+            comparison = next(
                 (c for c in case.comparisons if {c.contender, c.base} == {name, reference}), None
             )
-            if found is None:
+            if comparison is None:
                 continue
-            value, interval = found.speedup_of(name)
+            value, interval = comparison.speedup_of(name)
             low, high = interval or (value, value)
-            offset = (place - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
+            offset = (index - (len(names) - 1) / 2) * 0.6 / max(1, len(names))
             style = {
-                "color": f"C{place}",
-                "marker": MARKERS[place % len(MARKERS)],
+                "color": f"C{index}",
+                "marker": MARKERS[index % len(MARKERS)],
                 "linestyle": "none",
                 "fillstyle": "full" if interval else "none",
             }

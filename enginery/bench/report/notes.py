@@ -48,14 +48,14 @@ def stage_notes(
     return notes
 
 
-def fallback_notes(found: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
+def fallback_notes(backends: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[str]:
     """Return a note for each fallback: `enginery, onnxruntime on cpu: cuda requested, but …`.
 
     Args:
-        found: each backend with the records of its providers.
+        backends: each backend with the records of its providers.
     """
     names: dict[tuple[str, str], list[str]] = {}
-    for name, providers in found:
+    for name, providers in backends:
         if providers and providers[0]["reason"] not in _REQUESTED:
             key = (short_name(providers[0]["name"]), providers[0]["reason"])
             names.setdefault(key, []).append(name)

@@ -191,7 +191,7 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
     def shorten(value: Any) -> Any:
         if not isinstance(value, str) or isinstance(value, Markup):
             return value
-        return local_paths.sub(lambda found: _last_part(found[0]), value)
+        return local_paths.sub(lambda match: _last_part(match[0]), value)
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -213,18 +213,18 @@ def _local_paths(
     It matches the paths that the reports name, with all that is below them, and those in the usual
     directories.
     """
-    known = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
+    paths = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
     if manifest:
-        known += [manifest.source.id, *_strings([stage.options for stage in manifest.stages])]
+        paths += [manifest.source.id, *_strings([stage.options for stage in manifest.stages])]
     if result:
         subjects = [[subject["path"], subject["source"]] for subject in result.subjects]
         images = result.images.folder if result.images else ""
-        known += _strings([subjects, images, result.options])
-    absolute = {text for text in known if _is_absolute(text)}
-    whole = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
+        paths += _strings([subjects, images, result.options])
+    absolute = {text for text in paths if _is_absolute(text)}
+    alternatives = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
     below = r"(?:[/\\][^\s/\\'\",;:()<>]+)*"
     usual = rf"(?:/{_ROOTS}|[A-Za-z]:[/\\]Users)(?=[/\\])"
-    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{whole})(?![\w-])|{usual}){below}")
+    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{alternatives})(?![\w-])|{usual}){below}")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -242,8 +242,8 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _is_absolute(text: str) -> bool:
     """Return True for a path from the root, of more than one part."""
-    found = PureWindowsPath(text) if "\\" in text else PurePath(text)
-    return found.is_absolute() and len(found.parts) > 1
+    path = PureWindowsPath(text) if "\\" in text else PurePath(text)
+    return path.is_absolute() and len(path.parts) > 1
 
 
 def _last_part(path: str) -> str:
@@ -374,20 +374,24 @@ def _output_rows(report: ValidationReport) -> list[Row]:
 
 def _differing_weights(weights: WeightMetrics) -> list[Row]:
     return [
-        {"graph": found.graph, "parameter": found.parameter or found.weight, "how": found.problem}
-        for found in weights.differences
+        {
+            "graph": difference.graph,
+            "parameter": difference.parameter or difference.weight,
+            "how": difference.problem,
+        }
+        for difference in weights.differences
     ]
 
 
 def _untraced_weights(weights: WeightMetrics) -> list[Row]:
     return [
         {
-            "graph": found.graph,
-            "name": found.weight,
-            "shape": " × ".join(map(str, found.shape)),
-            "share of all elements": f"{math.prod(found.shape) / max(1, weights.elements):.2%}",
+            "graph": weight.graph,
+            "name": weight.weight,
+            "shape": " × ".join(map(str, weight.shape)),
+            "share of all elements": f"{math.prod(weight.shape) / max(1, weights.elements):.2%}",
         }
-        for found in weights.untraced
+        for weight in weights.untraced
     ]
 
 

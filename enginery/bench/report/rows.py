@@ -21,7 +21,7 @@ _MAX_NAMES = 8
 
 def tables(result: BenchResult) -> dict[str, list[Row]]:
     """Return title -> rows, for the tables that have rows."""
-    found = {
+    rows_by_title = {
         "Latency": latency_rows(result),
         "Accuracy": result.labels.table() if result.labels else [],
         "Comparison": comparison_rows(result),
@@ -35,52 +35,54 @@ def tables(result: BenchResult) -> dict[str, list[Row]]:
         "Advice": advice_rows(result),
         "Left out": [{"backend": n, "reason": why} for n, why in result.left_out.items()],
     }
-    return {title: rows for title, rows in found.items() if rows}
+    return {title: rows for title, rows in rows_by_title.items() if rows}
 
 
 def lines(result: BenchResult) -> list[str]:
     """Return the machine, the notes and what was not measured, as lines of text."""
     machine = result.machine
     gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or f"no GPU: {machine['no_gpu']}"
-    said = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
+    texts = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
     for reason in dict.fromkeys(result.unknown.values()):
         names = ", ".join(name for name, why in result.unknown.items() if why == reason)
-        said.append(f"not measured: {names}: {reason.rstrip('.')}")
+        texts.append(f"not measured: {names}: {reason.rstrip('.')}")
     for record in result.contenders:
         if problem := record.facts.get("no_placement"):
-            said.append(f"the placement of {record.name} is not known: {problem.rstrip('.')}")
-        said += [f"{record.name}: {note}" for note in record.notes]
+            texts.append(f"the placement of {record.name} is not known: {problem.rstrip('.')}")
+        texts += [f"{record.name}: {note}" for note in record.notes]
     at: dict[str, list[str]] = {}
     for case in result.cases:
-        for one in case.measurements:
-            for note in one.notes:
-                at.setdefault(f"{one.contender} {note}", []).append(_shape(case.sizes))
-    said += [f"{note}: at {', '.join(shapes)}" for note, shapes in at.items()]
+        for measurement in case.measurements:
+            for note in measurement.notes:
+                at.setdefault(f"{measurement.contender} {note}", []).append(_shape(case.sizes))
+    texts += [f"{note}: at {', '.join(shapes)}" for note, shapes in at.items()]
     if result.images:
-        said += [f"{name} did not run: {why}" for name, why in result.images.problems.items()]
-    return said + [f"note: {note}" for note in result.notes]
+        texts += [f"{name} did not run: {why}" for name, why in result.images.problems.items()]
+    return texts + [f"note: {note}" for note in result.notes]
 
 
 def latency_rows(result: BenchResult) -> list[Row]:
     """Return a row for each backend at each shape."""
-    found = []
+    rows = []
     accuracies = accuracy_by_backend(result)
     for case in result.cases:
-        for one in case.measurements:
-            times = one.latency
-            accuracy = {"accuracy": accuracies.get(one.contender, _NOTHING)} if accuracies else {}
-            tokens = one.tokens_per_second
-            found.append(
+        for measurement in case.measurements:
+            times = measurement.latency
+            accuracy = (
+                {"accuracy": accuracies.get(measurement.contender, _NOTHING)} if accuracies else {}
+            )
+            tokens = measurement.tokens_per_second
+            rows.append(
                 {
                     _dims(case.sizes): _shape(case.sizes),
-                    "backend": one.contender,
+                    "backend": measurement.contender,
                     "median": _ms(times.median_ms),
                     "interval": _interval(times),
                     "mean": _ms(times.mean_ms),
                     "p90": _ms(times.p90_ms),
                     "p99": _ms(times.p99_ms) if times.p99_ms is not None else _NOTHING,
-                    "first": _ms(one.first_ms),
-                    "inputs/s": f"{one.inputs_per_second:,.1f}",
+                    "first": _ms(measurement.first_ms),
+                    "inputs/s": f"{measurement.inputs_per_second:,.1f}",
                     "tokens/s": f"{tokens:,.0f}" if tokens else _NOTHING,
                     "runs": str(times.runs),
                     **accuracy,
@@ -94,8 +96,8 @@ def latency_rows(result: BenchResult) -> list[Row]:
             if accuracies:
                 blank["accuracy"] = accuracies.get(name, _NOTHING)
             head = {_dims(case.sizes): _shape(case.sizes), "backend": name}
-            found.append({**head, "median": problem, **blank})
-    return found
+            rows.append({**head, "median": problem, **blank})
+    return rows
 
 
 def accuracy_by_backend(result: BenchResult) -> dict[str, str]:
@@ -105,11 +107,11 @@ def accuracy_by_backend(result: BenchResult) -> dict[str, str]:
     """
     if result.labels is None:
         return {}
-    found = {each.name: each.describe() for each in result.labels.accuracies}
+    by_subject = {accuracy.name: accuracy.describe() for accuracy in result.labels.accuracies}
     return {
-        record.name: found[record.subject]
+        record.name: by_subject[record.subject]
         for record in result.contenders
-        if record.kind == ENGINERY and record.subject in found
+        if record.kind == ENGINERY and record.subject in by_subject
     }
 
 
@@ -182,11 +184,11 @@ def backend_rows(result: BenchResult) -> list[Row]:
 
 def placement_rows(result: BenchResult) -> list[Row]:
     """Return a row for each provider of each backend, with its nodes and multiply-adds."""
-    found = []
+    rows = []
     for name, placed in _placements(result):
         total = sum(part["multiply_adds"] for part in placed["providers"])
         counted = placed["multiply_adds_counted"]
-        found += [
+        rows += [
             {
                 "backend": name,
                 "provider": short_name(part["name"]),
@@ -198,7 +200,7 @@ def placement_rows(result: BenchResult) -> list[Row]:
             }
             for part in placed["providers"]
         ]
-    return found
+    return rows
 
 
 def cpu_fallback_rows(result: BenchResult) -> list[Row]:
@@ -240,11 +242,11 @@ def padding_rows(result: BenchResult) -> list[Row]:
     """Return a row for each batch size."""
     return [
         {
-            "batch": str(found.batch),
-            "padding in file order": f"{found.in_order:.0%}",
-            "padding sorted by length": f"{found.sorted:.0%}",
+            "batch": str(padding.batch),
+            "padding in file order": f"{padding.in_order:.0%}",
+            "padding sorted by length": f"{padding.sorted:.0%}",
         }
-        for found in result.padding
+        for padding in result.padding
     ]
 
 

@@ -101,16 +101,16 @@ def summarize(
         files, graphs = artifact.manifest.files, artifact.manifest.graphs
         hashes = {files[graph.file].sha256 for graph in graphs}
         subjects = result.subjects if result else []
-        own = next((s["name"] for s in subjects if s["graph_sha256"] in hashes), "")
+        subject_name = next((s["name"] for s in subjects if s["graph_sha256"] in hashes), "")
         this = Model(
-            own or artifact.manifest.source.name,
+            subject_name or artifact.manifest.source.name,
             artifact.manifest.precision,
             sum(map(artifact.graph_bytes, graphs)),
             artifact.validation_status(),
             validation.error_use() if validation else None,
-            _runner_of(own, result),
+            _runner_of(subject_name, result),
         )
-        models = [this, *(model for model in models if model.name != own)]
+        models = [this, *(model for model in models if model.name != subject_name)]
     models.sort(key=lambda model: model.precision != _FP32)
     labels = (result and result.labels) or (validation and validation.labels) or None
     measures = [
@@ -158,8 +158,8 @@ def _size(models: Sequence[Model], validation: ValidationReport | None) -> Measu
 
 def _accuracy(labels: LabelMetrics) -> Measure:
     bars = [
-        Bar(found.name, f"{100 * found.accuracy:.1f} %", found.accuracy, index == 0)
-        for index, found in enumerate(labels.accuracies)
+        Bar(accuracy.name, f"{100 * accuracy.accuracy:.1f} %", accuracy.accuracy, index == 0)
+        for index, accuracy in enumerate(labels.accuracies)
     ]
     notes = [f"{change.name}: {change.describe()}" for change in labels.changes]
     return Measure(f"Accuracy on {labels.accuracies[0].rows} labelled rows", bars, notes)
@@ -167,15 +167,15 @@ def _accuracy(labels: LabelMetrics) -> Measure:
 
 def _error(models: Sequence[Model]) -> Measure:
     title = "Error against FP32 in PyTorch"
-    known = [(model, model.error) for model in models if model.error]
-    if not known:
+    measured = [(model, model.error) for model in models if model.error]
+    if not measured:
         return Measure(title, [], ["It was not validated. Run: enginery validate"])
     bars = [
         Bar(_name(m, models), f"{error['share']:.0%} of what is allowed", min(error["share"], 4.0))
-        for m, error in known
+        for m, error in measured
     ]
     notes = [
-        _about(m, models, f"{error['found']}, {error['allowed']} allowed") for m, error in known
+        _about(m, models, f"{error['found']}, {error['allowed']} allowed") for m, error in measured
     ]
     missing = [_name(model, models) for model in models if not model.error]
     if missing:
@@ -200,10 +200,10 @@ def _speed(models: Sequence[Model], result: BenchResult | None) -> Measure:
     ]
     by_backend = {model.backend: model for model in measured}
     notes = [
-        _about(by_backend[name], models, _compare(found, name))
-        for found in comparisons
-        if base in (found.contender, found.base)
-        for name in {found.contender, found.base} - {base}
+        _about(by_backend[name], models, _compare(comparison, name))
+        for comparison in comparisons
+        if base in (comparison.contender, comparison.base)
+        for name in {comparison.contender, comparison.base} - {base}
     ]
     if not base:
         notes = ["Nothing in FP32 was measured beside it. Run: enginery bench --against pytorch"]
@@ -225,18 +225,18 @@ def _speeds(
     """Return a title, inputs per second by backend, and the comparisons: at one shape."""
     case = _middle_case(result, names)
     if case is not None:
-        found_speeds = ((m.contender, m.inputs_per_second) for m in case.measurements)
-        speeds = {name: speed for name, speed in found_speeds if name in names}
+        all_speeds = ((m.contender, m.inputs_per_second) for m in case.measurements)
+        speeds = {name: speed for name, speed in all_speeds if name in names}
         where = ", ".join(f"{dim} {size}" for dim, size in case.sizes.items())
-        found = [c for c in case.comparisons if {c.contender, c.base} <= set(names)]
-        return f"Speed at {where}" if where else "Speed", speeds, found
+        comparisons = [c for c in case.comparisons if {c.contender, c.base} <= set(names)]
+        return f"Speed at {where}" if where else "Speed", speeds, comparisons
     images = result.images
     if images is None:
         return "Speed", {}, []
     count = len(images.images)
     speeds = {n: 1e3 * count / t.median_ms for n, t in images.totals.items() if n in names}
-    found = [c for c in images.comparisons if {c.contender, c.base} <= set(names)]
-    return f"Speed on {count} images", speeds, found
+    comparisons = [c for c in images.comparisons if {c.contender, c.base} <= set(names)]
+    return f"Speed on {count} images", speeds, comparisons
 
 
 def _middle_case(result: BenchResult, names: Sequence[str]) -> BenchCase | None:
@@ -250,8 +250,8 @@ def _middle_case(result: BenchResult, names: Sequence[str]) -> BenchCase | None:
     return max(result.cases, key=rank, default=None)
 
 
-def _compare(found: Comparison, backend: str) -> str:
-    ratio, interval = found.speedup_of(backend)
+def _compare(comparison: Comparison, backend: str) -> str:
+    ratio, interval = comparison.speedup_of(backend)
     if interval is None:
         return "unclear, there were too few rounds"
     low, high = map(format_ratio, interval)
@@ -259,7 +259,7 @@ def _compare(found: Comparison, backend: str) -> str:
         return (
             f"unclear, {describe_ratio(ratio, interval)} the speed of FP32: times varied too much"
         )
-    if not found.different:
+    if not comparison.different:
         return f"no difference seen from FP32 ({low} to {high})"
     return f"{format_ratio(ratio)} the speed of FP32 ({low} to {high})"
 

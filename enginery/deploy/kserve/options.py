@@ -96,13 +96,18 @@ class KserveConfig:
 
     def __post_init__(self) -> None:
         """Raise OptionError for the values that Kubernetes or KServe rejects."""
-        found = (*self._sources(), *self._names(), *self._quantities(), *self._counts())
-        if found:
-            raise join_problems(found)
+        problems = (*self._sources(), *self._names(), *self._quantities(), *self._counts())
+        if problems:
+            raise join_problems(problems)
 
     def _sources(self) -> Iterator[OptionError]:
-        scheme, found, rest = self.storage_uri.partition("://")
-        if not found or not rest or not self.storage_uri.isprintable() or " " in self.storage_uri:
+        scheme, separator, location = self.storage_uri.partition("://")
+        if (
+            not separator
+            or not location
+            or not self.storage_uri.isprintable()
+            or " " in self.storage_uri
+        ):
             yield OptionError(
                 f"option 'storage_uri' is {self.storage_uri!r}, expected an address.",
                 do=f"Supported: {', '.join(f'{name}://' for name in SCHEMES)}.",
@@ -155,11 +160,12 @@ class KserveConfig:
     def _names(self) -> Iterator[OptionError]:
         # Only Knative scales to 0 replicas.
         knative = self.min_replicas == 0
-        most = MAX_CHARACTERS_KNATIVE if knative else MAX_CHARACTERS
-        if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > most):
+        max_characters = MAX_CHARACTERS_KNATIVE if knative else MAX_CHARACTERS
+        if self.name and (not _NAME.fullmatch(self.name) or len(self.name) > max_characters):
             yield OptionError(
-                f"option 'name' is {self.name!r}, expected at most {most} lowercase letters, "
-                f"digits and '-', with a letter first{', for min_replicas 0' if knative else ''}.",
+                f"option 'name' is {self.name!r}, expected at most {max_characters} lowercase "
+                f"letters, digits and '-', with a letter "
+                f"first{', for min_replicas 0' if knative else ''}.",
                 option="name",
             )
         if self.namespace and (not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
@@ -202,8 +208,8 @@ class KserveConfig:
             )
         if self.memory == "auto":
             return
-        found = _MEMORY.fullmatch(self.memory)
-        if not found or float(found["number"]) * _UNITS[found["unit"] or ""] < _MIN_MEMORY_BYTES:
+        match = _MEMORY.fullmatch(self.memory)
+        if not match or float(match["number"]) * _UNITS[match["unit"] or ""] < _MIN_MEMORY_BYTES:
             yield OptionError(
                 f"option 'memory' is {self.memory!r}, expected a Kubernetes quantity of at least "
                 "64Mi: 512Mi, 4G or 4Gi.",

@@ -137,9 +137,9 @@ def _require_engine(artifact: Artifact) -> None:
     graphs = {graph.file for graph in artifact.manifest.graphs}
     if any(e.record.flavor == CLASSIC.name and e.record.graph in graphs for e in engines):
         return
-    there = ", ".join(engine.name for engine in engines) or "none"
+    engine_names = ", ".join(engine.name for engine in engines) or "none"
     raise ArtifactError(
-        f"{artifact.path} has no engine of {CLASSIC.title} {CLASSIC.major}, found {there}.",
+        f"{artifact.path} has no engine of {CLASSIC.title} {CLASSIC.major}, found {engine_names}.",
         do=f"Build one on a GPU of the cluster's type: enginery build {artifact.path} --flavor "
         f"{CLASSIC.name} --capability current",
     )

@@ -27,22 +27,22 @@ def select_engines(artifact: Artifact, graph: GraphRecord, config: TritonConfig)
             profiles, or a file of an engine was changed.
         OptionError: no engine has the given name, or several engines are suitable.
     """
-    found = read_engines(artifact)
+    engines = read_engines(artifact)
     if config.engine:
-        names = [engine.name for engine in found]
+        names = [engine.name for engine in engines]
         if config.engine not in names:
             raise OptionError(
                 f"{artifact.path} has no engine '{config.engine}'{nearest(config.engine, names)}",
                 do=f"Its engines: {', '.join(names) or 'none'}.",
             )
-        found = [engine for engine in found if engine.name == config.engine]
+        engines = [engine for engine in engines if engine.name == config.engine]
     fitting = [
         engine
-        for engine in found
+        for engine in engines
         if engine.record.flavor == CLASSIC.name and engine.record.graph == graph.file
     ]
     if not fitting and (config.backend == "tensorrt" or config.engine):
-        raise _no_engine_error(artifact, graph, found)
+        raise _no_engine_error(artifact, graph, engines)
     if config.backend == "onnxruntime" and len(fitting) > 1:
         raise _ambiguous_error(artifact, fitting, "ONNX Runtime's backend loads only one")
     if fitting:
@@ -83,9 +83,9 @@ def largest_batch(profiles: Sequence[Profile], batch: str) -> int:
             if _covers(other, profile, batch)
         )
         reached = 0
-        for least, most in ranges:
-            if least <= reached + 1:
-                reached = max(reached, most)
+        for low, high in ranges:
+            if low <= reached + 1:
+                reached = max(reached, high)
         if not reached:
             raise ShapeError(
                 f"profile '{profile}' needs at least {ranges[0][0]} rows, but requests to Triton "
@@ -139,12 +139,12 @@ def _ambiguous_error(artifact: Artifact, engines: Sequence[Engine], why: str) ->
 
 
 def _no_engine_error(
-    artifact: Artifact, graph: GraphRecord, found: Sequence[Engine]
+    artifact: Artifact, graph: GraphRecord, engines: Sequence[Engine]
 ) -> ArtifactError:
-    there = ", ".join(f"{e.name} of {e.record.graph}" for e in found) or "none"
+    engine_names = ", ".join(f"{e.name} of {e.record.graph}" for e in engines) or "none"
     return ArtifactError(
-        f"{artifact.path} has no engine of {graph.file} for Triton: found {there}, expected one of "
-        f"{CLASSIC.title} {CLASSIC.major}.",
+        f"{artifact.path} has no engine of {graph.file} for Triton: found {engine_names}, expected "
+        f"one of {CLASSIC.title} {CLASSIC.major}.",
         do=f"Build one on the server's GPU: enginery build {artifact.path} --flavor "
         f"{CLASSIC.name} --capability current",
     )

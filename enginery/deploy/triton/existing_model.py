@@ -59,17 +59,17 @@ def read_existing_model(directory: Path, export: str) -> ExistingModel:
         raise ArtifactError(
             f"{directory} belongs to the export '{made_for}', expected '{export}'.", do=remedy
         )
-    found = {p.relative_to(directory).as_posix(): p for p in list_tree(directory) if p.is_file()}
-    found.pop(LISTING, None)
+    paths = {p.relative_to(directory).as_posix(): p for p in list_tree(directory) if p.is_file()}
+    paths.pop(LISTING, None)
     # The Python backend writes byte code beside model.py.
-    found = {name: path for name, path in found.items() if path.parent.name != "__pycache__"}
-    changed = [name for name, path in found.items() if files.get(name) != sha256_of(path)]
+    paths = {name: path for name, path in paths.items() if path.parent.name != "__pycache__"}
+    changed = [name for name, path in paths.items() if files.get(name) != sha256_of(path)]
     if changed:
         raise ArtifactError(
             f"{directory} was edited after its export: {changed[0]} would be overwritten.",
             do=remedy,
         )
-    return ExistingModel(backend, found)
+    return ExistingModel(backend, paths)
 
 
 def check_newest(out: Path, kept: Mapping[str, Iterable[str]], version: int) -> None:
@@ -119,8 +119,8 @@ def describe_changes(
 
 def _version_of(name: str) -> int:
     """Return the version whose folder contains a file; 0 for a file outside of versions."""
-    first, found, _ = name.partition("/")
-    return int(first) if found and first.isdecimal() else 0
+    folder, separator, _ = name.partition("/")
+    return int(folder) if separator and folder.isdecimal() else 0
 
 
 def _version_numbers(names: Iterable[str]) -> set[int]:

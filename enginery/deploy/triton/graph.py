@@ -86,17 +86,17 @@ def read_graph_info(
     if builds:
         profiles = _server_profiles(artifact, record, profiles, limits, config)
         notes.append(_describe_server_build(artifact, profiles, config))
-    batch, most = batch_dim(record), 0
+    batch, max_batch_size = batch_dim(record), 0
     if has_batch_dim(record):
         ends = [profile.dims[batch].max for profile in profiles if batch in profile.dims]
         has_profiles = engines or builds
         limit = largest_batch(profiles, batch) if has_profiles else max(ends, default=0)
-        most = min(config.max_batch_size, limit or config.max_batch_size)
-        if most < config.max_batch_size:
-            notes.append(f"batches have at most {most} rows, because of the profiles")
+        max_batch_size = min(config.max_batch_size, limit or config.max_batch_size)
+        if max_batch_size < config.max_batch_size:
+            notes.append(f"batches have at most {max_batch_size} rows, because of the profiles")
     else:
         notes.append(f"Triton cannot batch requests: {_NO_BATCH}")
-    _check_preferred(config.preferred_batch_size, most)
+    _check_preferred(config.preferred_batch_size, max_batch_size)
     logits = next((spec for spec in record.outputs if spec.name == "logits"), None)
     labels: list[str] = []
     task = manifest_task(artifact.manifest, record)
@@ -106,7 +106,7 @@ def read_graph_info(
         labels = label_names(settings, count or len(settings.id2label))
     plain = tuple(" ".join(label.split()) for label in labels)
     sha256 = graph_sha256(record, artifact.manifest.files)
-    info = GraphInfo(record, most, tuple(profiles), tuple(engines), sha256, builds, plain)
+    info = GraphInfo(record, max_batch_size, tuple(profiles), tuple(engines), sha256, builds, plain)
     return info, notes
 
 
@@ -130,7 +130,7 @@ def _engine_conflicts(engine: Engine, config: TritonConfig) -> Iterator[OptionEr
 def _server_profiles(
     artifact: Artifact,
     record: GraphRecord,
-    given: Sequence[Profile],
+    profiles: Sequence[Profile],
     limits: FeedLimits,
     config: TritonConfig,
 ) -> list[Profile]:
@@ -143,18 +143,18 @@ def _server_profiles(
         OptionError: there are several profiles, of which ONNX Runtime uses only the first.
         ShapeError: the largest size of a dim is unknown.
     """
-    if len(given) > 1:
+    if len(profiles) > 1:
         raise OptionError(
-            f"option 'profile' is set {len(given)} times, but ONNX Runtime's TensorRT provider "
+            f"option 'profile' is set {len(profiles)} times, but ONNX Runtime's TensorRT provider "
             "uses only the first for an engine that it builds.",
-            do=f"Use one that covers them all: --profile {enclosing_profile(given)}",
+            do=f"Use one that covers them all: --profile {enclosing_profile(profiles)}",
             option="profile",
         )
     names = [canonical_dim(name) for name in dynamic_dims(record.inputs)]
-    if given or not names:
-        return list(given)
-    known = {batch_dim(record): config.max_batch_size, **limits.max_sizes}
-    if unknown := [name for name in names if name not in known]:
+    if profiles or not names:
+        return list(profiles)
+    max_sizes = {batch_dim(record): config.max_batch_size, **limits.max_sizes}
+    if unknown := [name for name in names if name not in max_sizes]:
         example = ",".join(f"{name}=min:opt:max" for name in names)
         raise ShapeError(
             f"{artifact.path}: the server builds the engine for one profile, but the largest size "
@@ -165,7 +165,9 @@ def _server_profiles(
     return [
         Profile(
             {
-                name: DimRange(1, min(usual.get(name, _USUAL_SEQUENCE), known[name]), known[name])
+                name: DimRange(
+                    1, min(usual.get(name, _USUAL_SEQUENCE), max_sizes[name]), max_sizes[name]
+                )
                 for name in names
             }
         )
@@ -209,15 +211,21 @@ def build_graph_model(
     return graph_model(info, config, name, files=below, warmup=samples, contents=contents)
 
 
-def _check_preferred(preferred: Sequence[int], most: int) -> None:
+def _check_preferred(preferred: Sequence[int], max_batch_size: int) -> None:
     """Raise OptionError if a preferred batch size exceeds the maximum; Triton rejects the model."""
-    too_large = [size for size in preferred if size > most]
+    too_large = [size for size in preferred if size > max_batch_size]
     if not too_large:
         return
     raise OptionError(
         f"option 'preferred_batch_size' contains {too_large[0]}, but "
-        + (f"batches have at most {most} rows." if most else f"there are no batches: {_NO_BATCH}."),
-        do=f"Use sizes up to {most}, or leave it out." if most else "Leave it out.",
+        + (
+            f"batches have at most {max_batch_size} rows."
+            if max_batch_size
+            else f"there are no batches: {_NO_BATCH}."
+        ),
+        do=f"Use sizes up to {max_batch_size}, or leave it out."
+        if max_batch_size
+        else "Leave it out.",
     )
 
 

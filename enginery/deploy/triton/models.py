@@ -122,10 +122,10 @@ def graph_model(
             {c: plan_file(e) for e in info.engines for c in e.record.capabilities}
         )
     fields["model_warmup"] = list(warmup)
-    made = dict(contents)
+    all_contents = dict(contents)
     if info.labels:
-        made[LABELS_FILE] = "".join(f"{label}\n" for label in info.labels).encode()
-    return TritonModel(name, fields, files, made)
+        all_contents[LABELS_FILE] = "".join(f"{label}\n" for label in info.labels).encode()
+    return TritonModel(name, fields, files, all_contents)
 
 
 def plan_file(engine: Engine) -> str:
@@ -147,14 +147,14 @@ def step_model(
     It has no batches: the first dim is the texts of one request, as in the ensemble. Triton batches
     the rows of several requests for the graph.
     """
-    given = _task_inputs(task)
+    task_inputs = _task_inputs(task)
     if step == TOKENIZER:
-        inputs = given
+        inputs = task_inputs
         outputs = [tensor_fields(spec, batched=False) for spec in info.record.inputs]
     else:
         needed = task.outputs_read(info.record)
         specs = [spec for spec in info.record.outputs if spec.name in needed]
-        inputs = [*given, *(tensor_fields(spec, batched=False) for spec in specs)]
+        inputs = [*task_inputs, *(tensor_fields(spec, batched=False) for spec in specs)]
         outputs = _task_outputs(task)
     options = {
         "step": step,
@@ -181,14 +181,14 @@ def step_model(
 def ensemble_model(task: Task, info: GraphInfo, name: str) -> TritonModel:
     """Return the ensemble for clients, which takes texts and returns results."""
     record = info.record
-    given = {field.name: field.name for field in task.inputs}
+    inputs = {field.name: field.name for field in task.inputs}
     tokens = {spec.name: f"graph.{spec.name}" for spec in record.inputs}
-    found = {n: f"graph.{n}" for n in task.outputs_read(record)}
+    outputs = {n: f"graph.{n}" for n in task.outputs_read(record)}
     answers = {tensor.name: tensor.name for tensor in task.outputs}
     steps = [
-        _step(f"{name}-{TOKENIZER}", given, tokens),
-        _step(f"{name}-{GRAPH}", tokens, found),
-        _step(f"{name}-{ANSWERS}", {**given, **found}, answers),
+        _step(f"{name}-{TOKENIZER}", inputs, tokens),
+        _step(f"{name}-{GRAPH}", tokens, outputs),
+        _step(f"{name}-{ANSWERS}", {**inputs, **outputs}, answers),
     ]
     fields = {
         "name": name,
@@ -274,15 +274,15 @@ def _dynamic_batching(info: GraphInfo, config: TritonConfig) -> dict[str, Any]:
 
 
 def _runtime_parameters(config: TritonConfig) -> dict[str, str]:
-    found = {}
+    values = {}
     if config.threads:
-        found["intra_op_thread_count"] = str(config.threads)
+        values["intra_op_thread_count"] = str(config.threads)
     if config.provider != "cpu":
         # By default, cuDNN searches the best algorithm for each new shape of a convolution while
         # the request waits. The backend only reads this parameter: it overwrites the setting of an
         # execution accelerator `cuda` (onnxruntime.cc, LoadModel).
-        found["cudnn_conv_algo_search"] = _HEURISTIC
-    return found
+        values["cudnn_conv_algo_search"] = _HEURISTIC
+    return values
 
 
 def _tensorrt_parameters(info: GraphInfo, config: TritonConfig) -> dict[str, str]:
@@ -294,17 +294,17 @@ def _tensorrt_parameters(info: GraphInfo, config: TritonConfig) -> dict[str, str
     """
     if not info.server_builds or not config.engine_cache:
         # An engine is loaded through its EPContext wrapper, and no cache is written beside it.
-        found = {"trt_engine_cache_enable": "0"}
+        values = {"trt_engine_cache_enable": "0"}
     else:
-        found = {
+        values = {
             "trt_engine_cache_enable": "1",
             "trt_engine_cache_path": config.engine_cache,
             # ONNX Runtime's key has the model's file name, not its weights.
             "trt_engine_cache_prefix": info.sha256[:16],
         }
     if info.server_builds:
-        found |= profile_shapes("trt", info.record.inputs, info.profiles)
-    return found
+        values |= profile_shapes("trt", info.record.inputs, info.profiles)
+    return values
 
 
 def _max_rows(info: GraphInfo) -> int:

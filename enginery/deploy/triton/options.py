@@ -72,8 +72,8 @@ class TritonConfig:
 
     def __post_init__(self) -> None:
         """Raise OptionError for the values that Triton rejects."""
-        if found := list(self._problems()):
-            raise join_problems(found)
+        if problems := list(self._problems()):
+            raise join_problems(problems)
 
     def _problems(self) -> Iterator[OptionError]:
         if self.name and not is_portable_name(self.name):
@@ -93,10 +93,10 @@ class TritonConfig:
             ("threads", 0),
             ("pad_multiple", 1),
         ):
-            found = getattr(self, option)
-            if not least <= found < 2**31:  # most are int32 in Triton's model_config.proto
+            value = getattr(self, option)
+            if not least <= value < 2**31:  # most are int32 in Triton's model_config.proto
                 yield OptionError(
-                    f"option '{option}' is {found}, expected a whole number from {least} to "
+                    f"option '{option}' is {value}, expected a whole number from {least} to "
                     f"{2**31 - 1}.",
                     option=option,
                 )

@@ -28,8 +28,8 @@ class TritonPythonModel:
         """Open the task's files beside this file."""
         config = json.loads(args["model_config"])
         # Protobuf's JSON may leave out empty strings.
-        given = config["parameters"].items()
-        options = {name: value.get("string_value", "") for name, value in given}
+        parameters = config["parameters"].items()
+        options = {name: value.get("string_value", "") for name, value in parameters}
         self.inputs = [tensor["name"] for tensor in config["input"]]
         # The server may have copied the repository, so the path is relative to this file.
         self.step = open_step(Path(__file__).parent / FILES, options)
@@ -48,13 +48,15 @@ class TritonPythonModel:
         except Exception as error:
             # An exception from `execute` would fail all requests of the call.
             traceback.print_exc()
-            said = f"internal error: {type(error).__name__}; see the server's log."
-            internal = pb_utils.TritonError(said, pb_utils.TritonError.INTERNAL)
+            message = f"internal error: {type(error).__name__}; see the server's log."
+            internal = pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
             return pb_utils.InferenceResponse(error=internal)
 
     def _answer(self, request: Any) -> list[Any]:
         tensors = {n: pb_utils.get_input_tensor_by_name(request, n) for n in self.inputs}
         arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
-        found = self.step(arrays, json.loads(request.parameters() or "{}"))
-        wanted = set(request.requested_output_names())
-        return [pb_utils.Tensor(name, array) for name, array in found.items() if name in wanted]
+        outputs = self.step(arrays, json.loads(request.parameters() or "{}"))
+        requested = set(request.requested_output_names())
+        return [
+            pb_utils.Tensor(name, array) for name, array in outputs.items() if name in requested
+        ]

@@ -134,7 +134,10 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _restore_moved(staged: Path, out: Path) -> None:
-    for model in (staged / _OLD).iterdir() if (staged / _OLD).is_dir() else ():
+    old = staged / _OLD
+    if not old.is_dir():
+        return
+    for model in old.iterdir():
         if not (out / model.name).exists():
             os.replace(model, out / model.name)
 

@@ -151,9 +151,9 @@ def _why_graph_only(artifact: Artifact, record: GraphRecord) -> str:
     if task is not None and task.modality != "text":
         return f"the model takes {PLURALS[task.modality]}"
     if task is None or not issubclass(task, TextTask):
-        of_texts = (each for each in TASKS.values() if issubclass(each, TextTask))
-        known = ", ".join(name for each in of_texts for name in each.tasks)
-        return f"the task is {manifest.task}, expected one of {known}"
+        of_texts = (task_class for task_class in TASKS.values() if issubclass(task_class, TextTask))
+        supported = ", ".join(name for task_class in of_texts for name in task_class.tasks)
+        return f"the task is {manifest.task}, expected one of {supported}"
     if _TOKENIZER_FILE not in manifest.files:
         return f"the artifact has no {_TOKENIZER_FILE}"
     return ""

@@ -91,8 +91,8 @@ class TextSteps:
                 row.reads_raw = True
         outputs = {name: inputs[name][:count] for name in names}
         if any(len(array) < count for array in outputs.values()):
-            found = ", ".join(f"{name} {array.shape}" for name, array in outputs.items())
-            raise InputError(f"the texts have {count} rows, but the graph's outputs are {found}.")
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in outputs.items())
+            raise InputError(f"the texts have {count} rows, but the graph's outputs are {shapes}.")
         # NaN and infinity are checked below, without padding, which `split` removes.
         with np.errstate(invalid="ignore"):
             parts = self.task.split(work.rows, self._feeds(work.rows), outputs)
@@ -120,8 +120,10 @@ class TextSteps:
         texts: list[Any] = parts[0] if len(parts) == 1 else list(zip(*parts, strict=True))
         if not texts:
             raise InputError(f"{' and '.join(columns)} is empty, expected at least one text.")
-        given = {name: value for name, value in parameters.items() if name not in _IGNORED}
-        options = self.task.Options.read(given, where="parameters.")
+        task_parameters = {
+            name: value for name, value in parameters.items() if name not in _IGNORED
+        }
+        options = self.task.Options.read(task_parameters, where="parameters.")
         return self.task.preprocess(texts, options), options
 
     def _feeds(self, rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
@@ -180,8 +182,8 @@ def open_step(directory: Path, options: Mapping[str, str]) -> Step:
         max_rows=int(options["max_rows"]),
         profiles=profiles,
     )
-    known: dict[str, Step] = {"tokenizer": steps.tokenize, "answers": steps.answer}
-    return known[options["step"]]
+    steps_by_name: dict[str, Step] = {"tokenizer": steps.tokenize, "answers": steps.answer}
+    return steps_by_name[options["step"]]
 
 
 def open_text_task(artifact: Artifact, graph: GraphRecord) -> TextTask:

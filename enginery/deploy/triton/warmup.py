@@ -47,8 +47,8 @@ def warmup_samples(
     samples: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     for index, profile in enumerate(profiles or [Profile({})]):
-        made, named = _sample(record, profile, limits, max_batch_size, index)
-        samples.append(made)
+        sample, named = _sample(record, profile, limits, max_batch_size, index)
+        samples.append(sample)
         files |= named
     return samples, files
 

@@ -221,8 +221,8 @@ def _number(value: float | None, form: str, nothing: str = _NOTHING, *, unit: st
 
 
 def _options(options: Mapping[str, Any]) -> Markdown:
-    said = [f"{n}={_value(v)}" for n, v in options.items() if v not in ("", [], (), None)]
-    return Markdown(", ".join(map(_code, said)) or "none")
+    settings = [f"{n}={_value(v)}" for n, v in options.items() if v not in ("", [], (), None)]
+    return Markdown(", ".join(map(_code, settings)) or "none")
 
 
 def _value(value: Any) -> str:
@@ -245,8 +245,8 @@ def hide_source_path(text: str, source: SourceRecord) -> str:
     if source.kind not in ("directory", "onnx"):
         return text
     # `/model` does not match in `minilm/model.onnx`, `/model-2` and `/srv/model`.
-    whole = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
-    return re.sub(whole, lambda _: source.name, text)
+    pattern = rf"(?<![\w./-]){re.escape(source.id)}(?![\w-]|\.\w)"
+    return re.sub(pattern, lambda _: source.name, text)
 
 
 # Rows of the tables
@@ -290,14 +290,14 @@ def _compared_outputs(report: ValidationReport) -> Iterator[_ComparedOutput]:
 def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
     """Return the measured values as (label, value, format)."""
     kind = report.scheme.upper()
-    found: list[tuple[str, float | None, str]] = []
+    rows: list[tuple[str, float | None, str]] = []
     if work := report.multiply_adds:
-        found += [
+        rows += [
             (f"Share of multiply-adds in {kind}", work.share, ".1%"),
             ("The same, with attention", work.share_with_attention, ".1%"),
         ]
     if accuracy := report.accuracy:
-        found += [
+        rows += [
             (f"Mean cosine to FP32, {accuracy.rows} rows", accuracy.cosine, ".5f"),
             ("Minimum cosine to FP32", accuracy.worst_cosine, ".5f"),
             ("Same nearest neighbour as FP32", accuracy.neighbour_agreement, ".1%"),
@@ -305,7 +305,7 @@ def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str
             ("F1 of boxes to FP32's", accuracy.box_f1, ".1%"),
             ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
         ]
-    return [(label, value, form) for label, value, form in found if value is not None]
+    return [(label, value, form) for label, value, form in rows if value is not None]
 
 
 def describe_hardware_target(record: EngineRecord) -> str:

@@ -144,7 +144,7 @@ def _image_shape(artifact: Artifact) -> tuple[int, ...]:
     sides = config.image_size.sides(224) if config.image_size else (224, 224)
     free = (1, config.num_channels or 3, *sides)
     return tuple(
-        dim if isinstance(dim, int) else free[min(place, 3)] for place, dim in enumerate(spec.dims)
+        dim if isinstance(dim, int) else free[min(axis, 3)] for axis, dim in enumerate(spec.dims)
     )
 
 

@@ -70,12 +70,12 @@ class SourceCard:
 
     def with_options(self, config: PublishConfig) -> SourceCard:
         """Return a copy in which the options replace licence and base model."""
-        found = replace(self, is_read=True) if config.license or config.base_model else self
+        card = replace(self, is_read=True) if config.license or config.base_model else self
         if config.license:
-            found = replace(found, license=config.license, license_name="", license_link="")
+            card = replace(card, license=config.license, license_name="", license_link="")
         if config.base_model:
-            found = replace(found, base_model=config.base_model)
-        return found
+            card = replace(card, base_model=config.base_model)
+        return card
 
 
 def read_source_card(source: SourceRecord) -> SourceCard:
@@ -135,10 +135,10 @@ def _find_card(source: SourceRecord) -> tuple[Path | None, str]:
         return _hub_card(source)
     try:
         # No weights are read, only the card.
-        place = resolve_record(source, allow_pickle=True).path
+        location = resolve_record(source, allow_pickle=True).path
     except SourceError as error:
         return None, f"the source's card cannot be read: {error.message} The licence is not known"
-    path = (place if place.is_dir() else place.parent) / CARD
+    path = (location if location.is_dir() else location.parent) / CARD
     return (path, "") if path.is_file() else (None, _NO_CARD)
 
 
@@ -166,16 +166,16 @@ def _carried_sections(body: str) -> Iterator[tuple[str, str]]:
     for line in body.splitlines():
         if _FENCE.match(line):
             fenced = not fenced
-        found = None if fenced else _HEADING.match(line)
-        if found and (not heading or len(found[1]) <= level):
+        match = None if fenced else _HEADING.match(line)
+        if match and (not heading or len(match[1]) <= level):
             if heading:
                 yield heading, _section(lines)
-            title = found[2].strip()
+            title = match[2].strip()
             is_carried = any(word in title.lower() for word in _CARRIED_HEADINGS)
-            heading, level, lines = (title if is_carried else ""), len(found[1]), []
+            heading, level, lines = (title if is_carried else ""), len(match[1]), []
         elif heading:
             # Headings inside the section become smaller than its heading in the new card.
-            lines.append(f"####{'#' if len(found[1]) > 4 else ''} {found[2]}" if found else line)
+            lines.append(f"####{'#' if len(match[1]) > 4 else ''} {match[2]}" if match else line)
     if heading:
         yield heading, _section(lines)
 
@@ -196,7 +196,7 @@ def _text(value: Any) -> str:
 
 def _texts(value: Any) -> tuple[str, ...]:
     items = value if isinstance(value, list) else [value]
-    found = (
+    texts = (
         "no" if item is False else _text(item) for item in items
     )  # YAML 1.1 reads `no` (Norwegian) as False
-    return tuple(text for text in found if text)
+    return tuple(text for text in texts if text)

@@ -129,9 +129,9 @@ def _find_or_write(
 ) -> tuple[str, bool]:
     """Return the version with this content, and True if it is new; rewrite a damaged one."""
     # Else the content of one that cannot be read at this time would become another version.
-    found = read_versions(folder, strict=True)
-    _check_names(folder, config, list(found))
-    same = [version for version, listing in found.items() if package.matches(listing)]
+    versions = read_versions(folder, strict=True)
+    _check_names(folder, config, list(versions))
+    same = [version for version, listing in versions.items() if package.matches(listing)]
     if same and config.version not in ("", *same):
         raise RegistryError(
             f"option 'version' is '{config.version}', but {folder} already has this content as "
@@ -140,30 +140,30 @@ def _find_or_write(
         )
     if not same:
         version = config.version or _next_version(folder)
-        _check_version_free(folder / version, found.get(version), package)
+        _check_version_free(folder / version, versions.get(version), package)
         write_version(package, folder, version, progress)
         return version, True
     version = config.version or same[-1]
-    place, listing = folder / version, found[version]
-    if damage := find_damage(listing, place):
+    directory, listing = folder / version, versions[version]
+    if damage := find_damage(listing, directory):
         package.check_rights_known(damage.rstrip("."), listing.content_sha256)
         progress.say(f"publish: writing version {version} again: {damage}")
-        write_version(package, folder, version, progress, stamp_ns=published_ns(place))
+        write_version(package, folder, version, progress, stamp_ns=published_ns(directory))
     else:
         progress.say(f"publish: nothing to do, version {version} has the same content")
     return version, False
 
 
-def _check_version_free(place: Path, there: Publication | None, package: Package) -> None:
+def _check_version_free(directory: Path, existing: Publication | None, package: Package) -> None:
     """Raise RegistryError if the name of a new version is taken."""
-    if there:
+    if existing:
         raise RegistryError(
-            f"{place} has other content: {_describe_changes(there, package)}.",
+            f"{directory} has other content: {_describe_changes(existing, package)}.",
             do="Choose another --version, or leave it out.",
         )
-    if place.exists():
+    if directory.exists():
         raise RegistryError(
-            f"{place} exists, but its {LISTING} is missing or cannot be read.",
+            f"{directory} exists, but its {LISTING} is missing or cannot be read.",
             do="Remove it, or choose another --version.",
         )
 
@@ -185,10 +185,10 @@ def _check_names(folder: Path, config: PublishConfig, versions: list[str]) -> No
         raise OptionError(f"version '{config.version}' is the name of an alias of {folder.name}.")
 
 
-def _describe_changes(there: Publication, package: Package) -> str:
+def _describe_changes(existing: Publication, package: Package) -> str:
     """Return the names of the parts of the content that differ, in a phrase."""
-    names = sorted({*there.content, *package.content})
-    changed = [n for n in names if there.content.get(n) != package.content.get(n)]
+    names = sorted({*existing.content, *package.content})
+    changed = [n for n in names if existing.content.get(n) != package.content.get(n)]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{', '.join(changed[:3])}{more} differ" if changed else "its digest differs"
 
@@ -210,9 +210,9 @@ def _locked(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 @contextmanager
-def _registry_errors(place: Path) -> Iterator[None]:
+def _registry_errors(path: Path) -> Iterator[None]:
     """Raise RegistryError for errors of the file system."""
-    with os_errors_as(RegistryError, f"{place} cannot be used as a registry"):
+    with os_errors_as(RegistryError, f"{path} cannot be used as a registry"):
         yield
 
 
@@ -254,19 +254,19 @@ def find_version(url: str) -> tuple[Path, Publication]:
     path = path_from_url(url)
     if (path / LISTING).is_file():
         return path, Publication.read(path, url)
-    folder, wanted = path, LATEST
+    folder, requested = path, LATEST
     if "@" in path.name and not path.exists():
-        name, _, wanted = path.name.rpartition("@")
+        name, _, requested = path.name.rpartition("@")
         folder = path.with_name(name)
     elif not read_versions(path) and read_versions(path.parent):
-        folder, wanted = path.parent, path.name
+        folder, requested = path.parent, path.name
     versions, aliases = read_versions(folder), read_aliases(folder)
-    version = aliases.get(wanted, wanted)
-    if wanted == LATEST and versions and LATEST not in aliases:
+    version = aliases.get(requested, requested)
+    if requested == LATEST and versions and LATEST not in aliases:
         version = newest_version(folder, versions)
     if (folder / version / LISTING).is_file():
         return folder / version, Publication.read(folder / version, url)
-    raise _version_not_found(url, folder, wanted, [*versions, *aliases])
+    raise _version_not_found(url, folder, requested, [*versions, *aliases])
 
 
 def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) -> RegistryError:
@@ -281,16 +281,16 @@ def _version_not_found(url: str, folder: Path, wanted: str, known: list[str]) ->
             f"{folder} is a registry, expected the address of a model in it.",
             do=f"Add a model to the address: {', '.join(models)}.",
         )
-    near = _models(folder.parent)
+    other_models = _models(folder.parent)
     return RegistryError(
-        f"{url} is not a published model{nearest(folder.name, near)}",
-        do=f"{folder.parent} has {', '.join(near)}." if near else "",
+        f"{url} is not a published model{nearest(folder.name, other_models)}",
+        do=f"{folder.parent} has {', '.join(other_models)}." if other_models else "",
     )
 
 
 def _models(path: Path) -> list[str]:
-    found = path.iterdir() if path.is_dir() else ()
-    return sorted(p.name for p in found if p.is_dir() and read_versions(p))
+    paths = path.iterdir() if path.is_dir() else ()
+    return sorted(p.name for p in paths if p.is_dir() and read_versions(p))
 
 
 def check_registry_root(root: Path) -> None:
@@ -320,30 +320,34 @@ def read_versions(folder: Path, *, strict: bool = False) -> dict[str, Publicatio
         strict: raise ArtifactError for a listing that the system cannot read; a damaged one is left
             out in any case.
     """
-    found = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
+    versions: dict[str, Publication] = {}
+    if not folder.is_dir():
+        return versions
+    for path in folder.iterdir():
         if is_portable_name(path.name) and not path.is_symlink() and (path / LISTING).is_file():
             try:
-                found[path.name] = Publication.read(path, str(path))
+                versions[path.name] = Publication.read(path, str(path))
             except EngineryError as error:
                 if strict and isinstance(error.__cause__, OSError):
                     raise
-    return dict(sorted(found.items(), key=lambda pair: _natural_key(pair[0])))
+    return dict(sorted(versions.items(), key=lambda pair: _natural_key(pair[0])))
 
 
 def read_aliases(folder: Path) -> dict[str, str]:
     """Return `latest` and the aliases, links or files, with the existing versions they point to."""
-    found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    aliases: dict[str, str] = {}
+    if not folder.is_dir():
+        return aliases
+    for path in sorted(folder.iterdir()):
         if not is_portable_name(path.name):
             continue
         if path.is_symlink():
-            found[path.name] = path.readlink().name
+            aliases[path.name] = path.readlink().name
         elif path.is_file() and path.stat().st_size <= _MAX_NAME_BYTES:
             name = path.read_text(encoding="utf-8", errors="replace").strip()
             if is_portable_name(name):
-                found[path.name] = name
-    return {name: version for name, version in found.items() if (folder / version).is_dir()}
+                aliases[path.name] = name
+    return {name: version for name, version in aliases.items() if (folder / version).is_dir()}
 
 
 def newest_version(folder: Path, versions: dict[str, Publication]) -> str:
@@ -354,7 +358,7 @@ def newest_version(folder: Path, versions: dict[str, Publication]) -> str:
 
 def set_alias(folder: Path, name: str, version: str) -> None:
     """Point `latest` or an alias to a version, atomically."""
-    place = folder / name
+    path = folder / name
     if read_aliases(folder).get(name) == version:
         return
     fresh = folder / f"{PREFIX}{name}"
@@ -362,9 +366,9 @@ def set_alias(folder: Path, name: str, version: str) -> None:
     try:
         fresh.symlink_to(version, target_is_directory=True)
     except OSError:  # Windows without permission, or a network share without links
-        write_atomically(place, f"{version}\n".encode())
+        write_atomically(path, f"{version}\n".encode())
         return
-    fresh.replace(place)
+    fresh.replace(path)
     sync_directory(folder)
 
 
@@ -396,9 +400,9 @@ def write_index(root: Path) -> None:
         "models": {name: model for name, model in models.items() if model["versions"]},
     }
     content = json_bytes(document)
-    place = root / INDEX
-    if not place.is_file() or place.read_bytes() != content:
-        write_atomically(place, content)
+    index_path = root / INDEX
+    if not index_path.is_file() or index_path.read_bytes() != content:
+        write_atomically(index_path, content)
 
 
 def _model(folder: Path) -> dict[str, Any]:
@@ -460,9 +464,9 @@ def write_version(
         for file in package.files:
             _write_file(package, file, part)
             advance()
-    wanted = {file.name for file in package.files}
+    names = {file.name for file in package.files}
     for path in list_tree(part):
-        if path.is_file() and path.relative_to(part).as_posix() not in wanted:
+        if path.is_file() and path.relative_to(part).as_posix() not in names:
             path.unlink()
     Publication.read(part, str(part)).verify(part, f"{package.artifact.path}, as it is now")
     stamp_ns = stamp_ns or _now_ns(folder)
@@ -470,15 +474,15 @@ def write_version(
     sync_tree(part)
     old = folder / f"{_OLD}{version}"
     replace_directory(part, folder / version, old=old)
-    for left in (part, old):  # one of them has the damaged version
-        shutil.rmtree(left, ignore_errors=True)
+    for damaged in (part, old):  # one of them has the damaged version
+        shutil.rmtree(damaged, ignore_errors=True)
     progress.say(f"publish: wrote {folder / version}")
 
 
-def find_damage(listing: Publication, place: Path) -> str:
+def find_damage(listing: Publication, directory: Path) -> str:
     """Verify a version with its listing; return the problem, empty if there is none."""
     try:
-        listing.verify(place, str(place))
+        listing.verify(directory, str(directory))
     except ArtifactError as error:
         return error.message
     return ""
@@ -487,11 +491,11 @@ def find_damage(listing: Publication, place: Path) -> str:
 def restore_interrupted(folder: Path) -> None:
     """Restore the versions that a run killed between two renames had moved; hold the lock."""
     for old in list_prefixed(folder, _OLD):
-        place = folder / old.name.removeprefix(_OLD)
-        if place.exists():
+        original = folder / old.name.removeprefix(_OLD)
+        if original.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
-            old.replace(place)
+            old.replace(original)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -51,11 +51,11 @@ class HubRegistry:
         Raises:
             OptionError: the address is not `hf://org/name` or `hf://org/name@revision`.
         """
-        found = _ADDRESS.fullmatch(url)
-        if not found:
+        match = _ADDRESS.fullmatch(url)
+        if not match:
             raise OptionError(f"address '{url}': expected hf://org/name or hf://org/name@revision.")
-        self.url, self.repo = url, found["repo"]
-        self.revision = _MAIN if found["revision"] in (None, LATEST) else found["revision"]
+        self.url, self.repo = url, match["repo"]
+        self.revision = _MAIN if match["revision"] in (None, LATEST) else match["revision"]
         if config.name and config.name != self.repo.partition("/")[2]:
             raise OptionError(
                 f"option 'name' is '{config.name}', but the address has the name '{self.repo}'."
@@ -86,9 +86,9 @@ class HubRegistry:
             before = {} if base is None else self._files(base)
             listing = self._listing(before, base)
             self._check_alias(config)
-            taken = self._tag_commit(config.version) if config.version else ""
-            if taken:
-                return self._existing_version(taken, package, config)
+            tagged = self._tag_commit(config.version) if config.version else ""
+            if tagged:
+                return self._existing_version(tagged, package, config)
             if head is None:
                 self._api.create_branch(self.repo, branch=self.revision, exist_ok=True)
                 head = self._head(self.revision)
@@ -223,7 +223,7 @@ class HubRegistry:
         with progress.task(f"uploading {package.name}"):
             # `upload_folder` calls this, too, but a package is not one folder: card and listing
             # are outside the artifact. `upload_large_folder` makes several partial commits.
-            made = self._api.create_commit(
+            commit = self._api.create_commit(
                 self.repo,
                 operations,
                 commit_message=f"Publish {package.name} {package.content_sha256[:12]}",
@@ -231,7 +231,7 @@ class HubRegistry:
                 revision=self.revision,
                 parent_commit=head,  # fail if another writer has committed in between
             )
-        return str(made.oid)
+        return str(commit.oid)
 
     def _tag_commit(self, name: str) -> str:
         """Return the commit that a tag points to; empty if the tag does not exist."""
@@ -240,12 +240,12 @@ class HubRegistry:
 
     def _existing_version(self, commit: str, package: Package, config: PublishConfig) -> Published:
         """Return the existing version; raise RegistryError if it has other content."""
-        found = self._listing(self._files(commit), commit)
-        if not package.matches(found):
+        existing = self._listing(self._files(commit), commit)
+        if not package.matches(existing):
+            digest = existing.content_sha256[:12] if existing else "no listing"
             raise RegistryError(
                 f"hf://{self.repo}@{config.version} exists with other content than "
-                f"{package.name}: found {found.content_sha256[:12] if found else 'no listing'}, "
-                f"expected {package.content_sha256[:12]}.",
+                f"{package.name}: found {digest}, expected {package.content_sha256[:12]}.",
                 do="Choose another --version.",
             )
         self._set_alias(config.alias, commit)
@@ -335,9 +335,9 @@ def _to_registry_error(url: str, error: Exception) -> RegistryError:
     from huggingface_hub import errors, get_token
 
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    said = _first_line(error)
+    message = _first_line(error)
     if token := get_token():
-        said = said.replace(token, "***")
+        message = message.replace(token, "***")
     login = "Set HF_TOKEN to a token with write access, or log in with: hf auth login"
     if isinstance(error, errors.GatedRepoError):
         return RegistryError(f"{url} is gated: its authors grant access on request.", do=login)
@@ -349,14 +349,16 @@ def _to_registry_error(url: str, error: Exception) -> RegistryError:
         return RegistryError(f"{url} does not exist, or it is private.", do=login)
     if status in (401, 403):
         why = "the token has no permission" if token else "there is no token"
-        return RegistryError(f"the Hub denies access to {url} ({status}): {why}: {said}.", do=login)
+        return RegistryError(
+            f"the Hub denies access to {url} ({status}): {why}: {message}.", do=login
+        )
     if status == 412:
         return RegistryError(f"{url} was changed by another writer.", do="Publish again.")
     if status == 429:
-        return RegistryError(f"the Hub's rate limit is reached: {said}.", do="Try again later.")
+        return RegistryError(f"the Hub's rate limit is reached: {message}.", do="Try again later.")
     if status:
-        return RegistryError(f"the Hub answered {status} for {url}: {said}.")
+        return RegistryError(f"the Hub answered {status} for {url}: {message}.")
     return RegistryError(
-        f"the Hub cannot be reached for {url}: {said}.",
+        f"the Hub cannot be reached for {url}: {message}.",
         do="Check the network, HF_ENDPOINT and HF_HUB_OFFLINE. Uploaded files are kept.",
     )

@@ -193,26 +193,28 @@ async def reload(request: Request, body: ReloadRequest) -> Response:
             do="Start the server with --api-key-file, or send it SIGHUP.",
         )
     outcomes = await registry_of(request).reload(body.model or "")
-    found: dict[str, Any] = {"models": {name: each.message for name, each in outcomes.items()}}
-    failed = [name for name, each in outcomes.items() if not each.swapped]
+    result: dict[str, Any] = {
+        "models": {name: outcome.message for name, outcome in outcomes.items()}
+    }
+    failed = [name for name, outcome in outcomes.items() if not outcome.swapped]
     if not failed:
         if request.app.state.lifecycle is not None:
             request.app.state.lifecycle.reload_all_processes()
-        return json_response(found)
+        return json_response(result)
     for name in failed:
         _log.error("%s: %s", name, outcomes[name].message)
     keeps = "keeps serving as before" if len(failed) == 1 else "keep serving as before"
     error = f"not reloaded: {', '.join(failed)}, which {keeps}."
-    return json_response({"error": error, "failed": failed, **found}, 409)
+    return json_response({"error": error, "failed": failed, **result}, 409)
 
 
 def _model_info(model: ServedModel) -> dict[str, Any]:
     """Return a model's properties, without the path of its source on this machine."""
-    found = {"name": model.name, "state": model.state, **model.info()}
+    properties = {"name": model.name, "state": model.state, **model.info()}
     if model.state == "loading" or not model.is_loaded:
-        return found
+        return properties
     source = _source_name(model.artifact.manifest.source, model.name)
-    return {**found, "source": source, "verdict": model.artifact.validation_status()}
+    return {**properties, "source": source, "verdict": model.artifact.validation_status()}
 
 
 def _model_description(model: ServedModel) -> dict[str, Any]:
@@ -221,9 +223,9 @@ def _model_description(model: ServedModel) -> dict[str, Any]:
     `example` is a body for /predict/M or, for a model of no supported task, for /v2/models/M/infer;
     null if its tensors are too large to read.
     """
-    found = _model_info(model)
+    properties = _model_info(model)
     loaded = model.state != "loading" and model.is_loaded
-    return {**found, **_request_form(model)} if loaded else found
+    return {**properties, **_request_form(model)} if loaded else properties
 
 
 def _request_form(model: ServedModel) -> dict[str, Any]:
@@ -262,8 +264,8 @@ def _source_name(source: SourceRecord, served_as: str) -> str:
 
 
 def _model_health(model: ServedModel) -> dict[str, Any]:
-    known = _model_info(model)
-    shown = {name: known[name] for name in _HEALTH_FIELDS if name in known}
+    properties = _model_info(model)
+    shown = {name: properties[name] for name in _HEALTH_FIELDS if name in properties}
     return {"state": model.state, "reason": model.reason, **shown}
 
 

@@ -196,22 +196,25 @@ class _Answer:
     def usage(self) -> dict[str, int]:
         """The numbers of tokens so far."""
         record = self.request.scope["state"]["record"]
-        given, generated = record.timings.tokens, record.generated
+        prompt_tokens, generated = record.timings.tokens, record.generated
         return {
-            "prompt_tokens": given,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": given + generated,
+            "total_tokens": prompt_tokens + generated,
         }
 
     async def texts(self) -> list[tuple[str, str]]:
         """Return the texts, each with the reason of its end."""
-        found: list[tuple[str, str]] = [("", "")] * (len(self.inputs) * self.count)
+        results: list[tuple[str, str]] = [("", "")] * (len(self.inputs) * self.count)
         steps = run_generation(self.request, self.model, self.prepare, self.inputs)
         async with aclosing(steps):
             async for step in steps:
-                for place, each in enumerate(step.results):
-                    found[step.index * self.count + place] = (each.text, each.finish)
-        return found
+                for position, generation in enumerate(step.results):
+                    results[step.index * self.count + position] = (
+                        generation.text,
+                        generation.finish,
+                    )
+        return results
 
     async def events(
         self,
@@ -232,15 +235,15 @@ class _Answer:
         steps = run_generation(self.request, self.model, self.prepare, self.inputs)
         async with aclosing(steps):
             async for step in steps:
-                for place in range(self.count):
-                    index = step.index * self.count + place
+                for position in range(self.count):
+                    index = step.index * self.count + position
                     if index not in begun:
                         begun.add(index)
                         if choice := first(index):
                             yield sent_event({**self.head, "choices": [choice], **usage})
-                for place, text in step.pieces:
-                    finish = step.results[place].finish if step.results else None
-                    for choice in piece(step.index * self.count + place, text, finish):
+                for position, text in step.pieces:
+                    finish = step.results[position].finish if step.results else None
+                    for choice in piece(step.index * self.count + position, text, finish):
                         yield sent_event({**self.head, "choices": [choice], **usage})
         if with_usage:
             yield sent_event({**self.head, "choices": [], "usage": self.usage})
@@ -316,8 +319,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer POST /v1/chat/completions."""
     model, plan = _select(request, body)
     messages = [
-        {"role": message.role, "content": _content(message, place)}
-        for place, message in enumerate(body.messages)
+        {"role": message.role, "content": _content(message, position)}
+        for position, message in enumerate(body.messages)
     ]
     if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid_field(
@@ -336,8 +339,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
 
     def pieces(index: int, text: str, finish: str | None) -> list[dict[str, Any]]:
-        found = [change(index, {"content": text}, None)] if text else []
-        return [*found, change(index, {}, finish)] if finish else found
+        deltas = [change(index, {"content": text}, None)] if text else []
+        return [*deltas, change(index, {}, finish)] if finish else deltas
 
     if stream:
         events = answer.events(
@@ -367,7 +370,8 @@ def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Gener
     for name, harmless in _UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and not any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+            for allowed in harmless
         ):
             raise invalid_field(
                 f"{name}: found {describe_value(value)}, which is not supported.",
@@ -379,7 +383,7 @@ def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Gener
 
 def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None) -> dict[str, Any]:
     """Return the options of generation by name; None for the model's own."""
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "stop_strings": body.stop or None,
         "seed": body.seed,
@@ -387,13 +391,13 @@ def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None
         "num_return_sequences": body.n or 1,
     }
     if body.temperature is not None:
-        found |= {"do_sample": body.temperature >= _GREEDY_TEMPERATURE, "num_beams": 1}
-        found["temperature"] = body.temperature if found["do_sample"] else None
+        options |= {"do_sample": body.temperature >= _GREEDY_TEMPERATURE, "num_beams": 1}
+        options["temperature"] = body.temperature if options["do_sample"] else None
     elif body.top_p is not None and body.top_p < 1:
-        found |= {"do_sample": True, "num_beams": 1}
-    own = plan.generator.options
-    draws = found.get("do_sample", own.do_sample)
-    if (body.n or 1) > 1 and not draws and found.get("num_beams", own.num_beams) == 1:
+        options |= {"do_sample": True, "num_beams": 1}
+    defaults = plan.generator.options
+    draws = options.get("do_sample", defaults.do_sample)
+    if (body.n or 1) > 1 and not draws and options.get("num_beams", defaults.num_beams) == 1:
         raise invalid_field(
             f"n is {body.n}, but greedy search has one text.",
             field="n",
@@ -404,7 +408,7 @@ def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None
             f"max_tokens is {max_tokens}, expected at most {plan.max_new_tokens}.",
             field="max_tokens",
         )
-    return found
+    return options
 
 
 def _answer(
@@ -430,7 +434,7 @@ def _wants_usage(body: SamplingRequest) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
 
 
-def _content(message: ChatMessage, place: int) -> str:
+def _content(message: ChatMessage, position: int) -> str:
     """Return the text of a message."""
     if not isinstance(message.content, list):
         return message.content or ""
@@ -438,7 +442,7 @@ def _content(message: ChatMessage, place: int) -> str:
     for index, part in enumerate(message.content):
         text = part.get("text")
         if part.get("type") != "text" or not isinstance(text, str):
-            path = f"messages[{place}].content[{index}]"
+            path = f"messages[{position}].content[{index}]"
             raise invalid_value(path, "a part of the type text", part)
         texts.append(text)
     return "".join(texts)

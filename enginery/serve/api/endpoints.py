@@ -69,9 +69,9 @@ class Endpoint:
             if self.body is None or self.other_bodies:
                 response = await self.handler(request)
             else:
-                given = scope["state"]["body"]
-                is_empty = self.has_optional_body and not given.strip()
-                values = {} if is_empty else json_object(given)
+                body = scope["state"]["body"]
+                is_empty = self.has_optional_body and not body.strip()
+                values = {} if is_empty else json_object(body)
                 response = await self.handler(request, parse(self.body, values))
         except (EngineryError, HTTPException):
             raise
@@ -114,14 +114,14 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def registry_of(request: Request) -> ModelRegistry:
     """Return the server's models."""
-    found: ModelRegistry = request.scope["app"].state.registry
-    return found
+    registry: ModelRegistry = request.scope["app"].state.registry
+    return registry
 
 
 def config_of(request: Request) -> ServeConfig:
     """Return the server's options."""
-    found: ServeConfig = request.scope["app"].state.config
-    return found
+    config: ServeConfig = request.scope["app"].state.config
+    return config
 
 
 def select_model(
@@ -179,7 +179,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     task = require_ready(request, model).task
     if task is not None and (not verbs or task.verb in verbs):
         return task
-    wanted = " or ".join(TASKS[verb].purpose for verb in verbs)
+    purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
     if model.plan is not None:
         do = f"It generates text: POST /predict/{model.name}, /generate or /v1/completions."
     elif task is not None:
@@ -189,7 +189,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     raise invalid_field(
         f"model '{model.name}' was exported for {model.artifact.manifest.task}"
         + (
-            f", expected a model that {wanted}."
+            f", expected a model that {purposes}."
             if verbs
             else ", which this server supports with tensors only."
         ),

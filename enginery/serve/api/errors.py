@@ -141,14 +141,16 @@ def fault_response(scope: Scope, error: Exception) -> Response:
     """Build the response to an unexpected error: 500. Log its traceback with the request's id."""
     request_id = scope["state"]["record"].request_id
     _log.error("request %s: %s %s", request_id, scope["method"], scope["path"], exc_info=error)
-    found = HTTPError(500, "internal error.")
-    return error_response(scope_protocol(scope), found, request_id=request_id)
+    internal_error = HTTPError(500, "internal error.")
+    return error_response(scope_protocol(scope), internal_error, request_id=request_id)
 
 
 def scope_protocol(scope: Scope) -> Protocol:
     """Return the protocol of a request's route or, if no route matched, of its path."""
-    found: Protocol = getattr(scope.get("endpoint"), "protocol", None) or protocol_of(scope["path"])
-    return found
+    protocol: Protocol = getattr(scope.get("endpoint"), "protocol", None) or protocol_of(
+        scope["path"]
+    )
+    return protocol
 
 
 def protocol_of(path: str) -> Protocol:

@@ -167,10 +167,10 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
                 text = "".join(piece for _, piece in step.pieces)
                 if not text and not last:
                     continue
-                found: dict[str, Any] = {"generated_text": None, "details": None}
+                result: dict[str, Any] = {"generated_text": None, "details": None}
                 if last:
-                    found = _describe(step.results[0], step.prompt_tokens)
-                yield sent_event({"index": index, "token": {"text": text}, **found})
+                    result = _describe(step.results[0], step.prompt_tokens)
+                yield sent_event({"index": index, "token": {"text": text}, **result})
                 index += 1
 
     return await event_stream(events())
@@ -221,8 +221,8 @@ def read_files(plan: GenerationPlan, inputs: Sequence[str]) -> list[Any]:
     if plan.modality == "text":
         return list(inputs)
     return [
-        file_from_base64(text, f"inputs[{place}]", plan.modality)
-        for place, text in enumerate(inputs)
+        file_from_base64(text, f"inputs[{index}]", plan.modality)
+        for index, text in enumerate(inputs)
     ]
 
 
@@ -246,13 +246,15 @@ async def generate_texts(
         A result for each input, or a list of `num_return_sequences` results.
     """
     prepare = partial(plan.jobs, inputs, parameters)
-    found: list[Any] = [None] * len(inputs)
+    results: list[Any] = [None] * len(inputs)
     async with aclosing(run_generation(request, model, prepare, inputs)) as steps:
         async for step in steps:
             if step.results:
-                described = [_describe(each, step.prompt_tokens) for each in step.results]
-                found[step.index] = described[0] if len(described) == 1 else described
-    return found
+                described = [
+                    _describe(generation, step.prompt_tokens) for generation in step.results
+                ]
+                results[step.index] = described[0] if len(described) == 1 else described
+    return results
 
 
 async def run_generation(
@@ -261,7 +263,7 @@ async def run_generation(
     prepare: Callable[[], list[GenerationJob]],
     inputs: Sequence[Any],
 ) -> AsyncGenerator[Progress]:
-    """Yield what each step gives for a request, and add timings and counts to its record.
+    """Yield the progress of each step, and add timings and counts to the request's record.
 
     Args:
         request: the request.
@@ -270,7 +272,7 @@ async def run_generation(
         inputs: the inputs, for their number and size.
     """
     record, timings = request.scope["state"]["record"], Timings()
-    texts = [each for each in inputs if isinstance(each, str)]
+    texts = [item for item in inputs if isinstance(item, str)]
     record.characters = sum(map(len, texts))
     record.compute_type = "cpu" if model.backend.on_cpu else "gpu"
     short = len(texts) == len(inputs) and record.characters <= _MEDIUM_CHARACTERS
@@ -331,13 +333,13 @@ async def event_stream(events: AsyncGenerator[bytes]) -> Response:
     return EventStream(await anext(events), events)
 
 
-def _describe(found: Generation, prompt_tokens: int) -> dict[str, Any]:
+def _describe(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
     return {
-        "generated_text": found.text,
+        "generated_text": generation.text,
         "details": {
-            "finish_reason": found.finish,
-            "generated_tokens": len(found.tokens),
+            "finish_reason": generation.finish,
+            "generated_tokens": len(generation.tokens),
             "prompt_tokens": prompt_tokens,
-            "score": found.score,
+            "score": generation.score,
         },
     }

@@ -382,8 +382,10 @@ async def model_configuration(request: Request) -> Response:
             "backend": "onnxruntime",
             "max_batch_size": 0,
             # A request has the inputs of the task, or those of the graph.
-            "input": [{**_config_tensor(each), "optional": bool(model.task)} for each in inputs],
-            "output": [_config_tensor(each) for each in outputs],
+            "input": [
+                {**_config_tensor(tensor), "optional": bool(model.task)} for tensor in inputs
+            ],
+            "output": [_config_tensor(tensor) for tensor in outputs],
         }
     )
 
@@ -407,7 +409,9 @@ async def repository_index(request: Request, body: RepositoryIndexRequest) -> Re
         }
         for model in registry_of(request)
     ]
-    return json_response([each for each in entries if each["state"] == "READY" or not body.ready])
+    return json_response(
+        [entry for entry in entries if entry["state"] == "READY" or not body.ready]
+    )
 
 
 @routes.get(
@@ -452,23 +456,25 @@ def _model_stats(request: Request, models: list[ServedModel]) -> list[dict[str, 
     """Return the statistics of models, without `compute_output`, which is not measured."""
     app = request.app
     endpoints = (route.endpoint for route in app.router.routes)
-    totals = app.state.metrics.totals({each.pattern for each in endpoints if each.runs_model})
+    totals = app.state.metrics.totals(
+        {endpoint.pattern for endpoint in endpoints if endpoint.runs_model}
+    )
     stats = []
     for model in models:
-        found = totals.get(model.name, ModelTotals())
+        counts = totals.get(model.name, ModelTotals())
         stats.append(
             {
                 "name": model.name,
                 "version": VERSION,
-                "last_inference": round(found.last_inference * 1e3),
-                "inference_count": found.inputs,
-                "execution_count": found.batches,
+                "last_inference": round(counts.last_inference * 1e3),
+                "inference_count": counts.inputs,
+                "execution_count": counts.batches,
                 "inference_stats": {
-                    "success": _duration(found.success),
-                    "fail": _duration(found.fail),
-                    "queue": _duration(found.queue),
-                    "compute_input": _duration(found.tokenize),
-                    "compute_infer": _duration(found.inference),
+                    "success": _duration(counts.success),
+                    "fail": _duration(counts.fail),
+                    "queue": _duration(counts.queue),
+                    "compute_input": _duration(counts.tokenize),
+                    "compute_infer": _duration(counts.inference),
                 },
             }
         )
@@ -519,15 +525,17 @@ def _model(request: Request) -> ServedModel:
 
 async def _split(request: Request) -> tuple[dict[str, Any], BinaryData]:
     """Split a body into its JSON object and the binary data after it."""
-    body, given = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
-    if given is None:
+    body, length = request.scope["state"]["body"], request.headers.get(HEADER_LENGTH)
+    if length is None:
         return json_object(body), BinaryData(b"")
-    if not (given.isascii() and given.isdigit() and len(given) < 16 and int(given) <= len(body)):
+    if not (
+        length.isascii() and length.isdigit() and len(length) < 16 and int(length) <= len(body)
+    ):
         raise invalid_body(
-            f"{HEADER_LENGTH} is {quote(given)}, expected a whole number up to the body's "
+            f"{HEADER_LENGTH} is {quote(length)}, expected a whole number up to the body's "
             f"{len(body)} bytes."
         )
-    return json_object(body[: int(given)]), BinaryData(body[int(given) :])
+    return json_object(body[: int(length)]), BinaryData(body[int(length) :])
 
 
 def _tensors(body: InferRequest, tail: BinaryData) -> list[InferTensor]:

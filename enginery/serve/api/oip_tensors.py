@@ -105,15 +105,15 @@ class BinaryData:
 
     def end(self) -> None:
         """Raise HTTPError if bytes are left."""
-        if left := len(self._data) - self._at:
-            raise invalid_body(f"{left} bytes after the JSON belong to no input.")
+        if unread := len(self._data) - self._at:
+            raise invalid_body(f"{unread} bytes after the JSON belong to no input.")
 
 
-def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
+def read_tensor(tensor: dict[str, Any], tail: BinaryData, path: str) -> InferTensor:
     """Parse one input of a request.
 
     Args:
-        given: the JSON object: name, datatype, shape, and data or parameters.
+        tensor: the JSON object: name, datatype, shape, and data or parameters.
         tail: the binary data after the JSON.
         path: path of the input for error messages, such as `inputs[0]`.
 
@@ -121,23 +121,23 @@ def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTens
         HTTPError: a field is missing or invalid, the data do not match datatype and shape, or the
             binary data are too short.
     """
-    name = _string(given, "name", path)
+    name = _string(tensor, "name", path)
     where = f"input {quote(name)}"
-    datatype = _string(given, "datatype", path)
+    datatype = _string(tensor, "datatype", path)
     if datatype not in DATATYPES:
         raise invalid_field(
             f"{where}: unknown datatype {quote(datatype)}{nearest(datatype[:20], DATATYPES)}",
             field=f"{path}.datatype",
             do=f"Supported: {', '.join(DATATYPES)}.",
         )
-    shape = _shape(given.get("shape"), where, path)
-    parameters = given.get("parameters") or {}
+    shape = _shape(tensor.get("shape"), where, path)
+    parameters = tensor.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise invalid_value(f"{path}.parameters", "an object", parameters)
     for key in parameters:
         if key != "binary_data_size":
             raise unknown_field(key, ("binary_data_size",), f"{path}.parameters.")
-    size, data = parameters.get("binary_data_size"), given.get("data")
+    size, data = parameters.get("binary_data_size"), tensor.get("data")
     if size is not None:
         if type(size) is not int or size < 0:
             expected = "a whole number of 0 or more"
@@ -159,8 +159,8 @@ def read_tensor(given: dict[str, Any], tail: BinaryData, path: str) -> InferTens
     return InferTensor(name, datatype, shape, values)
 
 
-def _string(given: dict[str, Any], name: str, path: str) -> str:
-    value = given.get(name)
+def _string(tensor: dict[str, Any], name: str, path: str) -> str:
+    value = tensor.get(name)
     if not isinstance(value, str):
         raise invalid_value(f"{path}.{name}", "a string", value)
     return value
@@ -366,12 +366,12 @@ def inputs_from_tensors(
     columns: dict[str, list[Any]] = {}
     for tensor in tensors:
         if tensor.name not in names:
-            known = [spec.name for spec in graph]
+            graph_inputs = [spec.name for spec in graph]
             raise invalid_field(
                 f"there is no input {quote(tensor.name)}"
-                f"{nearest(tensor.name[:100], names + known)}",
+                f"{nearest(tensor.name[:100], names + graph_inputs)}",
                 field="inputs",
-                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(known)}.",
+                do=f"Send {' and '.join(names)}, or the graph's inputs: {', '.join(graph_inputs)}.",
             )
         columns[tensor.name] = _column(tensor, task)
     for field in task.inputs:
@@ -486,9 +486,11 @@ def _check_dims(tensor: InferTensor, spec: TensorSpec, sizes: dict[str, tuple[in
             if dim != size:
                 raise invalid_field(f"{where}, {expected}.", field="inputs")
             continue
-        known, of = sizes.setdefault(dim, (size, spec.name))
-        if known != size:
-            raise invalid_field(f"{where}: {dim} is {size}, but {known} in '{of}'.", field="inputs")
+        first_size, first_name = sizes.setdefault(dim, (size, spec.name))
+        if first_size != size:
+            raise invalid_field(
+                f"{where}: {dim} is {size}, but {first_size} in '{first_name}'.", field="inputs"
+            )
 
 
 def tensors_from_outputs(

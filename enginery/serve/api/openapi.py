@@ -110,7 +110,7 @@ def openapi_json(endpoints: Sequence[Endpoint], *, with_keys: bool) -> bytes:
 def _operation(
     endpoint: Endpoint, path: str, schemas: dict[str, Any], *, with_keys: bool
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "summary": endpoint.summary,
         "operationId": "_".join([endpoint.method.lower(), *re.findall(r"[\w-]+", path)]),
         "tags": [_TAGS[endpoint.protocol]],
@@ -125,10 +125,10 @@ def _operation(
         reference = {"$ref": _REF.format(model=endpoint.body.__name__)}
         bodies = {"application/json": {"schema": reference}, **bodies}
     if bodies:
-        found["requestBody"] = {"required": not endpoint.has_optional_body, "content": bodies}
+        operation["requestBody"] = {"required": not endpoint.has_optional_body, "content": bodies}
     if with_keys and not endpoint.public:
-        found["security"] = [{"bearer": []}, {"header": []}]
-    return found
+        operation["security"] = [{"bearer": []}, {"header": []}]
+    return operation
 
 
 def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) 
     answers = {
         kind: {"schema": answer} if "json" in kind else {} for kind in endpoint.response_types
     }
-    found: dict[str, Any] = {"200": {"description": _REASONS[200], "content": answers}}
+    responses: dict[str, Any] = {"200": {"description": _REASONS[200], "content": answers}}
     statuses = {*endpoint.statuses, *_EVERYWHERE}
     if with_keys and not endpoint.public:
         statuses.add(401)
@@ -146,12 +146,12 @@ def _responses(endpoint: Endpoint, schemas: dict[str, Any], *, with_keys: bool) 
         schema = error
         if status == 503 and endpoint.is_readiness:
             schema = {"anyOf": [answer, error]}  # type: ignore[dict-item]
-        found[str(status)] = {
+        responses[str(status)] = {
             "description": _REASONS[status],
             "content": {"application/json": {"schema": schema}},
         }
         if status in (429, 503) and not endpoint.is_readiness:
-            found[str(status)]["headers"] = {
+            responses[str(status)]["headers"] = {
                 "retry-after": {"schema": {"type": "integer", "minimum": 1}}
             }
-    return found
+    return responses

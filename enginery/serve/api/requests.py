@@ -175,16 +175,17 @@ def parse(kind: type[BodyType], values: dict[str, Any]) -> BodyType:
         errors = error.errors(include_url=False)
     # If all members of a union fail, report the error of the member that matched most deeply.
     first = max(
-        errors, key=lambda each: (each["loc"][:1] == errors[0]["loc"][:1], len(each["loc"]))
+        errors,
+        key=lambda details: (details["loc"][:1] == errors[0]["loc"][:1], len(details["loc"])),
     )
     owner, field, names = _field_at(kind, first["loc"])
     path = _path(names)
-    found = first.get("ctx", {}).get("error")
-    if isinstance(found, FieldValueError):
-        path += found.path
-        if found.is_empty:
-            raise empty_input(path, f"{path} is empty, expected {found.expected}.")
-        raise invalid_value(path, found.expected, found.value)
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldValueError):
+        path += cause.path
+        if cause.is_empty:
+            raise empty_input(path, f"{path} is empty, expected {cause.expected}.")
+        raise invalid_value(path, cause.expected, cause.value)
     if first["type"] == "extra_forbidden":
         where = f"{path}." if path else ""
         raise unknown_field(str(first["loc"][-1]), tuple(owner.model_fields), where)
@@ -203,12 +204,12 @@ def invalid_value(path: str, expected: str, value: Any) -> HTTPError:
     return invalid_field(f"{path}: found {describe_value(value)}, expected {expected}.", field=path)
 
 
-def unknown_field(name: str, known: Sequence[str], where: str = "") -> HTTPError:
+def unknown_field(name: str, fields: Sequence[str], where: str = "") -> HTTPError:
     """Return the error for an unknown field."""
     return invalid_field(
-        f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], known)}",
+        f"unknown field {quote(where + name)}{nearest(name[:_NAME_LENGTH], fields)}",
         field=f"{where}{name[:_NAME_LENGTH]}",
-        do=f"Known: {', '.join(known) or 'none'}.",
+        do=f"Known: {', '.join(fields) or 'none'}.",
     )
 
 
@@ -242,16 +243,16 @@ def file_from_base64(text: str, name: str, modality: Modality) -> bytes:
     try:
         # Base64 is often split into lines. Remove whitespace, which strict mode rejects, along with
         # all other characters outside of base64.
-        found = binascii.a2b_base64("".join(data.split()), strict_mode=True)
+        content = binascii.a2b_base64("".join(data.split()), strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise invalid_field(
             f"{name} is not valid base64: {str(error)[:80]}.",
             field=name,
             do=f"Encode the content of {FILES[modality]}.",
         ) from None
-    if not found:
+    if not content:
         raise empty_input(name, f"{name} is empty, expected {FILES[modality]}.")
-    return found
+    return content
 
 
 def _field_at(
@@ -285,7 +286,7 @@ def _model_of(annotation: Any) -> Any:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = getattr(annotation, "__args__", ())
-    return next((found for each in inner if (found := _model_of(each)) is not None), None)
+    return next((model for argument in inner if (model := _model_of(argument)) is not None), None)
 
 
 def _path(names: Sequence[Any]) -> str:

@@ -431,10 +431,12 @@ def _text_model(request: Request, name: str | None) -> tuple[ServedModel, TextTa
 
 
 def _check_count(request: Request, count: int) -> None:
-    most = config_of(request).max_inputs
-    if count > most:
+    max_inputs = config_of(request).max_inputs
+    if count > max_inputs:
         raise HTTPError(
-            413, f"found {count} inputs, expected at most {most}.", do="Send several requests."
+            413,
+            f"found {count} inputs, expected at most {max_inputs}.",
+            do="Send several requests.",
         )
 
 
@@ -453,7 +455,7 @@ def _has_one_label(model: ServedModel) -> bool:
 
 
 def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
-    places = _byte_offsets(text)
+    byte_offsets = _byte_offsets(text)
     tokens = []
     for token_id, token, (start, stop), special in zip(
         encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
@@ -463,8 +465,8 @@ def _tokens(text: str, encoding: Any) -> list[dict[str, Any]]:
                 "id": token_id,
                 "text": token if special else text[start:stop],
                 "special": bool(special),
-                "start": None if special else places[start],
-                "stop": None if special else places[stop],
+                "start": None if special else byte_offsets[start],
+                "stop": None if special else byte_offsets[stop],
             }
         )
     return tokens
@@ -474,7 +476,7 @@ def _byte_offsets(text: str) -> Sequence[int]:
     """Return the UTF-8 byte offset of each character, and of the end."""
     if text.isascii():
         return range(len(text) + 1)
-    places = [0]
+    offsets = [0]
     for letter in text:
-        places.append(places[-1] + len(letter.encode()))
-    return places
+        offsets.append(offsets[-1] + len(letter.encode()))
+    return offsets

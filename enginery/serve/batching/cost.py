@@ -131,10 +131,10 @@ class CostEstimator:
         Batches of similar sizes determine it badly, so it stays within a factor of `_MAX_DRIFT` of
         the initially measured value.
         """
-        found, measured = self.cost().fixed_cost_tokens, self._measured.fixed_cost_tokens
+        estimate, measured = self.cost().fixed_cost_tokens, self._measured.fixed_cost_tokens
         if not measured:
-            return found
-        return min(max(found, measured / _MAX_DRIFT), measured * _MAX_DRIFT)
+            return estimate
+        return min(max(estimate, measured / _MAX_DRIFT), measured * _MAX_DRIFT)
 
     def mean_seconds_per_token(self) -> float:
         """Return the mean time per token of recent batches, fixed cost included."""
@@ -144,7 +144,7 @@ class CostEstimator:
 
     def _add(self, x: float, y: float) -> None:
         new = (1.0, x, y, x * x, x * y)
-        self._sums = [self._keep * old + one for old, one in zip(self._sums, new, strict=True)]
+        self._sums = [self._keep * old + term for old, term in zip(self._sums, new, strict=True)]
 
 
 def choose_max_tokens(cost: BatchCost, *, on_cpu: bool) -> tuple[int, str]:

@@ -105,9 +105,9 @@ def partition_rows(lengths: Sequence[int], max_rows: int, rules: BatchRules) -> 
             padding = tokens - real
             if padding > fixed and padding > rules.max_padding * tokens:
                 break  # rows below are even shorter, and raise the share of padding further
-            found = costs[begin] + fixed + tokens
-            if found <= cost:
-                cost, best = found, begin
+            candidate = costs[begin] + fixed + tokens
+            if candidate <= cost:
+                cost, best = candidate, begin
         costs.append(cost)
         begins.append(best)
     boundaries = [len(lengths)]
@@ -127,15 +127,15 @@ def _take_waiting(
     if waiting <= max_rows and _fits(waiting, sum(lengths), lengths[-1], rules):
         return 0, waiting
     first = max(oldest - max_rows, 0)
-    near = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
-    sums = [0, *accumulate(near)]
+    candidates = [lengths[index] for index in range(first, min(oldest + max_rows, waiting))]
+    sums = [0, *accumulate(candidates)]
     oldest_index = oldest - first
-    rows = 1 << (min(max_rows, len(near)).bit_length() - 1)
+    rows = 1 << (min(max_rows, len(candidates)).bit_length() - 1)
     while rows > 1:
         for start in (oldest_index - rows + 1, oldest_index):
-            low = min(max(start, 0), len(near) - rows)
+            low = min(max(start, 0), len(candidates) - rows)
             high = low + rows
-            if _fits(rows, sums[high] - sums[low], near[high - 1], rules):
+            if _fits(rows, sums[high] - sums[low], candidates[high - 1], rules):
                 return first + low, first + high
         rows //= 2
     return oldest, oldest + 1
@@ -156,7 +156,8 @@ def _grow_from_oldest(
         # others padded to its length. -1 without a neighbour on that side.
         below = longest - lengths[low - 1] if low > 0 else -1
         above = (lengths[high] - longest) * (rows - 1) if high < len(lengths) else -1
-        for takes_below in (True, False) if 0 <= below <= above or above < 0 else (False, True):
+        below_first = 0 <= below <= above or above < 0
+        for takes_below in (below_first, not below_first):
             if (below if takes_below else above) < 0:
                 continue
             length = lengths[low - 1] if takes_below else lengths[high]

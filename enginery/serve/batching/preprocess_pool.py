@@ -80,15 +80,15 @@ class _DaemonThreadPool:
                 self._jobs.put(None)
 
     def _work(self, index: int) -> None:
-        while (taken := self._jobs.get()) is not None:
-            job, work = taken
+        while (item := self._jobs.get()) is not None:
+            job, work = item
             if job.set_running_or_notify_cancel():
                 self._since[index] = time.perf_counter()
                 _run(job, work)
                 self._since[index] = 0.0
             with self._lock:
                 self._unfinished -= 1
-            del taken, job, work  # free their memory while this thread waits for the next job
+            del item, job, work  # free their memory while this thread waits for the next job
 
 
 def _run(job: Future[Result], work: Callable[[], Result]) -> None:
@@ -152,35 +152,35 @@ class PreprocessPool:
             raise ClosedError(f"model '{self._name}' is shutting down.")
         threads, slots = (self._medium, 1) if short else (self._heavy, inputs)
         if threads.slots and threads.slots + slots + (0 if short else waiting) > self._max_inputs:
-            what = "requests" if short else "inputs"
+            unit = "requests" if short else "inputs"
             raise OverloadedError(
-                f"too many {what}: {threads.slots} in preprocessing and {waiting} in the queue, "
+                f"too many {unit}: {threads.slots} in preprocessing and {waiting} in the queue, "
                 f"expected at most {self._max_inputs}.",
                 retry_after_seconds=1.0,
             )
-        made: asyncio.Future[Result] = self._loop.create_future()
+        future: asyncio.Future[Result] = self._loop.create_future()
 
         def deliver(job: Future[Result]) -> None:
             threads.slots -= slots
-            if made.done() or job.cancelled():
+            if future.done() or job.cancelled():
                 return
             error = job.exception()
             if error is None:
-                made.set_result(job.result())
+                future.set_result(job.result())
             else:
-                made.set_exception(error)
+                future.set_exception(error)
 
         def done(job: Future[Result]) -> None:
             with suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(deliver, job)
 
         threads.slots += slots
-        self._awaited.add(made)
-        made.add_done_callback(self._awaited.discard)
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
         job = threads.submit(work)
         job.add_done_callback(done)
         try:
-            return await made
+            return await future
         except asyncio.CancelledError:
             job.cancel()
             raise
@@ -208,8 +208,8 @@ class PreprocessPool:
     def close(self) -> None:
         """Accept no more work; raise ClosedError in requests that still wait for a result."""
         self._closed = True
-        for made in list(self._awaited):
-            if not made.done():
-                made.set_exception(ClosedError(f"model '{self._name}' is shutting down."))
+        for future in list(self._awaited):
+            if not future.done():
+                future.set_exception(ClosedError(f"model '{self._name}' is shutting down."))
         for threads in (self._medium, self._heavy, self._list_threads):
             threads.close()

@@ -247,11 +247,11 @@ class BatchQueue:
     def cancel(self, entries: Sequence[QueueEntry]) -> int:
         """Remove those of some rows that still wait; return their number."""
         with self._lock:
-            found = [entry for entry in entries if not entry.taken and entry.order[1]]
-            for entry in found:
+            waiting = [entry for entry in entries if not entry.taken and entry.order[1]]
+            for entry in waiting:
                 self._leave_lane(entry)
             self._pop_taken()
-            return len(found)
+            return len(waiting)
 
     def close(self, *, drain: bool) -> list[QueueEntry]:
         """Accept no more rows, and end the workers once the queue is empty.
@@ -293,10 +293,10 @@ class BatchQueue:
         if len(lane) > 1:
             position = bisect_left(lane, oldest.order, key=_ORDER)
             # Leave an equal share of the waiting rows to each of the other idle workers.
-            most = -(-self.rows // max(self._idle, 1))
-            few = len(lane) <= MAX_PARTITIONED_ROWS
-            lengths = [entry.length for entry in lane] if few else _LaneLengths(lane)
-            low, high = choose_batch(lengths, oldest=position, max_rows=most, rules=self.rules)
+            max_rows = -(-self.rows // max(self._idle, 1))
+            is_short = len(lane) <= MAX_PARTITIONED_ROWS
+            lengths = [entry.length for entry in lane] if is_short else _LaneLengths(lane)
+            low, high = choose_batch(lengths, oldest=position, max_rows=max_rows, rules=self.rules)
         batch = lane[low:high]
         del lane[low:high]
         for entry in batch:

@@ -193,21 +193,28 @@ class FrontModel(ServedModel):
         return link, number
 
     def info(self) -> dict[str, Any]:
-        """Return what the device processes said, with the queues of all of them together."""
+        """Return the properties that the device processes sent, with their queues added up."""
         described = [*self._info.values()]
         config = self._config
         queue = {
-            "inputs": self._pool.inputs + sum(each["queue"]["inputs"] for each in described),
-            "tokens": sum(each["queue"]["tokens"] for each in described),
-            "wait_seconds": max((each["queue"]["wait_seconds"] for each in described), default=0.0),
+            "inputs": self._pool.inputs
+            + sum(device_info["queue"]["inputs"] for device_info in described),
+            "tokens": sum(device_info["queue"]["tokens"] for device_info in described),
+            "wait_seconds": max(
+                (device_info["queue"]["wait_seconds"] for device_info in described), default=0.0
+            ),
             "max_inputs": config.queue_inputs,
             "max_tokens": config.queue_tokens,
             "max_wait": config.max_wait,
         }
-        own = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
+        current = {"name": self.name, "state": self.state, "reason": self.reason, "queue": queue}
         if not described:
-            return own
-        return {**described[0], **own, "devices": [each["providers"] for each in described]}
+            return current
+        return {
+            **described[0],
+            **current,
+            "devices": [device_info["providers"] for device_info in described],
+        }
 
     def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Progress]:
         """Raise AssertionError: models that generate texts are not served by fronts."""
@@ -452,11 +459,11 @@ class DeviceLink(asyncio.Protocol):
         elif frame.kind == wire.MODELS:
             self._registry.on_models(self, frame.json())
 
-    def _deliver(self, found: wire.BatchOutputs) -> None:
+    def _deliver(self, message: wire.BatchOutputs) -> None:
         """Pass outputs to their requests, unless these were cancelled."""
         batch: list[SentRow] = []
         outputs: list[Any] = []
-        for number, output in zip(found.numbers, found.outputs, strict=True):
+        for number, output in zip(message.numbers, message.outputs, strict=True):
             entry = self.sent.pop(number, None)
             if entry is not None:
                 batch.append(entry)
@@ -464,7 +471,7 @@ class DeviceLink(asyncio.Protocol):
         if batch:
             model = cast("FrontModel", batch[0].runner)
             model.scheduler.queue.rows -= len(batch)
-            model.scheduler.deliver(BatchResult(batch, outputs, found.started, found.seconds))
+            model.scheduler.deliver(BatchResult(batch, outputs, message.started, message.seconds))
 
 
 class FrontRegistry(ModelRegistry):
@@ -553,14 +560,14 @@ class FrontRegistry(ModelRegistry):
             self._progress.clear()
             await self._progress.wait()
 
-    def on_models(self, link: DeviceLink, told: dict[str, Any]) -> None:
-        """Note what a device process says about its models."""
-        self._told[link] = told
-        if told["open"]:
+    def on_models(self, link: DeviceLink, message: dict[str, Any]) -> None:
+        """Store the message of a device process about its models."""
+        self._told[link] = message
+        if message["open"]:
             # At first only to a front that replaces another one: then the server has been ready.
             self._was_open.update([link] if link in self._heard else self._links)
         self._heard.add(link)
-        link.is_open = told["open"]
+        link.is_open = message["open"]
         self._news.set()
 
     def on_lost(self, link: DeviceLink) -> None:
@@ -575,19 +582,19 @@ class FrontRegistry(ModelRegistry):
         while True:
             await self._news.wait()
             self._news.clear()
-            for link, told in list(self._told.items()):
+            for link, message in list(self._told.items()):
                 try:
-                    await self._follow(link, told)
+                    await self._follow(link, message)
                 except Exception:  # a bug, which must not end the following of later messages
                     _log.exception("what a device process said could not be followed")
 
-    async def _follow(self, link: DeviceLink, told: dict[str, Any]) -> None:
+    async def _follow(self, link: DeviceLink, message: dict[str, Any]) -> None:
         """Open what has changed, then take over the state of all models at once."""
-        opened = await self._open_changed(told["models"])
-        if self._told.get(link) is not told:
+        opened = await self._open_changed(message["models"])
+        if self._told.get(link) is not message:
             return  # it has said something else meanwhile, or has ended
         is_complete = True
-        for described in told["models"]:
+        for described in message["models"]:
             model = opened.get(described["name"]) or self._of_name(described["name"])
             if "content" not in described:
                 model.lose(link)  # it runs nowhere there

@@ -115,26 +115,28 @@ class GenerationJob:
             raise search.error
         self.started = True
         if search.done:
-            found = search.results()
+            sequences = search.results()
             pieces = [
-                (place, text.finish(each.tokens))
-                for place, (text, each) in enumerate(zip(self.texts, found, strict=True))
+                (position, text.finish(sequence.tokens))
+                for position, (text, sequence) in enumerate(zip(self.texts, sequences, strict=True))
             ]
             results = [
-                Generation(text.text(each.tokens), each.tokens, each.finish, each.score)
-                for text, each in zip(self.texts, found, strict=True)
+                Generation(
+                    text.text(sequence.tokens), sequence.tokens, sequence.finish, sequence.score
+                )
+                for text, sequence in zip(self.texts, sequences, strict=True)
             ]
-            count = sum(len(each.tokens) for each in found)
+            count = sum(len(sequence.tokens) for sequence in sequences)
             return Progress(index, count, self.prompt_tokens, tuple(pieces), tuple(results))
         if not (self.streams and self.options.num_beams == 1):
             return Progress(index, 1, self.prompt_tokens) if first else None
-        found = search.results()
+        sequences = search.results()
         parts = (
-            (place, text.feed(each.tokens))
-            for place, (text, each) in enumerate(zip(self.texts, found, strict=True))
+            (position, text.feed(sequence.tokens))
+            for position, (text, sequence) in enumerate(zip(self.texts, sequences, strict=True))
         )
-        written = tuple((place, piece) for place, piece in parts if piece)
-        count = sum(len(each.tokens) for each in found)
+        written = tuple((position, piece) for position, piece in parts if piece)
+        count = sum(len(sequence.tokens) for sequence in sequences)
         return Progress(index, count, self.prompt_tokens, written) if written or first else None
 
 
@@ -157,8 +159,8 @@ class GenerationPlan:
         """The fields of an input, as those of a task."""
         self.max_new_tokens = config.max_new_tokens
         """Largest number of tokens of a text."""
-        own = generator.options
-        self.has_own_length = own.max_new_tokens is not None or own.max_length is not None
+        defaults = generator.options
+        self.has_own_length = defaults.max_new_tokens is not None or defaults.max_length is not None
         """Whether the model's own options set a length."""
         self._max_rows = config.generation_rows
         self._vocabulary = ModelConfig.read(generator.artifact.path).merged().vocab_size
@@ -186,10 +188,10 @@ class GenerationPlan:
         Raises:
             InputError: an input or an option is invalid, or beyond the limits of the server.
         """
-        own, chosen = self.read_options(options)
+        arguments, chosen = self.read_options(options)
         if whole:
             chosen = self._without_length(chosen)
-        rows = self.generator.inputs.rows(inputs, chosen, **own)
+        rows = self.generator.inputs.rows(inputs, chosen, **arguments)
         return self._jobs(rows, chosen, streams=streams, keep_stop=keep_stop)
 
     def chat_jobs(
@@ -241,11 +243,12 @@ class GenerationPlan:
     def option_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of the options that people change most, for a form."""
         schemas = GenerationOptions.model_json_schema()["properties"]
-        own = self.generator.options.model_dump(mode="json")
-        found = {
-            name: {**without_null(schemas[name]), "default": own[name]} for name in _FORM_OPTIONS
+        defaults = self.generator.options.model_dump(mode="json")
+        form_schemas = {
+            name: {**without_null(schemas[name]), "default": defaults[name]}
+            for name in _FORM_OPTIONS
         }
-        return found | {name: {"type": "string"} for name in self.generator.inputs.arguments}
+        return form_schemas | {name: {"type": "string"} for name in self.generator.inputs.arguments}
 
     def example_input(self) -> str:
         """Return an example input as it is in JSON."""
@@ -267,8 +270,8 @@ class GenerationPlan:
                 raise TaskOptionError(
                     f"{name}: found {describe_value(value)}, expected a string.", field=name
                 )
-        given = {name: value for name, value in options.items() if value is not None}
-        own, chosen = self.generator.read_options(given)
+        values = {name: value for name, value in options.items() if value is not None}
+        arguments, chosen = self.generator.read_options(values)
         rows = max(chosen.num_beams, chosen.num_return_sequences)
         if rows > self._max_rows:
             raise InputError(
@@ -276,7 +279,7 @@ class GenerationPlan:
                 f"{self._max_rows}.",
                 do="Set a smaller num_beams or num_return_sequences.",
             )
-        if "max_new_tokens" in given and (chosen.max_new_tokens or 0) > self.max_new_tokens:
+        if "max_new_tokens" in values and (chosen.max_new_tokens or 0) > self.max_new_tokens:
             raise TaskOptionError(
                 f"max_new_tokens is {chosen.max_new_tokens}, expected at most "
                 f"{self.max_new_tokens}.",
@@ -294,7 +297,7 @@ class GenerationPlan:
                 raise InputError(
                     f"found the forced token {token}, expected less than {self._vocabulary}."
                 )
-        return own, chosen
+        return arguments, chosen
 
     def _without_length(self, options: GenerationOptions) -> GenerationOptions:
         """Return options with the server's limit as the length if they have none."""
@@ -302,9 +305,9 @@ class GenerationPlan:
             return options
         return options.model_copy(update={"max_new_tokens": self.max_new_tokens})
 
-    def _require(self, found: int, what: str, most: int) -> None:
-        if found > most:
-            raise InputError(f"the request has {found} {what}, expected at most {most}.")
+    def _require(self, count: int, unit: str, limit: int) -> None:
+        if count > limit:
+            raise InputError(f"the request has {count} {unit}, expected at most {limit}.")
 
     def _jobs(
         self,

@@ -133,7 +133,7 @@ class GenerationScheduler:
     async def run(
         self, jobs: Sequence[GenerationJob], timings: Timings
     ) -> AsyncGenerator[Progress]:
-        """Run the inputs of a request; yield what each step gives.
+        """Run the inputs of a request; yield the progress of each step.
 
         Args:
             jobs: the inputs.
@@ -147,24 +147,24 @@ class GenerationScheduler:
         arrived, backlog_seconds = time.perf_counter(), queue.backlog_seconds
         entries = [
             QueueEntry(
-                request, place, job.key, job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
+                request, index, job.key, job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
             )
-            for place, job in enumerate(jobs)
+            for index, job in enumerate(jobs)
         ]
-        left = len(entries)
+        remaining = len(entries)
         self._requests.add(request)
         try:
             queue.put(entries, now=arrived)
-            while left:
-                found = await request.events.get()
-                if isinstance(found, BaseException):
-                    raise found
+            while remaining:
+                event = await request.events.get()
+                if isinstance(event, BaseException):
+                    raise event
                 timings.queue_seconds = request.started - arrived
                 timings.inference_seconds = time.perf_counter() - request.first
-                left -= bool(found.results)
-                if not left:
+                remaining -= bool(event.results)
+                if not remaining:
                     queue.observe_wait(backlog_seconds, timings.queue_seconds)
-                yield found
+                yield event
         finally:
             request.cancelled = True
             queue.cancel(entries)
@@ -197,13 +197,13 @@ class GenerationScheduler:
             return
         warm.set_result(None)
         while True:
-            for entry in [each for each in self._running if each.request.cancelled]:
+            for entry in [candidate for candidate in self._running if candidate.request.cancelled]:
                 self._leave([entry])
-            taken = self._take()
-            if taken is None and not self._running:
+            entries = self._take()
+            if entries is None and not self._running:
                 return
-            if taken:
-                self._run(taken)
+            if entries:
+                self._run(entries)
             if self._running:
                 self._run([])
 
@@ -216,29 +216,29 @@ class GenerationScheduler:
             return [self._alone.pop()]
         free = self._max_rows - sum(entry.weight for entry in self._running)
         alike = not more or self._generator.graphs.encoder is not None
-        taken = self.queue.take_rows(free, wait=not self._running, alike=alike)
+        entries = self.queue.take_rows(free, wait=not self._running, alike=alike)
         now = time.perf_counter()
-        for entry in taken or ():
+        for entry in entries or ():
             entry.request.started = now
             entry.request.first = entry.request.first or now
-        return taken
+        return entries
 
-    def _run(self, taken: Sequence[QueueEntry]) -> None:
+    def _run(self, joining: Sequence[QueueEntry]) -> None:
         """Run the prompts of inputs that join or, without any, the next step."""
-        taken = [entry for entry in taken if not entry.request.cancelled]
-        entries = taken or self._running
+        joining = [entry for entry in joining if not entry.request.cancelled]
+        entries = joining or self._running
         if not entries:
             return
         started = self._since = time.perf_counter()
-        rows, tokens = len(taken) or self._batch.rows, 0
+        rows, tokens = len(joining) or self._batch.rows, 0
         events: list[tuple[QueueEntry, Progress | BaseException]] = []
         is_due = len(self._running) <= _FEW or (self._is_sent and started >= self._next_delivery)
         try:
-            if taken:
-                tokens = sum(entry.length for entry in taken)
-                longest = max(entry.length for entry in taken)
-                self._running = [*self._running, *taken]
-                self._begin(taken)
+            if joining:
+                tokens = sum(entry.length for entry in joining)
+                longest = max(entry.length for entry in joining)
+                self._running = [*self._running, *joining]
+                self._begin(joining)
             else:
                 tokens, longest = rows, 1
                 self._batch.step()
@@ -247,14 +247,14 @@ class GenerationScheduler:
                 for entry in entries
                 if is_due or entry.row.search.done or not entry.row.started
             ]
-            events = [found for entry in reported if (found := self._progress(entry))]
+            events = [event for entry in reported if (event := self._progress(entry))]
         except EngineryError as error:
             self._leave(entries)
-            if len(taken) > 1:  # find the input that fails
-                self._alone += taken
+            if len(joining) > 1:  # find the input that fails
+                self._alone += joining
             else:
-                one = len({entry.request for entry in entries}) == 1
-                shown = self._explain(error, one)
+                same_request = len({entry.request for entry in entries}) == 1
+                shown = self._explain(error, same_request)
                 events = [(entry, shown) for entry in entries]
         except Exception as error:  # a bug, which must not end the thread
             _log.exception("generating %d texts failed", len(entries))
@@ -276,24 +276,24 @@ class GenerationScheduler:
         except RuntimeError:  # the loop is closed, so no request waits any more
             self._is_sent = True
 
-    def _begin(self, taken: Sequence[QueueEntry]) -> None:
-        jobs: list[GenerationJob] = [entry.row for entry in taken]
+    def _begin(self, joining: Sequence[QueueEntry]) -> None:
+        jobs: list[GenerationJob] = [entry.row for entry in joining]
         feeds = self._generator.inputs.join([job.row for job in jobs])
         self._batch.add([job.search for job in jobs], feeds)
 
     def _progress(self, entry: QueueEntry) -> tuple[QueueEntry, Progress | BaseException] | None:
         """Return what is to be reported of an input, which leaves if it is done."""
-        found: Progress | BaseException | None
+        event: Progress | BaseException | None
         try:
-            found = entry.row.progress(entry.index)
+            event = entry.row.progress(entry.index)
         except EngineryError as error:
-            found = error
+            event = error
         except Exception as error:  # a bug, which must not affect other requests
             _log.exception("a text could not be generated")
-            found = error
-        if isinstance(found, BaseException) or entry.row.search.done:
+            event = error
+        if isinstance(event, BaseException) or entry.row.search.done:
             self._leave([entry])
-        return None if found is None else (entry, found)
+        return None if event is None else (entry, event)
 
     def _leave(self, entries: Sequence[QueueEntry]) -> None:
         self._running = [entry for entry in self._running if entry not in entries]
@@ -304,8 +304,8 @@ class GenerationScheduler:
     def _measure(self, seconds: float, events: Sequence[tuple[QueueEntry, Any]]) -> None:
         """Update the estimate of the time per waiting token, of which most are not generated."""
         self._busy_seconds += seconds
-        for entry, found in events:
-            if isinstance(found, Progress) and found.results:
+        for entry, event in events:
+            if isinstance(event, Progress) and event.results:
                 self._done_tokens = self._done_tokens * _DECAY + entry.tokens
                 self._busy_seconds *= _DECAY
         if self._done_tokens:

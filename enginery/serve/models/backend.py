@@ -239,14 +239,14 @@ class ModelBackend(ModelFiles):
         return [
             QueueEntry(
                 None,
-                place,
+                index,
                 (type(task), task.batch_key(row)),
                 batches.padded_length(row) if pads else row.tokens,
                 row,
                 batches,
                 tokens=row.tokens,
             )
-            for place, row in enumerate(rows)
+            for index, row in enumerate(rows)
         ]
 
     def warm_up(self) -> None:
@@ -320,7 +320,7 @@ class ModelBackend(ModelFiles):
     def info(self) -> dict[str, Any]:
         """Return the artifact's properties, its providers and its batch rules, as JSON."""
         manifest, cost = self.artifact.manifest, self.cost
-        found: dict[str, Any] = {
+        properties: dict[str, Any] = {
             "task": manifest.task,
             "method": self.task.verb if self.task else "generate" if self.plan else "",
             "source": manifest.source.id,
@@ -349,24 +349,24 @@ class ModelBackend(ModelFiles):
             },
         }
         if (captures := self.runner.captures) is not None:
-            found["cuda_graphs"] = {
+            properties["cuda_graphs"] = {
                 "recorded": captures.recorded,
                 "seconds": captures.seconds,
                 "buffer_bytes": captures.buffer_bytes,
                 "unrecorded_runs": captures.unrecorded_runs,
             }
         if self.limit:
-            found["max_tokens"] = self.limit
+            properties["max_tokens"] = self.limit
         if self.task:
-            found["notes"] = [*self.task.notes, *self.runner.notes]
+            properties["notes"] = [*self.task.notes, *self.runner.notes]
         if self.dim:
-            found["dim"] = self.dim
+            properties["dim"] = self.dim
         if self.plan is not None:
-            found["generation"] = {
+            properties["generation"] = {
                 "max_rows": self.options.generation_rows,
                 "max_new_tokens": self.options.max_new_tokens,
             }
-        return found
+        return properties
 
     def close(self) -> None:
         """Free the sessions."""
@@ -403,10 +403,10 @@ class ModelBackend(ModelFiles):
         if isinstance(self.task, MediaTask):
             rows = min(options.batch_rows, _MAX_MEDIA_CPU if self.on_cpu else options.batch_rows)
             rows = min(rows, fixed or rows)
-            tokens, what = rows, "images of one size"  # an image counts as one token
+            tokens, unit = rows, "images of one size"  # an image counts as one token
             if self.task.modality == "audio":
-                tokens, what = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
-            self._explanation = f"{rows} {what}"
+                tokens, unit = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
+            self._explanation = f"{rows} {unit}"
             return BatchRules(max_tokens=tokens, max_rows=rows, max_padding=0.0)
         tokens, why = options.batch_tokens, "set by --batch-tokens"
         if not tokens:

@@ -83,14 +83,14 @@ def _is_bounded(tokenizer: Any) -> bool:
     )
 
 
-def _are_known(component: Any, parts_name: str, known: frozenset[str]) -> bool:
+def _are_known(component: Any, parts_name: str, names: frozenset[str]) -> bool:
     """Return True if a component, or each part of a sequence, is one of the known kinds."""
     if component is None:
         return True
     described = orjson.loads(component.__getstate__())
     parts = described[parts_name] if described["type"] == "Sequence" else [described]
     return len(parts) <= _MAX_PARTS and all(
-        part["type"] in known or _is_short_template(part) for part in parts
+        part["type"] in names or _is_short_template(part) for part in parts
     )
 
 
@@ -99,7 +99,7 @@ def _is_short_template(part: dict[str, Any]) -> bool:
     if part["type"] != "TemplateProcessing":
         return False
     special = part["special_tokens"].values()
-    pieces = [*part["single"], *part["pair"], *(i for each in special for i in each["ids"])]
+    pieces = [*part["single"], *part["pair"], *(i for token in special for i in token["ids"])]
     return len(pieces) <= _TEMPLATE_PIECES
 
 

@@ -111,12 +111,12 @@ class ModelRegistry:
         """
         if name:
             return self.get(name)
-        several = found = list(self._models.values())
+        several = fitting = list(self._models.values())
         if fits is not None and len(several) > 1:
-            found = [model for model in several if fits(model)]
-        if len(found) == 1:
-            return found[0]
-        if not found:
+            fitting = [model for model in several if fits(model)]
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting:
             tasks = ", ".join(f"{model.name} ({model.artifact.manifest.task})" for model in several)
             raise ModelChoiceError(
                 f"none of the server's {len(several)} models supports this route.",
@@ -124,8 +124,8 @@ class ModelRegistry:
             )
         can = " for this route" if fits is not None else ""
         raise ModelChoiceError(
-            f"the server has {len(found)} models{can}, but the request names none.",
-            do=f"Name one of {', '.join(model.name for model in found)}.",
+            f"the server has {len(fitting)} models{can}, but the request names none.",
+            do=f"Name one of {', '.join(model.name for model in fitting)}.",
         )
 
     async def load(self) -> None:
@@ -137,10 +137,10 @@ class ModelRegistry:
         threads = ThreadPoolExecutor(len(self._models) or 1, thread_name_prefix="enginery-load")
         try:
             loading = [self._loop.run_in_executor(threads, model.load) for model in self]
-            found = await asyncio.gather(*loading, return_exceptions=True)
+            results = await asyncio.gather(*loading, return_exceptions=True)
         finally:
             threads.shutdown(wait=False)
-        for failed in found:
+        for failed in results:
             if isinstance(failed, BaseException):
                 raise failed
         self._watching = self._loop.create_task(self._watch())
@@ -169,9 +169,9 @@ class ModelRegistry:
         if self._reloading.locked():
             raise UnavailableError("models are already being reloaded.")
         names = (self.get(name).name,) if name else self.names
-        for each in names:
-            if self._models[each].state == "loading":
-                raise UnavailableError(f"{each} is still being loaded.")
+        for model_name in names:
+            if self._models[model_name].state == "loading":
+                raise UnavailableError(f"{model_name} is still being loaded.")
         # Shielded, so that a client's disconnect does not interrupt a replacement.
         return await asyncio.shield(self._spawn(self._reload_all(names)))
 

@@ -276,13 +276,17 @@ class ServedModel(ABC):
 
     def _is_quick(self, task: RowTask, inputs: Any) -> bool:
         """Return True if the texts of a request can be tokenized in the event loop's thread."""
-        most = self.backend.quick_characters
-        return most > 0 and len(inputs) <= _QUICK_INPUTS and task.characters(inputs) <= most
+        max_characters = self.backend.quick_characters
+        return (
+            max_characters > 0
+            and len(inputs) <= _QUICK_INPUTS
+            and task.characters(inputs) <= max_characters
+        )
 
-    def _require_count(self, count: int, what: str) -> None:
+    def _require_count(self, count: int, unit: str) -> None:
         if count > self._config.max_inputs:
             raise TooManyInputsError(
-                f"found {count} {what}, expected at most {self._config.max_inputs}.",
+                f"found {count} {unit}, expected at most {self._config.max_inputs}.",
                 do="Send them in several requests.",
             )
 
@@ -305,8 +309,8 @@ class ServedModel(ABC):
             self.state = "stuck"
             self.reason = f"a batch has been running for {running:.0f} s"
             if preprocessing > running:
-                what = _PREPROCESSING[self.task.modality if self.task else "text"]
-                self.reason = f"{what} has been running for {preprocessing:.0f} s"
+                work = _PREPROCESSING[self.task.modality if self.task else "text"]
+                self.reason = f"{work} has been running for {preprocessing:.0f} s"
         elif self.state == "stuck":
             self.state, self.reason = "ready", ""
 
@@ -407,7 +411,7 @@ class LocalModel(ServedModel):
         """Return the model's state, queue and, once loaded, properties, as JSON."""
         used = self._generation or self._scheduler
         queue = used.queue if used else None
-        found = {
+        properties = {
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
@@ -421,8 +425,11 @@ class LocalModel(ServedModel):
             },
         }
         if self._generation is not None:
-            found["running"] = {"rows": self._generation.rows, "waiting": self._generation.waiting}
-        return {**found, **self._backend.info()} if self._backend else found
+            properties["running"] = {
+                "rows": self._generation.rows,
+                "waiting": self._generation.waiting,
+            }
+        return {**properties, **self._backend.info()} if self._backend else properties
 
     async def generate(
         self,
@@ -443,8 +450,8 @@ class LocalModel(ServedModel):
             timings.tokenize_seconds = time.perf_counter() - started
             timings.tokens = sum(job.prompt_tokens for job in jobs)
             async with contextlib.aclosing(self._generation.run(jobs, timings)) as steps:
-                async for found in steps:
-                    yield found
+                async for step in steps:
+                    yield step
         finally:
             self._requests -= 1
 
@@ -526,13 +533,17 @@ class LocalModel(ServedModel):
         super().refuse_all(error)
 
     async def _close_sessions(self, *, drain: bool, timeout_seconds: float) -> None:
-        running = [each for each in (self._scheduler, self._generation) if each is not None]
-        for each in running:
-            each.close(drain=drain)
+        running = [
+            scheduler for scheduler in (self._scheduler, self._generation) if scheduler is not None
+        ]
+        for scheduler in running:
+            scheduler.close(drain=drain)
         ends = time.perf_counter() + timeout_seconds
         joined = [
-            await self._loop.run_in_executor(None, each.join, max(ends - time.perf_counter(), 0.0))
-            for each in running
+            await self._loop.run_in_executor(
+                None, scheduler.join, max(ends - time.perf_counter(), 0.0)
+            )
+            for scheduler in running
         ]
         if not all(joined):  # a session must not be freed while a batch runs
             self.refuse_all(UnavailableError(f"{self.name}: {self.reason}."))
@@ -549,16 +560,16 @@ class LocalModel(ServedModel):
                 raise  # its rows will run one by one
             raise self._explained(error) from error
 
-    def _explain_failed_step(self, error: EngineryError, one: bool) -> EngineryError:
-        """Return what the requests of a failed step of generation get.
+    def _explain_failed_step(self, error: EngineryError, single_request: bool) -> EngineryError:
+        """Return the error that the requests of a failed generation step receive.
 
         Args:
             error: what happened.
-            one: they are the inputs of one request.
+            single_request: True if all inputs of the step belong to one request.
         """
-        found = self._explained(error)
-        if one or found is not error:
-            return found
+        explained = self._explained(error)
+        if single_request or explained is not error:
+            return explained
         return UnavailableError(
             f"generating several texts together failed: {error.message}",
             do="Send the request again.",

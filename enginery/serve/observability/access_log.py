@@ -92,14 +92,14 @@ class AccessLog:
 class _Queue:
     """A queue that never blocks a request: if it is full, it drops the line and counts it."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_records: int) -> None:
         self.records: SimpleQueue[Any] = SimpleQueue()
         self.dropped = 0
-        self._most = most
+        self._max_records = max_records
 
     def put(self, record: RequestRecord) -> None:
         """Put a record and the present time into the queue; if it is full, count it as dropped."""
-        if self.records.qsize() >= self._most:
+        if self.records.qsize() >= self._max_records:
             self.dropped += 1
         else:
             self.records.put((record, time.time()))
@@ -120,9 +120,9 @@ class _Listener(logging.handlers.QueueListener):
             self.handlers[0].flush()
             return cast("logging.LogRecord", item)  # the sign to end
         record, created = item
-        found = logging.LogRecord("enginery.access", logging.INFO, "", 0, record, None, None)
-        found.created = created
-        return found
+        log_record = logging.LogRecord("enginery.access", logging.INFO, "", 0, record, None, None)
+        log_record.created = created
+        return log_record
 
 
 class _DescriptorHandler(logging.Handler):
@@ -150,20 +150,20 @@ class _DescriptorHandler(logging.Handler):
         """Write the lines that wait."""
         lines, self._lines = self._lines, []
         dropped = self._waiting.dropped
-        told = f"{_told_line(dropped - self._told)}\n" if dropped > self._told else ""
+        notice = f"{_told_line(dropped - self._told)}\n" if dropped > self._told else ""
         if not lines:
             return
         try:
-            self._write((told + "".join(lines)).encode("ascii"))
+            self._write((notice + "".join(lines)).encode("ascii"))
             self._told = max(self._told, dropped)
         except OSError:  # the reader has closed the pipe
             self._waiting.dropped += len(lines)
 
     def _write(self, text: bytes) -> None:
-        left = memoryview(text)
-        while left:
+        remaining = memoryview(text)
+        while remaining:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                remaining = remaining[os.write(self._descriptor, remaining) :]
             except BlockingIOError:  # another process has made the shared pipe non-blocking
                 select.select([], [self._descriptor], [])
 
@@ -172,28 +172,28 @@ class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a RequestRecord as one line of ASCII, including its line end."""
         request: Any = record.msg
-        found: RequestRecord = request
+        request_record: RequestRecord = request
         facts: dict[str, Any] = {
             "time": _utc(record.created),
-            "client": found.client,
-            "method": found.method,
-            "path": found.path[:MAX_PATH_CHARACTERS],
-            "route": found.route,
-            "model": found.model,
-            "status": found.status,
-            "duration_ms": _ms(found.seconds),
+            "client": request_record.client,
+            "method": request_record.method,
+            "path": request_record.path[:MAX_PATH_CHARACTERS],
+            "route": request_record.route,
+            "model": request_record.model,
+            "status": request_record.status,
+            "duration_ms": _ms(request_record.seconds),
         }
-        if (timings := found.timings) is not None:
+        if (timings := request_record.timings) is not None:
             facts["tokenize_ms"] = _ms(timings.tokenize_seconds)
             facts["queue_ms"] = _ms(timings.queue_seconds)
             facts["inference_ms"] = _ms(timings.inference_seconds)
             facts["tokens"] = timings.tokens
-        if found.generated:
-            facts["generated_tokens"] = found.generated
-            facts["first_token_ms"] = _ms(found.first_token_at - found.started)
-        facts["request_id"] = found.request_id
-        facts["bytes_in"] = found.body_bytes
-        facts["bytes_out"] = found.sent_bytes
+        if request_record.generated:
+            facts["generated_tokens"] = request_record.generated
+            facts["first_token_ms"] = _ms(request_record.first_token_at - request_record.started)
+        facts["request_id"] = request_record.request_id
+        facts["bytes_in"] = request_record.body_bytes
+        facts["bytes_out"] = request_record.sent_bytes
         try:
             text = orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
         except TypeError:  # a lone surrogate, which UTF-8 cannot encode

@@ -214,9 +214,9 @@ class Metrics:
         child = self._requests.get(key)
         if child is None:
             route, model, status = key
-            known = self._model_label(model)
-            child = self._duration.labels(route, known, str(status))
-            if known == model:  # else clients could fill the memory with names
+            label = self._model_label(model)
+            child = self._duration.labels(route, label, str(status))
+            if label == model:  # else clients could fill the memory with names
                 self._requests[key] = child
         return child
 
@@ -229,9 +229,9 @@ class Metrics:
         """
         children = self._batches.get(model)
         if children is None:
-            known = self._model_label(model)
-            children = _BatchMetrics(*(family.labels(known) for family in self._batch))
-            if known == model:
+            label = self._model_label(model)
+            children = _BatchMetrics(*(family.labels(label) for family in self._batch))
+            if label == model:
                 self._batches[model] = children
         children.inputs.observe(batch.rows)
         children.seconds.observe(batch.seconds)
@@ -278,12 +278,12 @@ class Metrics:
             routes: patterns of the routes that run models, for the numbers of requests.
         """
         self.count()
-        found: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
+        totals_by_model: defaultdict[str, ModelTotals] = defaultdict(ModelTotals)
         for metric in self._all_counts().collect():
             for sample in metric.samples:
                 if model := sample.labels.get("model"):
-                    _add_sample(found[model], sample, routes)
-        return dict(found)
+                    _add_sample(totals_by_model[model], sample, routes)
+        return dict(totals_by_model)
 
     def _all_counts(self) -> Collector:
         """Return the counts of all worker processes."""
@@ -297,29 +297,29 @@ class Metrics:
     def _count_inferences(self, model: str, records: Sequence[RequestRecord]) -> None:
         children = self._inferences.get(model)
         if children is None:
-            known = self._model_label(model)
+            label = self._model_label(model)
             children = _InferenceMetrics(
-                self._tokenize.labels(known),
-                self._queue.labels(known),
-                self._inference.labels(known),
-                self._inputs.labels(known),
-                self._tokens.labels(known),
-                self._truncated.labels(known),
-                self._last_inference.labels(known),
+                self._tokenize.labels(label),
+                self._queue.labels(label),
+                self._inference.labels(label),
+                self._inputs.labels(label),
+                self._tokens.labels(label),
+                self._truncated.labels(label),
+                self._last_inference.labels(label),
             )
-            if known == model:
+            if label == model:
                 self._inferences[model] = children
         timings = [record.timings for record in records if record.timings is not None]
-        children.tokenize.observe_all([each.tokenize_seconds for each in timings])
-        children.queue.observe_all([each.queue_seconds for each in timings])
-        children.inference.observe_all([each.inference_seconds for each in timings])
+        children.tokenize.observe_all([timing.tokenize_seconds for timing in timings])
+        children.queue.observe_all([timing.queue_seconds for timing in timings])
+        children.inference.observe_all([timing.inference_seconds for timing in timings])
         children.inputs.inc(sum(record.inputs for record in records))
-        children.tokens.inc(sum(each.tokens for each in timings))
-        children.truncated.inc(sum(each.truncated for each in timings))
+        children.tokens.inc(sum(timing.tokens for timing in timings))
+        children.truncated.inc(sum(timing.truncated for timing in timings))
         children.last_inference.set_to_current_time()
 
     def _model_label(self, model: str) -> str:
-        return model if any(each.name == model for each in self._models.models()) else NO_MODEL
+        return model if any(served.name == model for served in self._models.models()) else NO_MODEL
 
     def _histogram(
         self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = _BY_MODEL
@@ -339,24 +339,24 @@ _TOTALS = {
 
 def _add_sample(totals: ModelTotals, sample: Sample, routes: Collection[str]) -> None:
     """Add a sample to the totals of its model, if it is a part of them."""
-    name, _, what = sample.name.rpartition("_")
+    name, _, suffix = sample.name.rpartition("_")
     if sample.name == "enginery_inputs_total":
         totals.inputs = int(sample.value)
     elif sample.name == "enginery_batch_inputs_count":
         totals.batches = int(sample.value)
     elif sample.name == "enginery_last_inference_timestamp_seconds":
         totals.last_inference = sample.value
-    elif what not in ("count", "sum"):
+    elif suffix not in ("count", "sum"):
         return
     elif name in _TOTALS:
-        _add(getattr(totals, _TOTALS[name]), what, sample.value)
+        _add(getattr(totals, _TOTALS[name]), suffix, sample.value)
     elif name == "enginery_request_duration_seconds" and sample.labels["route"] in routes:
         answered = sample.labels["status"] == "200"
-        _add(totals.success if answered else totals.fail, what, sample.value)
+        _add(totals.success if answered else totals.fail, suffix, sample.value)
 
 
-def _add(total: Total, what: str, value: float) -> None:
-    if what == "count":
+def _add(total: Total, suffix: str, value: float) -> None:
+    if suffix == "count":
         total.count += int(value)
     else:
         total.seconds += value
@@ -479,12 +479,12 @@ class _GpuCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current gauges."""
-        found = {
+        statuses = {
             str(device): nvml.status() for device in self._devices() if (nvml := self._open(device))
         }
         for name, text in _GPU_GAUGES.items():
             gauge = GaugeMetricFamily(f"enginery_gpu_{name}", text, labels=("device",))
-            for device, status in found.items():
+            for device, status in statuses.items():
                 value = getattr(status, name)
                 if value is not None:
                     gauge.add_metric([device], value)

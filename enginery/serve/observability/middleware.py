@@ -62,7 +62,7 @@ class ObservabilityMiddleware:
             metrics.observe if metrics is not None else None,
             access_log.write if access_log is not None else None,
         )
-        self._observers = tuple(each for each in observers if each is not None)
+        self._observers = tuple(observer for observer in observers if observer is not None)
         self._prefix = secrets.token_hex(4)
         self._count = itertools.count(1)
 
@@ -104,10 +104,10 @@ class ObservabilityMiddleware:
             self._report(record, scope)
 
     def _begin(self, scope: Scope) -> RequestRecord:
-        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        request_id = given.decode("latin-1")
+        header = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = header.decode("latin-1")
         # The id goes into a header and a log, so it must not contain control characters.
-        if not (0 < len(given) <= _LONGEST_ID and given.isascii() and request_id.isprintable()):
+        if not (0 < len(header) <= _LONGEST_ID and header.isascii() and request_id.isprintable()):
             request_id = f"{self._prefix}-{next(self._count):x}"
         host, port = (scope.get("client") or ("", 0))[:2]
         if host:
@@ -120,11 +120,11 @@ class ObservabilityMiddleware:
     def _headers(
         self, record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]
     ) -> list[tuple[bytes, bytes]]:
-        found = [*headers, (b"x-request-id", record.request_id.encode("ascii"))]
+        fields = [*headers, (b"x-request-id", record.request_id.encode("ascii"))]
         timings = record.timings
         if timings is not None and record.status == 200:
             total = b"%.3f" % ((perf_counter() - record.started) * 1e3)
-            found += (
+            fields += (
                 (b"x-compute-type", record.compute_type.encode("ascii")),
                 (b"x-compute-time", total),
                 (b"x-compute-characters", b"%d" % record.characters),
@@ -135,9 +135,9 @@ class ObservabilityMiddleware:
                 (b"x-inference-time", b"%.3f" % (timings.inference_seconds * 1e3)),
             )
         if self._activity.draining:
-            found = [(name, value) for name, value in found if name.lower() != b"connection"]
-            found.append((b"connection", b"close"))
-        return found
+            fields = [(name, value) for name, value in fields if name.lower() != b"connection"]
+            fields.append((b"connection", b"close"))
+        return fields
 
     def _report(self, record: RequestRecord, scope: Scope) -> None:
         # The matched route, even if the request was rejected before its handler was called.

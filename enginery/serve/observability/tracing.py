@@ -188,12 +188,12 @@ def _installed() -> bool:
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:
-    found: dict[str, Any] = {"enginery.request_id": record.request_id}
+    attributes: dict[str, Any] = {"enginery.request_id": record.request_id}
     if record.route:
-        found["http.route"] = record.route
+        attributes["http.route"] = record.route
     if record.model:
-        found["enginery.model"] = record.model
+        attributes["enginery.model"] = record.model
     if record.timings is not None:
-        found["enginery.tokens"] = record.timings.tokens
-        found["enginery.truncated"] = record.timings.truncated
-    return found
+        attributes["enginery.tokens"] = record.timings.tokens
+        attributes["enginery.truncated"] = record.timings.truncated
+    return attributes

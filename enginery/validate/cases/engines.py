@@ -42,7 +42,7 @@ def reachable_profiles(
         ProviderError: the providers or engines cannot be used, or the CPU would have to run BF16.
             Checking this here saves a useless run of PyTorch.
     """
-    found: dict[str, list[Profile]] = {}
+    profiles_by_file: dict[str, list[Profile]] = {}
     for record in artifact.manifest.graphs:
         chosen, engines = choose_with_engines(
             artifact, record, specs, allow_fallback=allow_fallback
@@ -52,8 +52,8 @@ def reachable_profiles(
                 f"{artifact.path} is bf16, but ONNX Runtime has no BF16 kernels on the CPU.",
                 do="Validate it on a GPU: --providers cuda",
             )
-        found[record.file] = [reachable_profile(engine.record) for engine in engines]
-    return found
+        profiles_by_file[record.file] = [reachable_profile(engine.record) for engine in engines]
+    return profiles_by_file
 
 
 def split_by_profiles(
@@ -66,18 +66,20 @@ def split_by_profiles(
         record: the graph.
         profiles: one profile for each engine; empty without engines.
     """
-    taken: list[ValidationCase] = []
+    fitting: list[ValidationCase] = []
     left_out: list[ValidationCaseResult] = []
     for case in cases:
         if not profiles or case.kind == "profile" or not _find_unfit(case, record, profiles):
-            taken.append(case)
+            fitting.append(case)
             continue
-        for part in _split_rows(case, record, profiles) if case.kind == "real" else [case]:
-            if found := _find_unfit(part, record, profiles):
-                left_out.append(found)
+        # Real inputs are split into as many rows as an engine accepts, as in serving.
+        parts = _split_rows(case, record, profiles) if case.kind == "real" else [case]
+        for part in parts:
+            if unfit := _find_unfit(part, record, profiles):
+                left_out.append(unfit)
             else:
-                taken.append(part)
-    return taken, left_out
+                fitting.append(part)
+    return fitting, left_out
 
 
 def _find_unfit(

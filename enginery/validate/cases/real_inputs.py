@@ -112,10 +112,10 @@ def _media_cases(
 ) -> list[ValidationCase]:
     """Return the cases of a folder of images or sounds."""
     kind: MediaKind = "images" if takes_images(record) else "audio"
-    found = list_media(Path(config.data).expanduser(), kind, rows=config.rows)
+    files = list_media(Path(config.data).expanduser(), kind, rows=config.rows)
     feeder = (ImageFeeder if kind == "images" else SoundFeeder).open(artifact, record)
-    what = "images" if kind == "images" else "sounds"
-    return _as_cases(media_batches(what, feeder, found, record))
+    noun = "images" if kind == "images" else "sounds"
+    return _as_cases(media_batches(noun, feeder, files, record))
 
 
 def _as_cases(batches: Sequence[SampleBatch], labels: Sequence[int] = ()) -> list[ValidationCase]:

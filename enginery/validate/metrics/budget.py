@@ -97,31 +97,31 @@ class AccuracyExpectation:
 
     def limits(self, rows: int) -> AccuracyLimits:
         """Return the limits for a number of rows."""
-        found = self._limits(rows)
+        computed = self._limits(rows)
         return AccuracyLimits(
-            max(found.cosine, MIN_MEAN_COSINE), found.worst_cosine, found.neighbours
+            max(computed.cosine, MIN_MEAN_COSINE), computed.worst_cosine, computed.neighbours
         )
 
     def _limits(self, rows: int) -> AccuracyLimits:
-        seen = self.measured
-        if seen is None or (self.own_data and seen.deviation is None):
+        measured = self.measured
+        if measured is None or (self.own_data and measured.deviation is None):
             slack = _DATA_SLACK if self.own_data else _BUILTIN_SLACK
             return AccuracyLimits(1.0 - slack * self.shortfall)
         if self.own_data:
-            bound = 1.0 - seen.cosine + _confidence_width(seen, rows)
+            bound = 1.0 - measured.cosine + _confidence_width(measured, rows)
             promised = 0.0 if self.budget is None else 1.0 - self.budget
             return AccuracyLimits(1.0 - max(bound, promised, self.min_shortfall))
-        neighbours = seen.neighbour_agreement
+        neighbours = measured.neighbour_agreement
         return AccuracyLimits(
-            1.0 - _MEAN_SLACK * (1.0 - seen.cosine) - self.min_shortfall,
-            1.0 - _WORST_SLACK * (1.0 - seen.worst_cosine) - self.min_shortfall,
-            None if neighbours is None else neighbours - _NEIGHBOURS / max(seen.rows, 1),
+            1.0 - _MEAN_SLACK * (1.0 - measured.cosine) - self.min_shortfall,
+            1.0 - _WORST_SLACK * (1.0 - measured.worst_cosine) - self.min_shortfall,
+            None if neighbours is None else neighbours - _NEIGHBOURS / max(measured.rows, 1),
         )
 
     def describe(self) -> str:
         """Describe where the limits come from."""
-        seen = self.measured
-        if seen is None or (self.own_data and seen.deviation is None):
+        measured = self.measured
+        if measured is None or (self.own_data and measured.deviation is None):
             slack = _DATA_SLACK if self.own_data else _BUILTIN_SLACK
             return (
                 f"{self.scheme}: over all real inputs, 1 - cosine may be {slack:g} times that of "
@@ -131,20 +131,20 @@ class AccuracyExpectation:
             budget = f", or the budget of {self.budget:.4f}" if self.budget is not None else ""
             return (
                 f"{self.scheme}: over all real inputs, a mean cosine within the confidence bound "
-                f"of the {seen.cosine:.4f} on {seen.rows} held-out rows{budget}"
+                f"of the {measured.cosine:.4f} on {measured.rows} held-out rows{budget}"
             )
         return (
-            f"{self.scheme}: on these inputs quantize measured a mean cosine of {seen.cosine:.4f} "
-            f"and at least {seen.worst_cosine:.4f}; 1 - cosine may be {_MEAN_SLACK:g} and "
-            f"{_WORST_SLACK:g} times as large"
+            f"{self.scheme}: on these inputs quantize measured a mean cosine of "
+            f"{measured.cosine:.4f} and at least {measured.worst_cosine:.4f}; 1 - cosine may "
+            f"be {_MEAN_SLACK:g} and {_WORST_SLACK:g} times as large"
         )
 
 
 def _confidence_width(
-    seen: AccuracyMetrics | LayerError, rows: int, confidence: float = _CONFIDENCE
+    measured: AccuracyMetrics | LayerError, rows: int, confidence: float = _CONFIDENCE
 ) -> float:
     """Return how far the mean of so many rows may be above the measured one, by chance alone."""
-    error = (seen.deviation or 0.0) * math.sqrt(1 / max(seen.rows, 1) + 1 / max(rows, 1))
+    error = (measured.deviation or 0.0) * math.sqrt(1 / max(measured.rows, 1) + 1 / max(rows, 1))
     return NormalDist().inv_cdf(confidence) * error
 
 
@@ -165,34 +165,36 @@ class LayerExpectation:
     def of(cls, artifact: Artifact, *, own_data: bool) -> LayerExpectation:
         """Read what is recorded; nothing if the stage has not measured layers."""
         report = _read_report(artifact)
-        found: dict[str, LayerError] = {}
+        errors: dict[str, LayerError] = {}
         if report is not None:
-            found = report.layer_errors if own_data else report.builtin_layer_errors
-        known = {name: seen for name, seen in found.items() if math.isfinite(seen.error)}
+            errors = report.layer_errors if own_data else report.builtin_layer_errors
+        finite = {
+            name: measured for name, measured in errors.items() if math.isfinite(measured.error)
+        }
         by_graph = report.layers_by_graph if report else {}
-        return cls(own_data, known, roundoff(artifact.manifest.float_precision), by_graph)
+        return cls(own_data, finite, roundoff(artifact.manifest.float_precision), by_graph)
 
     def of_graph(self, file: str) -> LayerExpectation:
         """Return what is known of the layers of one graph."""
         names = self.by_graph.get(file, self.measured)
         return replace(self, measured={n: e for n, e in self.measured.items() if n in names})
 
-    def compare(self, found: Mapping[str, LayerError]) -> LayerMetrics:
+    def compare(self, errors: Mapping[str, LayerError]) -> LayerMetrics:
         """Compare the errors of layers with those that were measured."""
-        rows = max((error.rows for error in found.values()), default=0)
+        rows = max((error.rows for error in errors.values()), default=0)
         layers = [
-            LayerComparison(name, found[name].error, seen.error, self._limit(seen, rows))
-            for name, seen in self.measured.items()
-            if name in found
+            LayerComparison(name, errors[name].error, measured.error, self._limit(measured, rows))
+            for name, measured in self.measured.items()
+            if name in errors
         ]
-        return LayerMetrics(rows, layers, [name for name in self.measured if name not in found])
+        return LayerMetrics(rows, layers, [name for name in self.measured if name not in errors])
 
-    def _limit(self, seen: LayerError, rows: int) -> float:
+    def _limit(self, measured: LayerError, rows: int) -> float:
         if not self.own_data:
-            return _LAYER_SLACK * seen.error + self.rounding
+            return _LAYER_SLACK * measured.error + self.rounding
         confidence = 1 - (1 - _CONFIDENCE) / len(self.measured)
-        bound = seen.error + _confidence_width(seen, rows, confidence)
-        return max(_LAYER_DATA_SLACK * seen.error, bound) + self.rounding
+        bound = measured.error + _confidence_width(measured, rows, confidence)
+        return max(_LAYER_DATA_SLACK * measured.error, bound) + self.rounding
 
 
 def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpectation:
@@ -208,8 +210,8 @@ def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpec
     promised, report = _promised_cosine(stage), _read_report(artifact)
     held_out = _usable((report.encoder_accuracy or report.accuracy) if report else None)
     builtin = _usable(report.builtin if report else None)
-    known = [promised, *(seen.cosine for seen in (held_out,) if seen)]
-    cosines = [cosine for cosine in known if cosine is not None]
+    recorded = [promised, *(accuracy.cosine for accuracy in (held_out,) if accuracy)]
+    cosines = [cosine for cosine in recorded if cosine is not None]
     measured = held_out if own_data else builtin
     if not cosines and measured is None:
         raise OptionError(
@@ -246,8 +248,10 @@ def _read_report(artifact: Artifact) -> QuantizationReport | None:
         return None
 
 
-def _usable(found: AccuracyMetrics | None) -> AccuracyMetrics | None:
-    """Return a measurement, or None if its cosines are none."""
-    if found is None or not all(-1 <= c <= 1.000001 for c in (found.cosine, found.worst_cosine)):
+def _usable(metrics: AccuracyMetrics | None) -> AccuracyMetrics | None:
+    """Return a measurement, or None if its cosines are not between -1 and 1."""
+    if metrics is None or not all(
+        -1 <= c <= 1.000001 for c in (metrics.cosine, metrics.worst_cosine)
+    ):
         return None
-    return found
+    return metrics

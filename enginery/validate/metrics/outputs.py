@@ -84,9 +84,11 @@ def compare_output(
     """
     if problem := _interface_problem(actual, reference, dtype, tolerance.precision, name):
         return _unmeasured(output, actual.shape, problem)
-    found = compute_differences(actual, reference, padding)
-    limit = tolerance.limit(noise_floor=noise.max_abs, largest=found.largest)
-    rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=found.rms)
+    differences = compute_differences(actual, reference, padding)
+    # Scaled from the reference's own error at the same precision. The root mean square has a limit
+    # of its own, because it varies less than the maximum.
+    limit = tolerance.limit(noise_floor=noise.max_abs, largest=differences.largest)
+    rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=differences.rms)
     if max_abs_error is not None:
         limit, rms_limit = max_abs_error, math.inf
     limits = limit, rms_limit
@@ -94,32 +96,32 @@ def compare_output(
         # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
         rounding = Tolerance.for_precision(tolerance.precision)
         limits = (
-            rounding.limit(noise_floor=noise.max_abs, largest=found.largest),
-            rounding.rms_limit(noise_rms=noise.rms, rms=found.rms),
+            rounding.limit(noise_floor=noise.max_abs, largest=differences.largest),
+            rounding.rms_limit(noise_rms=noise.rms, rms=differences.rms),
         )
     cosine_limit = min_cosine
     if cosine_limit is None:
-        has_direction = found.rms > 4 * noise.max_abs
+        has_direction = differences.rms > 4 * noise.max_abs
         cosine_limit = tolerance.cosine_limit(noise_cosine=noise.cosine) if has_direction else -1.0
     agreement = 1.0
-    if "logits" in output and not found.unequal and not found.undefined:
+    if "logits" in output and not differences.unequal and not differences.undefined:
         margin = 2 * limit if math.isfinite(limit) else 0.0
         agreement = 1.0 - argmax_disagreement(actual, reference, padding, margin=margin)
     return OutputMetrics(
         output=output,
         shape=actual.shape,
-        max_abs=found.max_abs,
-        p99_abs=found.p99_abs,
-        max_rel=found.max_abs / found.largest if found.largest else 0.0,
-        cosine=found.cosine,
+        max_abs=differences.max_abs,
+        p99_abs=differences.p99_abs,
+        max_rel=differences.max_abs / differences.largest if differences.largest else 0.0,
+        cosine=differences.cosine,
         argmax_agreement=agreement,
-        nonfinite=found.unequal,
+        nonfinite=differences.unequal,
         noise_floor=noise.max_abs,
         limit=limit,
         cosine_limit=cosine_limit,
-        rms_error=found.rms_error,
+        rms_error=differences.rms_error,
         rms_limit=rms_limit,
-        problem=_problem(found, limit, rms_limit, cosine_limit, agreement, name),
+        problem=_problem(differences, limit, rms_limit, cosine_limit, agreement, name),
         constant_ratio=_constant_ratio(constant_error(reference, padding), *limits),
     )
 
@@ -134,13 +136,15 @@ def _constant_ratio(error: ConstantError, limit: float, rms_limit: float) -> flo
     # Below the smallest normal number, arithmetic has no relative accuracy.
     least = np.finfo(np.float32).tiny
     pairs = (error.max_abs, limit), (error.rms, rms_limit)
-    return max((e / most for e, most in pairs if most >= least and not math.isnan(e)), default=0.0)
+    return max(
+        (e / bound for e, bound in pairs if bound >= least and not math.isnan(e)), default=0.0
+    )
 
 
 def noise_floor(narrow: Array, wide: Array, padding: PaddingMask | None) -> NoiseFloor:
     """Measure the noise floor: the reference at one precision against itself at a higher one."""
-    found = compute_differences(narrow, wide, padding)
-    return NoiseFloor(found.max_abs, found.cosine, found.rms_error)
+    differences = compute_differences(narrow, wide, padding)
+    return NoiseFloor(differences.max_abs, differences.cosine, differences.rms_error)
 
 
 def unmatched_output(output: str, actual: Array, name: str = "PyTorch") -> OutputMetrics:
@@ -165,23 +169,23 @@ def _interface_problem(
 
 
 def _problem(
-    found: Differences,
+    differences: Differences,
     limit: float,
     rms_limit: float,
     cosine_limit: float,
     agreement: float,
     name: str,
 ) -> str:
-    if found.undefined:
-        return f"{found.undefined} elements are NaN in {name} itself"
-    if found.unequal:
-        return f"{found.unequal} elements are NaN or infinite on one side only"
-    if found.max_abs > limit:
-        return f"largest error {found.max_abs:.3g}, allowed {limit:.3g}"
-    if found.rms_error > rms_limit:
-        return f"root mean square error {found.rms_error:.3g}, allowed {rms_limit:.3g}"
-    if found.cosine < cosine_limit:
-        return f"cosine {found.cosine:.7f}, expected at least {cosine_limit:.7f}"
+    if differences.undefined:
+        return f"{differences.undefined} elements are NaN in {name} itself"
+    if differences.unequal:
+        return f"{differences.unequal} elements are NaN or infinite on one side only"
+    if differences.max_abs > limit:
+        return f"largest error {differences.max_abs:.3g}, allowed {limit:.3g}"
+    if differences.rms_error > rms_limit:
+        return f"root mean square error {differences.rms_error:.3g}, allowed {rms_limit:.3g}"
+    if differences.cosine < cosine_limit:
+        return f"cosine {differences.cosine:.7f}, expected at least {cosine_limit:.7f}"
     if agreement < 1.0 and math.isfinite(limit):
         return f"the argmax differs in {1 - agreement:.2%} of rows"
     return ""

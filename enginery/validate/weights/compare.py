@@ -162,16 +162,18 @@ def compare_weights(
 
 
 def _metrics(comparisons: Sequence[_GraphComparison], parameters: Parameters) -> WeightMetrics:
-    kinds = sum((found.kinds for found in comparisons), Counter[str]())
-    untraced = [weight for found in comparisons for weight in found.untraced]
-    left = sum(prod(weight.shape) for weight in untraced)
+    kinds = sum((comparison.kinds for comparison in comparisons), Counter[str]())
+    untraced = [weight for comparison in comparisons for weight in comparison.untraced]
+    untraced_elements = sum(prod(weight.shape) for weight in untraced)
     return WeightMetrics(
-        elements=kinds.total() + left,
+        elements=kinds.total() + untraced_elements,
         compared=kinds.total(),
         kinds=dict(kinds),
-        differences=[difference for found in comparisons for difference in found.differences],
+        differences=[
+            difference for comparison in comparisons for difference in comparison.differences
+        ],
         untraced=sorted(untraced, key=lambda weight: -prod(weight.shape))[:_LISTED],
-        unused=parameters.without({name for found in comparisons for name in found.seen}),
+        unused=parameters.without({name for comparison in comparisons for name in comparison.seen}),
     )
 
 
@@ -330,7 +332,7 @@ class _GraphComparison:
         return [name for name in names if prod(weights[name].shape) == stored.values.size]
 
     def _check(self, stored: StoredWeight, expectation: _Expectation) -> _Match:
-        """Compare a weight with what it must be."""
+        """Compare a weight with the parameter that its name or its node requires."""
         use, shape = expectation.use, stored.values.shape
         if not expectation.names and use is not None:
             self._see(self._norm(use))
@@ -338,27 +340,29 @@ class _GraphComparison:
         name, turned = self._best(stored, expectation.names, expectation.transposed)
         expected = self.parameters.read(name)
         self.seen.add(name)
-        found = turn(stored, turned, expected.shape)
-        wrong = mismatches(found, expected, self._error(name, expected))
+        actual = turn(stored, turned, expected.shape)
+        wrong = mismatches(actual, expected, self._error(name, expected))
         exact = partial(self._read_turned, name, turned, shape)
         fits = not np.any(wrong)
         if use is not None and self._norm(use) is not None and not _is_normalized(use.node):
             # A weight that is rounded may fit both with and without a normalization near 1.
-            folded = self._check_folded(found, use, name, expected, turned)
+            folded = self._check_folded(actual, use, name, expected, turned)
             if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
                 self._see(self._norm(use))
                 return folded
         if fits:
-            return _Match(name, _kind(found, turned), exact=exact)
+            return _Match(name, _kind(actual, turned), exact=exact)
         pointwise = use is not None and use.node.op_type in ("Mul", "Add")
-        frozen = self._check_frozen(found, name, turned, shape) if pointwise else None
+        frozen = self._check_frozen(actual, name, turned, shape) if pointwise else None
         if frozen is not None:
             return frozen
-        if use is not None and (kind := explain(found, expected)):
+        # Exporters fold factors of channels into weights; they are not known, the direction is.
+        if use is not None and (kind := explain(actual, expected)):
             return _Match(name, kind)
-        if np.all(np.isfinite(found.values)) and any(is_key_bias(use) for use in found.uses):
+        # The softmax cancels a bias of an attention's keys.
+        if np.all(np.isfinite(actual.values)) and any(is_key_bias(use) for use in actual.uses):
             return _Match(name, "of no effect")
-        return _Match(name, "different", self._difference(found, name, expected, wrong), exact)
+        return _Match(name, "different", self._difference(actual, name, expected, wrong), exact)
 
     def _read_turned(self, name: str, turned: str, shape: tuple[int, ...]) -> Array:
         """Read a parameter, and turn it as a weight is stored."""
@@ -396,13 +400,13 @@ class _GraphComparison:
         if names := [weight.name for weight in self.parameters.of_size(stored.values.size)]:
             name, turned = self._best(stored, names, None)
             expected = self.parameters.read(name)
-            found = turn(stored, turned, expected.shape)
-            wrong = mismatches(found, expected, self._error(name, expected))
+            actual = turn(stored, turned, expected.shape)
+            wrong = mismatches(actual, expected, self._error(name, expected))
             count = np.count_nonzero(wrong)
             if not count or (damaged and 2 * count < wrong.size):
                 self.seen.add(name)
-                difference = self._difference(found, name, expected, wrong) if count else None
-                kind = "different" if count else _kind(found, turned)
+                difference = self._difference(actual, name, expected, wrong) if count else None
+                kind = "different" if count else _kind(actual, turned)
                 exact = partial(self._read_turned, name, turned, stored.values.shape)
                 return self._count(stored, _Match(name, kind, difference, exact))
         self._leave(stored.name, stored.values.shape, stored.raw.dtype.name)
@@ -411,26 +415,30 @@ class _GraphComparison:
     # Batch normalizations, folded into convolutions
 
     def _check_folded(
-        self, found: StoredWeight, use: Use, name: str, expected: Array, turned: str
+        self, actual: StoredWeight, use: Use, name: str, expected: Array, turned: str
     ) -> _Match:
         """Compare the weight or the bias of a convolution with a normalization folded into it."""
         norm = self._norm(use)
         assert norm is not None  # noqa: S101  the callers have checked it
         fold = norm.fold_weight if expected.ndim > 1 else norm.fold_bias
         folded, error = fold(expected)
-        wrong = mismatches(found, folded, error * np.float32(_ROUNDINGS))
+        wrong = mismatches(actual, folded, error * np.float32(_ROUNDINGS))
 
         def exact() -> Array:
-            plain = self.parameters.read(name) if name else np.zeros(found.values.shape, np.float32)
-            return turn_array(fold(plain)[0], turned, found.values.shape)
+            plain = (
+                self.parameters.read(name) if name else np.zeros(actual.values.shape, np.float32)
+            )
+            return turn_array(fold(plain)[0], turned, actual.values.shape)
 
         if np.any(wrong):
-            told = name or f"{norm.module}.bias"
-            return _Match(told, "different", self._difference(found, told, folded, wrong), exact)
+            parameter = name or f"{norm.module}.bias"
+            return _Match(
+                parameter, "different", self._difference(actual, parameter, folded, wrong), exact
+            )
         return _Match(name, "folded", exact=exact)
 
     def _check_frozen(
-        self, found: StoredWeight, name: str, turned: str, shape: tuple[int, ...]
+        self, actual: StoredWeight, name: str, turned: str, shape: tuple[int, ...]
     ) -> _Match | None:
         """Compare with the factor or the summand that a frozen normalization amounts to.
 
@@ -443,7 +451,7 @@ class _GraphComparison:
             return None
         scale = (norm.scale, np.abs(norm.scale))
         folded, error = scale if role == "weight" else norm.fold_bias(np.zeros_like(norm.mean))
-        if np.any(mismatches(found, folded, error * np.float32(_ROUNDINGS))):
+        if np.any(mismatches(actual, folded, error * np.float32(_ROUNDINGS))):
             return None
         self._see(norm)
         return _Match(name, "folded", exact=lambda: turn_array(folded, turned, shape))
@@ -487,12 +495,12 @@ class _GraphComparison:
         The operator has no path, but the layer behind it has: it is a neighbour of query, key and
         value in the same module.
         """
-        width, rest = divmod(stored.values.shape[-1], 3)
+        width, remainder = divmod(stored.values.shape[-1], 3)
         names: list[str] = []
         for path in paths_behind(node):
             if names := self.parameters.query_key_value(path, role):
                 break
-        if not names or rest:
+        if not names or remainder:
             self._leave(stored.name, stored.values.shape, stored.raw.dtype.name)
             return _Match()
         parts = [
@@ -502,12 +510,12 @@ class _GraphComparison:
         different = next((part.difference for part in parts if part.difference), None)
         if different is not None:
             return self._count(stored, _Match(kind="different", difference=different))
-        known = [part.exact for part in parts if part.exact]
+        readers = [part.exact for part in parts if part.exact]
 
         def exact() -> Array:
-            return np.concatenate([read() for read in known], axis=-1)
+            return np.concatenate([read() for read in readers], axis=-1)
 
-        every = exact if len(known) == len(parts) else None
+        every = exact if len(readers) == len(parts) else None
         return self._count(stored, _Match(kind="joined", exact=every))
 
     def _compare_part(self, part: StoredWeight, name: str) -> _Match:
@@ -563,8 +571,8 @@ class _GraphComparison:
         _, turned = self._best(layer.weight, [parameter], None)
         weight = self._read_turned(parameter, turned, layer.weight.values.shape)
         bias = layer.uncorrected_bias(weight, _ROUNDINGS)
-        own = f"{parameter.removesuffix('.weight')}.bias"
-        named = self._of_size([own] if own in self.parameters.weights else [], bias)
+        bias_name = f"{parameter.removesuffix('.weight')}.bias"
+        named = self._of_size([bias_name] if bias_name in self.parameters.weights else [], bias)
         zeros = np.zeros(bias.values.shape, np.float32)
         use = Use(layer.node, 2)
         if named:
@@ -575,11 +583,11 @@ class _GraphComparison:
             return self._count(bias, _Match(kind="quantized", exact=lambda: zeros))
         else:
             return self._compare_content(bias, damaged=True)
-        found = self._check(bias, expectation)
-        if difference := found.difference:
+        match = self._check(bias, expectation)
+        if difference := match.difference:
             problem = f"{difference.problem}, without its calibrated correction"
-            found = replace(found, difference=replace(difference, problem=problem))
-        return self._count(bias, found)
+            match = replace(match, difference=replace(difference, problem=problem))
+        return self._count(bias, match)
 
     def _compare_dynamic(self, name: str, tensors: Tensors) -> None:
         """Compare a weight that ONNX Runtime quantized, with its scale and zero point."""
@@ -630,14 +638,14 @@ class _GraphComparison:
         )
 
     def _difference(
-        self, found: StoredWeight, name: str, expected: Array, wrong: Array
+        self, actual: StoredWeight, name: str, expected: Array, wrong: Array
     ) -> WeightDifference:
         holds = ""
-        if names := [weight.name for weight in self.parameters.of_size(found.values.size)]:
-            other, turned = self._best(found, names, None)
-            if self._distance(found, other, turned) <= _SAME[found.precision] and other != name:
+        if names := [weight.name for weight in self.parameters.of_size(actual.values.size)]:
+            other, turned = self._best(actual, names, None)
+            if self._distance(actual, other, turned) <= _SAME[actual.precision] and other != name:
                 holds = other
-        return describe_difference(self.graph, found, name, expected, wrong, holds=holds)
+        return describe_difference(self.graph, actual, name, expected, wrong, holds=holds)
 
 
 def _is_normalized(node: ir.Node) -> bool:
@@ -645,8 +653,8 @@ def _is_normalized(node: ir.Node) -> bool:
     return any(use.node.op_type == "BatchNormalization" for use in node.outputs[0].uses())
 
 
-def _kind(found: StoredWeight, turned: str) -> str:
+def _kind(actual: StoredWeight, turned: str) -> str:
     """Return how an equal weight is stored: quantized, fp16, as is, transposed."""
-    if found.tolerance is not None:
+    if actual.tolerance is not None:
         return "quantized"
-    return turned if found.precision == "fp32" else found.precision
+    return turned if actual.precision == "fp32" else actual.precision

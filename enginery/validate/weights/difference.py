@@ -15,19 +15,19 @@ Array = NDArray[Any]
 
 
 def describe_difference(
-    graph: str, found: StoredWeight, name: str, expected: Array, wrong: Array, *, holds: str = ""
+    graph: str, actual: StoredWeight, name: str, expected: Array, wrong: Array, *, holds: str = ""
 ) -> WeightDifference:
     """Return a difference with its place, its size and its meaning.
 
     Args:
         graph: file name of the graph.
-        found: the weight, with the parameter's shape.
+        actual: the weight, with the parameter's shape.
         name: the parameter that it should be.
         expected: the values that it should have.
         wrong: which elements differ.
         holds: the parameter whose values it has instead; empty if there is none.
     """
-    values = found.values.astype(np.float64)
+    values = actual.values.astype(np.float64)
     wide = expected.astype(np.float64)
     count = int(np.count_nonzero(wrong))
     with np.errstate(invalid="ignore"):
@@ -42,23 +42,23 @@ def describe_difference(
         where = f"row {rows[0]} of {len(wrong)} differs" if wide.ndim > 1 else "it differs"
     else:
         where = f"{count} of {wrong.size} elements in {len(rows)} of {len(wrong)} rows differ"
-    meaning = _meaning(found, values, wide, wrong, holds)
+    meaning = _meaning(actual, values, wide, wrong, holds)
     problem = f"{where}: cosine {cosine:.4f}, largest difference {largest:.2g}"
     return WeightDifference(
         graph=graph,
-        weight=found.name,
+        weight=actual.name,
         parameter=name,
         elements=int(wrong.size),
         differing=count,
         max_abs=largest,
         cosine=cosine,
         problem=f"{problem}; {meaning}" if meaning else problem,
-        factor=_factor(values, wide) if not is_table(found) else math.nan,
+        factor=_factor(values, wide) if not is_table(actual) else math.nan,
     )
 
 
-def _meaning(found: StoredWeight, values: Array, wide: Array, wrong: Array, holds: str) -> str:
-    """Return what the differences mean, if that can be told."""
+def _meaning(actual: StoredWeight, values: Array, wide: Array, wrong: Array, holds: str) -> str:
+    """Return what the differences mean; empty if unknown."""
     if holds:
         return f"it has the values of {holds}"
     if np.any(~np.isfinite(values[wrong])):
@@ -67,7 +67,7 @@ def _meaning(found: StoredWeight, values: Array, wide: Array, wrong: Array, hold
         return "it is transposed"
     if not np.any(values[wrong]):
         return "they are zero"
-    if found.precision == "fp32" and np.array_equal(values, wide.astype(np.float16)):
+    if actual.precision == "fp32" and np.array_equal(values, wide.astype(np.float16)):
         return "it was rounded to FP16"
     ratio = _factor(values[wrong], wide[wrong])
     return "" if math.isnan(ratio) else f"they are {ratio:.4g} times as large"
@@ -77,14 +77,14 @@ def _factor(values: Array, wide: Array) -> float:
     """Return the number that all expected values are multiplied by; NaN if there is none."""
     with np.errstate(invalid="ignore", over="ignore"):
         ratio = float((values * wide).sum() / max((wide**2).sum(), 1e-300))
-        near = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
-    return ratio if near else math.nan
+        is_multiple = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
+    return ratio if is_multiple else math.nan
 
 
-def _cosine(one: Array, other: Array) -> float:
+def _cosine(actual: Array, expected: Array) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
-        norms = float(np.linalg.norm(one) * np.linalg.norm(other))
-        dot = float(np.sum(one * other))
+        norms = float(np.linalg.norm(actual) * np.linalg.norm(expected))
+        dot = float(np.sum(actual * expected))
     if not np.isfinite(norms) or not np.isfinite(dot):
         return float("nan")
-    return dot / norms if norms else float(not np.any(one) and not np.any(other))
+    return dot / norms if norms else float(not np.any(actual) and not np.any(expected))

@@ -112,22 +112,22 @@ def _beyond(difference: Array, limit: Any) -> NDArray[np.bool_]:
     return np.asarray(~(np.abs(difference) <= limit), np.bool_)  # NaN is beyond every limit
 
 
-def _equal(one: Array, other: Array) -> NDArray[np.bool_]:
-    both_nan = np.isnan(one) & np.isnan(other) if one.dtype.kind in "fV" else False
-    return np.asarray((one == other) | both_nan, np.bool_)
+def _equal(actual: Array, expected: Array) -> NDArray[np.bool_]:
+    both_nan = np.isnan(actual) & np.isnan(expected) if actual.dtype.kind in "fV" else False
+    return np.asarray((actual == expected) | both_nan, np.bool_)
 
 
-def explain(found: StoredWeight, expected: Array) -> str:
+def explain(actual: StoredWeight, expected: Array) -> str:
     """Return how an exporter changed a weight before it stored it: `folded`, `scaled`, or ''.
 
     Modules may scale a weight by channel (weight standardization) or add 1 to it (Gemma's norms),
     and exporters compute that in advance. A weight that is not changed in most of its channels, or
     by the same factor in all, is damaged, not explained.
     """
-    values, wide = found.values.astype(np.float64), expected.astype(np.float64)
-    slack: Array = np.abs(values) * (2.0**-8 if found.precision in LOW_TYPES else 2.0**-20)
-    if found.tolerance is not None:
-        slack = slack + found.tolerance
+    values, wide = actual.values.astype(np.float64), expected.astype(np.float64)
+    slack: Array = np.abs(values) * (2.0**-8 if actual.precision in LOW_TYPES else 2.0**-20)
+    if actual.tolerance is not None:
+        slack = slack + actual.tolerance
     if wide.ndim == 1:
         return "folded" if np.all(np.abs(values - (1.0 + wide)) <= slack + 2.0**-22) else ""
     flat, other = wide.reshape(len(wide), -1), values.reshape(len(wide), -1)

@@ -75,13 +75,13 @@ class Parameters:
     """All weights of the reference."""
 
     def __init__(self, reference: WeightSource, scratch: Path) -> None:
-        found = reference.weights(scratch)
+        torch_weights = reference.weights(scratch)
         self._reference, self._scratch = reference, scratch
-        self.weights: dict[str, TorchWeight] = found.weights
-        self._linear = found.linear
-        self._inputs_first = found.inputs_first
-        self._by_path = found.by_path
-        self._epsilons = found.batch_norms
+        self.weights: dict[str, TorchWeight] = torch_weights.weights
+        self._linear = torch_weights.linear
+        self._inputs_first = torch_weights.inputs_first
+        self._by_path = torch_weights.by_path
+        self._epsilons = torch_weights.batch_norms
         self._batch_norms: list[BatchNorm] | None = None
         self._by_tail: dict[str, list[str]] = defaultdict(list)
         self._by_size: dict[int, list[TorchWeight]] = defaultdict(list)
@@ -143,8 +143,8 @@ class Parameters:
         once = ".".join(_CALL_NUMBER.sub("", word) for word in path.split("."))
         for module in dict.fromkeys((path, once)):
             name = f"{module}.{role}"
-            if found := list(self._by_path.get(name, ())) or self.named(name):
-                return found
+            if names := list(self._by_path.get(name, ())) or self.named(name):
+                return names
         return []
 
     def query_key_value(self, neighbour: str, role: str) -> list[str]:
@@ -166,7 +166,7 @@ class Parameters:
                 [name for name in weights if name.split(".")[-2].startswith(letter)]
                 for letter in "qkv"
             ]
-            if all(len(found) == 1 for found in fits):
+            if all(len(names) == 1 for names in fits):
                 return [f"{name.removesuffix('weight')}{role}" for [name] in fits]
         return []
 
@@ -217,11 +217,11 @@ class Parameters:
         return BatchNorm(module, scale, mean, shift)
 
 
-def sample_distance(found: Array, weight: TorchWeight) -> float:
+def sample_distance(array: Array, weight: TorchWeight) -> float:
     """Return the mean difference of an array from a weight's sample, relative to its magnitude."""
     expected = weight.sample.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(found[sample_positions(weight.shape)].astype(np.float64) - expected).mean()
+        error = np.abs(array[sample_positions(weight.shape)].astype(np.float64) - expected).mean()
     magnitude = np.abs(expected).mean()
     ratio = float(error / magnitude) if magnitude else float(error)
     return ratio if np.isfinite(ratio) else np.inf

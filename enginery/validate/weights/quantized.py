@@ -48,12 +48,12 @@ class Calibration:
     def of(cls, artifact: Artifact) -> Calibration | None:
         """Return what the artifact records, or None if it records nothing, or nothing valid."""
         try:
-            found = parse_json(read_document(artifact.path / _RANGES))
+            document = parse_json(read_document(artifact.path / _RANGES))
             ranges = {
                 name: ActivationQuantParams.from_json(record)
-                for name, record in found["ranges"].items()
+                for name, record in document["ranges"].items()
             }
-            deltas = {n: np.asarray(d, np.float32) for n, d in found["bias_deltas"].items()}
+            deltas = {n: np.asarray(d, np.float32) for n, d in document["bias_deltas"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         return cls(ranges, deltas)
@@ -130,39 +130,43 @@ def quantized_layers(model: ir.Model, calibration: Calibration | None) -> Iterat
     tensors = _tensors(model)
     for node in model.graph:
         if node.op_type in ("MatMul", "Gemm", "Conv") and len(node.inputs) > 1:
-            made = _maker(node.inputs[1])
-            if made is not None and made.op_type == "DequantizeLinear":
-                layer = _read_layer(node, made, calibration, tensors)
+            dequantizer = _maker(node.inputs[1])
+            if dequantizer is not None and dequantizer.op_type == "DequantizeLinear":
+                layer = _read_layer(node, dequantizer, calibration, tensors)
                 if layer is not None:
                     yield layer
 
 
 def _tensors(model: ir.Model) -> dict[str, ir.Value]:
-    made = (value for node in model.graph for value in node.outputs)
-    return {value.name or "": value for value in (*model.graph.inputs, *made)}
+    outputs = (value for node in model.graph for value in node.outputs)
+    return {value.name or "": value for value in (*model.graph.inputs, *outputs)}
 
 
 def _read_layer(
-    node: ir.Node, made: ir.Node, calibration: Calibration | None, tensors: Mapping[str, ir.Value]
+    node: ir.Node,
+    weight_dequantizer: ir.Node,
+    calibration: Calibration | None,
+    tensors: Mapping[str, ir.Value],
 ) -> QuantizedLayer | None:
-    stored, scale = constant_tensor(made.inputs[0]), constant_tensor(made.inputs[1])
-    zero = constant_tensor(made.inputs[2]) if len(made.inputs) > 2 else None
+    inputs = weight_dequantizer.inputs
+    stored, scale = constant_tensor(inputs[0]), constant_tensor(inputs[1])
+    zero = constant_tensor(inputs[2]) if len(inputs) > 2 else None
     if stored is None or scale is None or not quantized_precision(stored):
         return None
     if len(stored.shape) < 2:
         return None
     raw, scales = read_values(stored), read_values(scale).astype(np.float32)
-    names = [made.inputs[1].name or ""]
+    names = [inputs[1].name or ""]
     if zero is not None:
-        names.append(made.inputs[2].name or "")
+        names.append(inputs[2].name or "")
     dequantizer = _dequantizer(node.inputs[0])
     recorded, params, problem, more, source = _activation(
         node, dequantizer, calibration, raw.shape, tensors
     )
     factors, factors_name = _output_factors(node)
-    axis = made.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
+    axis = weight_dequantizer.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
-        made.inputs[0].name or "",
+        inputs[0].name or "",
         quantized_precision(stored),
         raw,
         scales,
@@ -171,10 +175,11 @@ def _read_layer(
         factors=factors,
         unsmooth=params.multiplier if node.op_type != "Conv" else None,
     )
-    weight.uses = list(find_uses(made.inputs[0]))
+    weight.uses = list(find_uses(inputs[0]))
     deltas = calibration.bias_deltas if calibration is not None else {}
-    own = (made.inputs[0].name or "").removesuffix("/weight")
-    name = own if own != made.inputs[0].name else node.name or ""
+    # quantize names a weight's initializer after its layer, see passes/qdq/insert.py.
+    stem = (inputs[0].name or "").removesuffix("/weight")
+    name = stem if stem != inputs[0].name else node.name or ""
     delta = deltas.get(name, np.zeros(1, np.float32))
     recorded = recorded and delta.shape in ((1,), (raw.shape[_output_axis(node)],))
     bias, bias_value, output = _bias(node, raw.shape[_output_axis(node)], params.scale * scales)
@@ -188,7 +193,7 @@ def _read_layer(
         [*names, *more, factors_name],
         problem,
         factors,
-        made,
+        weight_dequantizer,
         dequantizer,
         bias_value,
         source,
@@ -199,9 +204,9 @@ def _read_layer(
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:
     """Return the DequantizeLinear of an activation that a QuantizeLinear has quantized."""
-    made = _maker(value)
-    quantizer = _maker(_input_of(made, "DequantizeLinear"))
-    return made if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
+    node = _maker(value)
+    quantizer = _maker(_input_of(node, "DequantizeLinear"))
+    return node if quantizer is not None and quantizer.op_type == "QuantizeLinear" else None
 
 
 def _activation(
@@ -223,6 +228,7 @@ def _activation(
     names = [_behind_casts(value).name or "" for value in quantizer.inputs[1:] if value is not None]
     tensor = constant_tensor(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
+    # quantize names the scale after the tensor whose range it calibrated.
     activation = names[0].removesuffix("/scale") if names else ""
     record = calibration.ranges.get(activation) if calibration is not None else None
     channels = shape[1 - _output_axis(node)]
@@ -230,14 +236,14 @@ def _activation(
         vector is None or vector.shape == (channels,)
         for vector in (record.multiplier, record.offset)
     ):
-        found, more, _, source = _smoothing(quantizer.inputs[0], None)
-        plain = ActivationQuantParams(float(scale.max()), found["multiplier"], found["offset"])
+        vectors, more, _, source = _smoothing(quantizer.inputs[0], None)
+        plain = ActivationQuantParams(float(scale.max()), vectors["multiplier"], vectors["offset"])
         return False, plain, _pair_problem(quantizer, dequantizer), [*names, *more], source
     _, more, problems, source = _smoothing(quantizer.inputs[0], record)
     problems += _differences(quantizer, dequantizer, record)
     problems += _other_tensor(activation, source, tensors)
-    what = f"activation {activation}: {'; '.join(problems)}" if problems else ""
-    return True, record, what, [*names, *more], source
+    problem = f"activation {activation}: {'; '.join(problems)}" if problems else ""
+    return True, record, problem, [*names, *more], source
 
 
 @dataclass
@@ -256,11 +262,15 @@ class JoiningPair:
 def joining_pairs(
     model: ir.Model, calibration: Calibration | None, layers: Sequence[QuantizedLayer]
 ) -> Iterator[JoiningPair]:
-    """Yield the pairs of the main graph that quantize what none of the layers reads."""
-    read, tensors = {id(layer.dequantizer) for layer in layers}, _tensors(model)
+    """Yield the QuantizeLinear and DequantizeLinear pairs that no layer of the graph reads."""
+    layer_dequantizers, tensors = {id(layer.dequantizer) for layer in layers}, _tensors(model)
     for node in model.graph:
         quantizer = _maker(_input_of(node, "DequantizeLinear"))
-        if quantizer is None or quantizer.op_type != "QuantizeLinear" or id(node) in read:
+        if (
+            quantizer is None
+            or quantizer.op_type != "QuantizeLinear"
+            or id(node) in layer_dequantizers
+        ):
             continue
         values = (*quantizer.inputs[1:], *node.inputs[1:])
         names = [_behind_casts(value).name or "" for value in values if value is not None]
@@ -269,9 +279,9 @@ def joining_pairs(
         if record is None:
             problem = _pair_problem(quantizer, node)
         else:
-            found = _differences(quantizer, node, record)
-            found += _other_tensor(tensor, quantizer.inputs[0], tensors)
-            problem = "; ".join(found)
+            problems = _differences(quantizer, node, record)
+            problems += _other_tensor(tensor, quantizer.inputs[0], tensors)
+            problem = "; ".join(problems)
         problem = f"activation {tensor}: {problem}" if problem else ""
         yield JoiningPair(node, names, problem, record is not None)
 
@@ -281,20 +291,20 @@ def _other_tensor(name: str, source: ir.Value | None, tensors: Mapping[str, ir.V
 
     A tensor that has been renamed is not in the graph by its calibrated name.
     """
-    calibrated, found = (_uncast(value) for value in (tensors.get(name), source))
-    if calibrated is None or found is None or calibrated is found:
+    calibrated, quantized = (_uncast(value) for value in (tensors.get(name), source))
+    if calibrated is None or quantized is None or calibrated is quantized:
         return []
-    if found.name == f"{name}/product":  # an output of the graph that is quantized
+    if quantized.name == f"{name}/product":  # an output of the graph that is quantized
         return []
-    return [f"quantizes '{found.name}', calibrated for '{name}'"]
+    return [f"quantizes '{quantized.name}', calibrated for '{name}'"]
 
 
 def _uncast(value: ir.Value | None) -> ir.Value | None:
-    """Return what a value is before nodes that do not change it."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in _PASS_ON:
+    """Return the value that enters the nodes that only pass it on."""
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type not in _PASS_ON:
             break
-        value = made.inputs[0]
+        value = producer.inputs[0]
     return value
 
 
@@ -320,10 +330,10 @@ def _differences(
 
 def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
     """Return how the numbers that dequantize differ from those that quantized, or an empty text."""
-    for index, what in ((1, "scale"), (2, "zero point")):
+    for index, label in ((1, "scale"), (2, "zero point")):
         ours, theirs = (_number(node, index) for node in (quantizer, dequantizer))
         if not np.array_equal(ours, theirs):
-            return f"{what} {_first(ours)} quantizes, but {_first(theirs)} dequantizes"
+            return f"{label} {_first(ours)} quantizes, but {_first(theirs)} dequantizes"
     return ""
 
 
@@ -365,44 +375,44 @@ def _smoothing(
         The vectors, the names of their initializers, what differs from the record, and the
         activation before it is smoothed.
     """
-    found: dict[str, Vector | None] = {"multiplier": None, "offset": None}
+    vectors: dict[str, Vector | None] = {"multiplier": None, "offset": None}
     names, problems = [], []
     for kind, operators, suffix in _SMOOTHING:
         maker = _maker(value)
         named = maker is not None and (maker.name or "").endswith(suffix)
-        wanted = None if record is None else getattr(record, kind)
-        if record is not None and wanted is None:
+        expected = None if record is None else getattr(record, kind)
+        if record is not None and expected is None:
             if named:
                 problems.append(f"{kind} not calibrated")
             continue
         constants: dict[int, ir.TensorProtocol] = {}
-        if maker is not None and maker.op_type in operators and (named or wanted is not None):
+        if maker is not None and maker.op_type in operators and (named or expected is not None):
             tensors = enumerate(map(constant_tensor, maker.inputs))
-            constants = {place: tensor for place, tensor in tensors if tensor is not None}
+            constants = {index: tensor for index, tensor in tensors if tensor is not None}
         if maker is None or not constants:
-            if wanted is not None:
+            if expected is not None:
                 problems.append(f"{kind} missing")
             continue
-        place, tensor = next(iter(constants.items()))
+        index, tensor = next(iter(constants.items()))
         values = read_values(tensor).astype(np.float32).reshape(-1)
         if operators[maker.op_type] < 0:
             with np.errstate(divide="ignore"):
                 values = -values if kind == "offset" else np.float32(1) / values
-        if wanted is not None and not _is_rounded(values, wanted):
+        if expected is not None and not _is_rounded(values, expected):
             problems.append(f"{kind} differs from the calibrated one")
-        found[kind] = values
-        operand = maker.inputs[place]
+        vectors[kind] = values
+        operand = maker.inputs[index]
         names.append("" if operand is None else _behind_casts(operand).name or "")
-        value = maker.inputs[1 - place]
-    return found, names, problems, value
+        value = maker.inputs[1 - index]
+    return vectors, names, problems, value
 
 
-def _is_rounded(values: Vector, wanted: Vector) -> bool:
+def _is_rounded(values: Vector, expected: Vector) -> bool:
     """Return True if values are the wanted ones, rounded to FP16 or less."""
-    if values.shape != wanted.shape:
+    if values.shape != expected.shape:
         return False
     smallest = 2.0**-24  # the step of FP16's subnormal numbers
-    return bool(np.all(np.abs(values - wanted) <= np.abs(wanted) * 2.0**-10 + smallest))
+    return bool(np.all(np.abs(values - expected) <= np.abs(expected) * 2.0**-10 + smallest))
 
 
 def _bias(
@@ -422,8 +432,12 @@ def _bias(
         values = list(add.inputs) if add is not None and add.op_type == "Add" else []
     for added in values:
         value, rounded = added, False
-        while (made := _maker(value)) and made.op_type in ("DequantizeLinear", "Round", "Div"):
-            value, rounded = made.inputs[0], True
+        while (producer := _maker(value)) and producer.op_type in (
+            "DequantizeLinear",
+            "Round",
+            "Div",
+        ):
+            value, rounded = producer.inputs[0], True
         tensor = constant_tensor(value)
         # Other constants may be added, such as a mask; a bias has one number for each channel.
         if value is not None and tensor is not None and tensor.size == channels:
@@ -437,14 +451,14 @@ def _bias(
 
 
 def _behind_casts(value: ir.Value) -> ir.Value:
-    while (made := value.producer()) is not None and made.op_type in (
+    while (producer := value.producer()) is not None and producer.op_type in (
         "Cast",
         "CastLike",
         "Identity",
     ):
-        if made.inputs[0] is None:
+        if producer.inputs[0] is None:
             break
-        value = made.inputs[0]
+        value = producer.inputs[0]
     return value
 
 
@@ -486,13 +500,13 @@ def _reads_values(use: Any) -> bool:
 
 def _maker(value: ir.Value | None) -> ir.Node | None:
     """Return the node that computes a value, past those that do not change it."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type in _PASS_ON:
-            value = made.inputs[0]
-        elif (kept := _unchanged_input(made)) is not None:
-            value = kept
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type in _PASS_ON:
+            value = producer.inputs[0]
+        elif (unchanged := _unchanged_input(producer)) is not None:
+            value = unchanged
         else:
-            return made
+            return producer
     return None
 
 

@@ -188,10 +188,10 @@ def _is_shape(value: ir.Value) -> bool:
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Return the tensor of an initializer or Constant, past Casts and Identities."""
-    while value is not None and (made := value.producer()) is not None:
-        if made.op_type not in ("Cast", "CastLike", "Identity"):
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type not in ("Cast", "CastLike", "Identity"):
             break
-        value = made.inputs[0]
+        value = producer.inputs[0]
     return None if value is None else ir.convenience.get_const_tensor(value)
 
 
@@ -278,16 +278,16 @@ def paths_behind(node: ir.Node, depth: int = 8) -> Iterator[str]:
     """Yield the paths of the modules that read a node's outputs, the nearest first."""
     level = [node]
     for _ in range(depth):
-        level = [use.node for one in level for out in one.outputs for use in out.uses()][:32]
-        for one in level:
-            if path := Use(one, 0).path:
+        level = [use.node for reader in level for out in reader.outputs for use in out.uses()][:32]
+        for reader in level:
+            if path := Use(reader, 0).path:
                 yield path
 
 
 def quantized_precision(tensor: ir.TensorProtocol) -> str:
     """Return int8 or fp8, or '' for another type."""
-    found = _PRECISIONS.get(tensor.dtype, "")
-    return found if found in ("int8", "fp8") else ""
+    precision = _PRECISIONS.get(tensor.dtype, "")
+    return precision if precision in ("int8", "fp8") else ""
 
 
 def dequantize(
@@ -352,14 +352,14 @@ def _range_problem(
     """Return what is wrong if the largest number of a channel is far below the type's range."""
     if np.any(zero):
         return ""
-    others = tuple(i for i in range(numbers.ndim) if i != axis) if axis is not None else None
-    most = np.abs(numbers).max(axis=others, keepdims=axis is not None)
+    axes = tuple(i for i in range(numbers.ndim) if i != axis) if axis is not None else None
+    largest = np.abs(numbers).max(axis=axes, keepdims=axis is not None)
     range_end, least = (127, 120) if precision == "int8" else (448, 384)
     # The smallest scale is for channels that are all zero.
-    low = (most < least * (1 - _fp16_rounding(step))) & (np.abs(step) > 2.0**-19) & (most > 0)
+    low = (largest < least * (1 - _fp16_rounding(step))) & (np.abs(step) > 2.0**-19) & (largest > 0)
     if not np.any(low):
         return ""
     channel = int(np.argmax(low.reshape(-1)))
     where = f"channel {channel}" if axis is not None else "the weight"
-    found = float(np.reshape(most, -1)[channel])
-    return f"its scale is too large: {where} uses {found:g} of {range_end} levels"
+    used_levels = float(np.reshape(largest, -1)[channel])
+    return f"its scale is too large: {where} uses {used_levels:g} of {range_end} levels"

@@ -181,9 +181,9 @@ def _bypass(model: ir.Model, dequantizer: ir.Node) -> None:
 
 def _dtype(value: ir.Value | None) -> ir.DataType:
     """Return the dtype of a constant, which may be behind a Cast."""
-    made = value.producer() if value is not None else None
-    if made is not None and made.op_type == "Cast":
-        return ir.DataType(made.attributes.get_int("to", int(FLOAT)))
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type == "Cast":
+        return ir.DataType(node.attributes.get_int("to", int(FLOAT)))
     tensor = constant_tensor(value)
     return FLOAT if tensor is None else tensor.dtype
 

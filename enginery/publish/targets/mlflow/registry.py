@@ -54,13 +54,13 @@ class MlflowRegistry:
                 `mlflow:/name@alias`, or no tracking server is named.
             MissingPackageError: mlflow is not installed.
         """
-        found = _ADDRESS.fullmatch(url)
-        if not found or not is_portable_name(found["name"]):
+        match = _ADDRESS.fullmatch(url)
+        if not match or not is_portable_name(match["name"]):
             raise OptionError(
                 f"address '{url}': expected mlflow:/name, mlflow:/name/3 or mlflow:/name@alias, "
                 "with letters, digits, '.', '_' and '-' in the name."
             )
-        self.name, self.version, self.alias = found["name"], found["version"], found["alias"]
+        self.name, self.version, self.alias = match["name"], match["version"], match["alias"]
         self.url = url
         if config.name and config.name != self.name:
             raise OptionError(
@@ -110,13 +110,13 @@ class MlflowRegistry:
             client = self._client()
             with ignore_existing():
                 client.create_registered_model(self.name)
-            found = self._find_version(client, package)
-            is_new = found is None
-            if found is None:
+            existing = self._find_version(client, package)
+            is_new = existing is None
+            if existing is None:
                 version = upload_version(client, package, self.name, progress)
             else:
-                version = str(found.version)
-                repair_version(client, package, found, progress)
+                version = str(existing.version)
+                repair_version(client, package, existing, progress)
             if config.alias:
                 client.set_registered_model_alias(self.name, config.alias, version)
         notes = tuple(f"{r.directory_name} is {r.hardware_target}" for r in package.engines)
@@ -146,10 +146,10 @@ class MlflowRegistry:
                 progress.task(f"downloading mlflow:/{self.name}/{version}"),
                 tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as scratch,
             ):
-                found = Path(
+                downloaded = Path(
                     download_artifacts(artifact_uri=f"{source}/{ARTIFACT}", dst_path=scratch)
                 )
-                for path in found.iterdir():
+                for path in downloaded.iterdir():
                     shutil.move(path, out / path.name)
         return out
 
@@ -201,31 +201,33 @@ class MlflowRegistry:
 
     def _to_registry_error(self, error: Any) -> RegistryError:
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
-        said = redacted_message(first_line.partition("Response body:")[0].strip(), self.server)
+        message = redacted_message(first_line.partition("Response body:")[0].strip(), self.server)
         status = int(error.get_http_status_code())
         code = str(getattr(error, "error_code", ""))
         # For some responses only MLflow's message has the status.
-        if status in (401, 403) or re.search(r"error code 40[13]\b", said):
+        if status in (401, 403) or re.search(r"error code 40[13]\b", message):
             return RegistryError(
                 f"the MLflow server {without_password(self.server)} denies access to {self.url}: "
-                f"{said}.",
+                f"{message}.",
                 do="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN.",
             )
         if code == "RESOURCE_DOES_NOT_EXIST":
-            return RegistryError(f"{self.url}: {said}.", do="Check the list of registered models.")
-        return RegistryError(f"{self.url}: MLflow reports: {said}.", do=_CHECK_SERVER)
+            return RegistryError(
+                f"{self.url}: {message}.", do="Check the list of registered models."
+            )
+        return RegistryError(f"{self.url}: MLflow reports: {message}.", do=_CHECK_SERVER)
 
     def _find_version(self, client: Any, package: Package) -> Any:
         """Return the newest version with the same content; None if there is none."""
-        found = [
+        versions = [
             version
             for version in self._versions(client)
             if package.has_content(
                 version.tags.get(CONTENT_TAG, ""), version.tags.get(WITHOUT_RIGHTS_TAG, "")
             )
         ]
-        return max(found, key=lambda version: int(version.version), default=None)
+        return max(versions, key=lambda version: int(version.version), default=None)
 
     def _versions(self, client: Any) -> list[Any]:
         versions: list[Any] = []
@@ -272,10 +274,10 @@ def without_password(server: str) -> str:
 
 def redacted_message(error: object, server: str) -> str:
     """Return the message of an error without the login of the server's address."""
-    said = str(error)
+    message = str(error)
     login = server.partition("//")[2].rpartition("@")[0]
     _, _, password = login.partition(":")
     for secret in (login, unquote(login), password, unquote(password)):
         if secret:
-            said = said.replace(secret, "***")
-    return re.sub(r"//[^/\s]*@", "//", said)
+            message = message.replace(secret, "***")
+    return re.sub(r"//[^/\s]*@", "//", message)

@@ -86,7 +86,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
                 mlflow.log_artifact(str(plot.path), "plots")
             _upload(client, model.model_id, run.info.run_id, package, progress)
             mlflow.finalize_logged_model(model.model_id, "READY")
-            made = client.create_model_version(
+            model_version = client.create_model_version(
                 name,
                 source=f"{_SOURCE}{model.model_id}",
                 run_id=run.info.run_id,
@@ -98,7 +98,7 @@ def upload_version(client: Any, package: Package, name: str, progress: Progress)
             with suppress(Exception):  # the first error is raised
                 client.delete_logged_model(model.model_id)
             raise
-    return str(made.version)
+    return str(model_version.version)
 
 
 def repair_version(client: Any, package: Package, version: Any, progress: Progress) -> None:
@@ -109,15 +109,15 @@ def repair_version(client: Any, package: Package, version: Any, progress: Progre
     if not version.source.startswith(_SOURCE):
         return
     model_id = version.source.removeprefix(_SOURCE)
-    there = dict(_file_sizes(client, model_id, ARTIFACT))
+    stored_sizes = dict(_file_sizes(client, model_id, ARTIFACT))
     for file in package.files:
-        place = PurePosixPath(ARTIFACT, file.name)
+        path = PurePosixPath(ARTIFACT, file.name)
         is_content = file.name in package.artifact.manifest.files
-        if is_content and there.get(str(place)) != file.size_bytes:
+        if is_content and stored_sizes.get(str(path)) != file.size_bytes:
             progress.say(
                 f"publish: uploading {file.name} again, version {version.version} has lost it"
             )
-            client.log_model_artifact(model_id, str(file.path), str(place.parent))
+            client.log_model_artifact(model_id, str(file.path), str(path.parent))
 
 
 @contextmanager
@@ -144,8 +144,8 @@ def _upload(client: Any, model_id: str, run_id: str, package: Package, progress:
 
     with progress.task(f"uploading {package.name}", len(package.files)) as advance:
         for file in package.files:
-            place = PurePosixPath(ARTIFACT, file.name)
-            client.log_model_artifact(model_id, str(file.path), str(place.parent))
+            path = PurePosixPath(ARTIFACT, file.name)
+            client.log_model_artifact(model_id, str(file.path), str(path.parent))
             advance()
     versions = runtime_version()
     with temporary_directory("mlflow") as scratch, _no_warnings():
@@ -191,16 +191,17 @@ def _delete_interrupted_uploads(
     The caller holds the lock for the content, so no process of this machine writes to a run that
     MLflow still lists as running.
     """
-    wanted = {
+    criteria = {
         f"tags.`{CONTENT_TAG}`": package.content_sha256,
         f"tags.`{MODEL_TAG}`": name,
         f"tags.`{WRITER_TAG}`": _writer(),
         "attributes.status": "RUNNING",
     }
-    conditions = " AND ".join(f"{field} = '{value}'" for field, value in wanted.items())
+    conditions = " AND ".join(f"{field} = '{value}'" for field, value in criteria.items())
     for run in client.search_runs([experiment_id], conditions):
-        for output in run.outputs.model_outputs if run.outputs else ():
-            client.delete_logged_model(output.model_id)
+        if run.outputs:
+            for output in run.outputs.model_outputs:
+                client.delete_logged_model(output.model_id)
         client.delete_run(run.info.run_id)
 
 

@@ -118,10 +118,10 @@ class OciClient:
             begun = self._request("POST", f"{self._base}/blobs/uploads/")
             if begun.status_code >= 300:
                 return begun
-            place = urljoin(begun.url, begun.headers.get("Location", ""))
-            place += f"{'&' if '?' in place else '?'}digest={blob.digest}"
+            location = urljoin(begun.url, begun.headers.get("Location", ""))
+            location += f"{'&' if '?' in location else '?'}digest={blob.digest}"
             kind = {"Content-Type": "application/octet-stream"}
-            return self._request("PUT", place, data=blob, headers=kind)
+            return self._request("PUT", location, data=blob, headers=kind)
 
         self._check(self._with_retries(send))
 
@@ -160,14 +160,14 @@ class OciClient:
             with self._request("GET", url, headers=headers, stream=True) as response:
                 if response.status_code in (200, 206):
                     is_rest = response.status_code == 206
-                    left = size_bytes - (done if is_rest else 0)
+                    remaining = size_bytes - (done if is_rest else 0)
                     with path.open("ab" if is_rest else "wb") as stream:
                         for piece in response.iter_content(_PIECE):
-                            left -= len(piece)
-                            if left < 0:
+                            remaining -= len(piece)
+                            if remaining < 0:
                                 break
                             stream.write(piece)
-                    if left < 0:
+                    if remaining < 0:
                         path.unlink(missing_ok=True)
                         raise ArtifactError(
                             f"the registry {self.host} sent more than {size_bytes} bytes for "
@@ -249,24 +249,24 @@ class OciClient:
             return
         try:
             first = response.json()["errors"][0]  # the format of the distribution specification
-            said = str(first.get("message") or first.get("code") or "")
+            message = str(first.get("message") or first.get("code") or "")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            said = ""
-        said = (said or str(response.reason)).strip().rstrip(".") or "no reason"
+            message = ""
+        message = (message or str(response.reason)).strip().rstrip(".") or "no reason"
         if response.status_code in (401, 403):
-            raise self._access_denied(response.status_code, said)
-        is_full = re.search("quota|limit", said, re.IGNORECASE)
+            raise self._access_denied(response.status_code, message)
+        is_full = re.search("quota|limit", message, re.IGNORECASE)
         raise RegistryError(
             f"the registry {self.host} answered {response.status_code} for {self.repository}: "
-            f"{said}.",
+            f"{message}.",
             do="The registry's storage is full, or it limits requests: check its limits."
             if response.status_code in (413, 429, 507) or is_full
             else "Run the same command again: it resumes after the uploaded layers.",
         )
 
-    def _access_denied(self, status: int, said: str) -> RegistryError:
+    def _access_denied(self, status: int, message: str) -> RegistryError:
         return RegistryError(
-            f"the registry {self.host} denies access to {self.repository} ({status}): {said}.",
+            f"the registry {self.host} denies access to {self.repository} ({status}): {message}.",
             do=f"Log in with: docker login {self.host}",
         )
 
@@ -276,8 +276,8 @@ class OciClient:
         if not self._insecure and re.search("SSL|wrong version|record layer", reason):
             remedy = "If the registry uses plain HTTP, pass --insecure."
         # requests' message is long; its end is `[Errno 111] Connection refused`.
-        said = reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
-        return RegistryError(f"the registry {self.host} cannot be reached: {said}.", do=remedy)
+        message = reason.rpartition(": ")[2].strip(" .()'\"") or "no reason"
+        return RegistryError(f"the registry {self.host} cannot be reached: {message}.", do=remedy)
 
 
 def _limit_response(response: Any, *_args: Any, stream: bool = False, **_options: Any) -> Any:

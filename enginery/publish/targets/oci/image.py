@@ -178,11 +178,11 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Imag
 
 def _tar(files: tuple[PackageFile, ...]) -> Iterator[bytes]:
     """Yield a tar of files and their directories, without times and owners, readable by all."""
-    made: set[PurePosixPath] = set()
+    directories: set[PurePosixPath] = set()
     for file in files:
         for parent in reversed(PurePosixPath(file.name).parents[:-1]):
-            if parent not in made:
-                made.add(parent)
+            if parent not in directories:
+                directories.add(parent)
                 yield _header(f"{parent}/", tarfile.DIRTYPE, 0, 0o755)
         yield _header(file.name, tarfile.REGTYPE, file.size_bytes, 0o644)
         yield from _content(file)
@@ -201,14 +201,14 @@ def _content(file: PackageFile) -> Iterator[bytes]:
 
     It never yields more bytes than the record says, because the tar header already has the size.
     """
-    digest, left = hashlib.sha256(), file.size_bytes
+    digest, remaining = hashlib.sha256(), file.size_bytes
     try:
         with file.path.open("rb") as stream:
-            while piece := stream.read(min(_PIECE, left)):
+            while piece := stream.read(min(_PIECE, remaining)):
                 digest.update(piece)
-                left -= len(piece)
+                remaining -= len(piece)
                 yield piece
-            changed = left or stream.read(1) or digest.hexdigest() != file.sha256
+            changed = remaining or stream.read(1) or digest.hexdigest() != file.sha256
     except OSError as error:
         raise ArtifactError(f"{file.path} cannot be read: {error.strerror}.") from error
     if changed:

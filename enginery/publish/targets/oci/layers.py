@@ -49,95 +49,95 @@ class PulledLayer:
     """File name -> sha256, as annotated by enginery; only used in messages."""
 
 
-def parse_descriptor(descriptor: Any, what: str) -> tuple[str, int]:
+def parse_descriptor(descriptor: Any, label: str) -> tuple[str, int]:
     """Return digest and size in bytes of a descriptor; raise RegistryError if it is malformed."""
-    found = descriptor if isinstance(descriptor, Mapping) else {}
-    digest, size = found.get("digest"), found.get("size")
+    fields = descriptor if isinstance(descriptor, Mapping) else {}
+    digest, size = fields.get("digest"), fields.get("size")
     is_digest = isinstance(digest, str) and _DIGEST.fullmatch(digest)
     if is_digest and type(size) is int and size >= 0:  # a bool is an int, too
         return str(digest), size
     raise RegistryError(
-        f"{what}: the registry's manifest has a blob with digest {digest!r} and size {size!r}, "
+        f"{label}: the registry's manifest has a blob with digest {digest!r} and size {size!r}, "
         "expected sha256: with 64 hex digits, and a number of bytes."
     )
 
 
-def parse_layers(document: Mapping[str, Any], what: str) -> list[PulledLayer]:
+def parse_layers(document: Mapping[str, Any], label: str) -> list[PulledLayer]:
     """Return the layers of an image manifest, the one with the listing first.
 
     Raises:
         RegistryError: enginery did not publish the image, or a layer's description is malformed.
     """
-    found = document.get("layers")
-    layers = found if isinstance(found, list) else []
-    known = all(_get(layer, "mediaType") in (LAYER, _GZIP_LAYER) for layer in layers)
-    if not _get(document.get("annotations"), CONTENT) or not layers or not known:
+    listed = document.get("layers")
+    layers = listed if isinstance(listed, list) else []
+    are_ours = all(_get(layer, "mediaType") in (LAYER, _GZIP_LAYER) for layer in layers)
+    if not _get(document.get("annotations"), CONTENT) or not layers or not are_ours:
         raise RegistryError(
-            f"{what} was not published by enginery: it has no annotation {CONTENT}.",
+            f"{label} was not published by enginery: it has no annotation {CONTENT}.",
             do="Download it with another tool, such as oras pull or docker create.",
         )
-    read = [_layer(layer, what) for layer in layers]
-    if not any(LISTING in layer.files for layer in read):
-        raise RegistryError(f"{what}: no layer has {LISTING} in its annotation {FILES}.")
-    return sorted(read, key=lambda layer: LISTING not in layer.files)
+    pulled = [_layer(layer, label) for layer in layers]
+    if not any(LISTING in layer.files for layer in pulled):
+        raise RegistryError(f"{label}: no layer has {LISTING} in its annotation {FILES}.")
+    return sorted(pulled, key=lambda layer: LISTING not in layer.files)
 
 
-def check_layer(path: Path, layer: PulledLayer, what: str) -> None:
+def check_layer(path: Path, layer: PulledLayer, label: str) -> None:
     """Raise ArtifactError if a layer was changed; name the changed files if possible."""
     with path.open("rb") as stream:
-        found = _sha256(stream)
-    if f"sha256:{found}" == layer.digest:
+        digest = _sha256(stream)
+    if f"sha256:{digest}" == layer.digest:
         return
     altered = ", ".join(_altered_files(path, layer.files))
     raise ArtifactError(
-        f"{what}: {altered} was altered, in the layer {layer.title}."
+        f"{label}: {altered} was altered, in the layer {layer.title}."
         if altered
-        else f"{what}: the layer {layer.title} was altered: its sha256 is {found[:12]}…, expected "
-        f"{layer.digest.removeprefix('sha256:')[:12]}… as in the registry's manifest.",
+        else f"{label}: the layer {layer.title} was altered: its sha256 is {digest[:12]}…, "
+        f"expected {layer.digest.removeprefix('sha256:')[:12]}… as in the registry's manifest.",
         do=REMEDY,
     )
 
 
-def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], what: str) -> None:
+def unpack(path: Path, out: Path, files: Mapping[str, FileRecord], label: str) -> None:
     """Unpack the listed files of a tar; skip all others.
 
     Args:
         path: the tar, with or without gzip.
         out: directory for the files.
         files: name -> record of the files to unpack.
-        what: name of the image in messages.
+        label: name of the image in messages.
 
     Raises:
         ArtifactError: it is not a tar, a member is a link or has a path outside `out`, or a file
             is larger than its record says.
     """
     limit = sum(record.size_bytes for record in files.values()) + _TAR_BYTES
-    with _translate_errors(what), _open_tar(path) as stream:
-        bounded = _SizeLimitedStream(stream, max(limit, path.stat().st_size), what)
+    with _translate_errors(label), _open_tar(path) as stream:
+        bounded = _SizeLimitedStream(stream, max(limit, path.stat().st_size), label)
         # In stream mode, tarfile only calls `read`.
         with tarfile.open(fileobj=cast("IO[bytes]", bounded), mode="r|") as archive:
             for member in archive:
                 bounded.allow(member.size)
-                name = _checked_name(member, what)
+                name = _checked_name(member, label)
                 record = files.get(name)
                 if record is None or member.isdir():
                     continue
                 if member.size > record.size_bytes:
                     raise ArtifactError(
-                        f"{what}: {name} has {member.size} bytes, expected {record.size_bytes} as "
+                        f"{label}: {name} has {member.size} bytes, expected {record.size_bytes} as "
                         f"in {LISTING}.",
                         do=REMEDY,
                     )
                 _write(archive, member, out / name)
 
 
-def unpack_listing(path: Path, out: Path, what: str) -> None:
+def unpack_listing(path: Path, out: Path, label: str) -> None:
     """Unpack only the package's listing, which limits the sizes of all other files."""
-    unpack(path, out, {LISTING: FileRecord(sha256="", size_bytes=_LISTING_BYTES)}, what)
+    unpack(path, out, {LISTING: FileRecord(sha256="", size_bytes=_LISTING_BYTES)}, label)
 
 
-def _layer(layer: Any, what: str) -> PulledLayer:
-    digest, size_bytes = parse_descriptor(layer, what)
+def _layer(layer: Any, label: str) -> PulledLayer:
+    digest, size_bytes = parse_descriptor(layer, label)
     annotations = _get(layer, "annotations")
     try:
         files = json.loads(str(_get(annotations, FILES) or "{}"))
@@ -145,14 +145,14 @@ def _layer(layer: Any, what: str) -> PulledLayer:
         files = None
     if not isinstance(files, dict):
         raise RegistryError(
-            f"{what}: the annotation {FILES} of the layer {digest[:19]}… is not a JSON object."
+            f"{label}: the annotation {FILES} of the layer {digest[:19]}… is not a JSON object."
         )
     title = str(_get(annotations, TITLE) or digest)
     return PulledLayer(digest, size_bytes, title, {str(n): str(d) for n, d in files.items()})
 
 
-def _get(found: Any, name: str) -> Any:
-    return found.get(name) if isinstance(found, Mapping) else None
+def _get(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None
 
 
 class _Readable(Protocol):
@@ -162,8 +162,8 @@ class _Readable(Protocol):
 class _SizeLimitedStream:
     """A stream with a size limit, as gzip data may unpack to 1000 times their size."""
 
-    def __init__(self, stream: _Readable, limit: int, what: str) -> None:
-        self._stream, self._left, self._what = stream, limit, what
+    def __init__(self, stream: _Readable, limit: int, label: str) -> None:
+        self._stream, self._left, self._label = stream, limit, label
         self._ahead = _HEADER_BYTES
 
     def allow(self, size_bytes: int) -> None:
@@ -179,7 +179,7 @@ class _SizeLimitedStream:
         self._ahead -= len(piece)
         if min(self._left, self._ahead) < 0:
             raise ArtifactError(
-                f"{self._what}: a layer unpacks to more bytes than {LISTING} says.", do=REMEDY
+                f"{self._label}: a layer unpacks to more bytes than {LISTING} says.", do=REMEDY
             )
         return piece
 
@@ -196,12 +196,12 @@ def _open_tar(path: Path) -> Iterator[_Readable]:
             yield unpacked
 
 
-def _checked_name(member: tarfile.TarInfo, what: str) -> str:
+def _checked_name(member: tarfile.TarInfo, label: str) -> str:
     name = PurePosixPath(member.name)
     is_plain = member.isreg() and not member.issparse() and bool(name.parts)
     if not (is_plain or member.isdir()) or name.is_absolute() or ".." in name.parts:
         raise ArtifactError(
-            f"{what}: {member.name} is not a regular file inside the package.", do=REMEDY
+            f"{label}: {member.name} is not a regular file inside the package.", do=REMEDY
         )
     return name.as_posix()
 
@@ -215,29 +215,29 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
 
 
 @contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
+def _translate_errors(label: str) -> Iterator[None]:
     """Raise ArtifactError for errors of tar, gzip and the disk."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ArtifactError(f"{what}: a layer is not a valid tar: {error}.", do=REMEDY) from error
+        raise ArtifactError(f"{label}: a layer is not a valid tar: {error}.", do=REMEDY) from error
     except OSError as error:
         raise ArtifactError(
-            f"{what} cannot be unpacked: {error.strerror or error}: {error.filename or ''}."
+            f"{label} cannot be unpacked: {error.strerror or error}: {error.filename or ''}."
         ) from error
 
 
 def _altered_files(path: Path, files: Mapping[str, str]) -> list[str]:
     """Return the files of a changed tar whose digests differ from the manifest."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 if member.isreg() and (stream := archive.extractfile(member)):
-                    found[member.name] = _sha256(stream)
+                    digests[member.name] = _sha256(stream)
     except (tarfile.TarError, OSError, EOFError):
         return []
-    return [name for name, digest in files.items() if found.get(name) != digest]
+    return [name for name, digest in files.items() if digests.get(name) != digest]
 
 
 def _sha256(stream: IO[bytes]) -> str:

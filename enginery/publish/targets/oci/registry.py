@@ -73,15 +73,15 @@ class OciRegistry:
                 `@sha256:…`.
             MissingPackageError: oras is not installed.
         """
-        found = _ADDRESS.fullmatch(url)
-        if not found:
+        match = _ADDRESS.fullmatch(url)
+        if not match:
             raise OptionError(
                 f"address '{url}': expected oci://registry/name:tag or "
                 "oci://registry/name@sha256:…, with lowercase letters, digits, '.', '_', '-' and "
                 "'/' in the name."
             )
-        self.url, self.host, self.repository = url, found["host"], found["repository"]
-        self.tag, self.digest = found["tag"] or "", found["digest"] or ""
+        self.url, self.host, self.repository = url, match["host"], match["repository"]
+        self.tag, self.digest = match["tag"] or "", match["digest"] or ""
         if config.name and config.name != self.repository.rpartition("/")[2]:
             raise OptionError(
                 f"option 'name' is '{config.name}', but the address has the name "
@@ -125,19 +125,25 @@ class OciRegistry:
         with progress.task(f"hashing layers of {package.name}"):
             image = build_image(package)
         notes = [f"{r.directory_name} is {r.hardware_target}" for r in package.engines]
-        place = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
+        lock_key = hashlib.sha256(f"{self.host}/{self.repository}".encode()).hexdigest()
         # Registries have no atomic compare-and-set; the lock serializes writers of this machine.
-        with file_lock(f"oci-{place[:32]}"):
-            there = read_tag(client, tag, self.url)
-            self._check_version_tags(client, tag, config, there, package)
-            is_same = there is not None and package.has_content(there.content, there.without_rights)
-            if there and is_same and self._is_complete(client, there, config, package, progress):
-                digest, is_new = there.digest, False
+        with file_lock(f"oci-{lock_key[:32]}"):
+            existing = read_tag(client, tag, self.url)
+            self._check_version_tags(client, tag, config, existing, package)
+            is_same = existing is not None and package.has_content(
+                existing.content, existing.without_rights
+            )
+            if (
+                existing
+                and is_same
+                and self._is_complete(client, existing, config, package, progress)
+            ):
+                digest, is_new = existing.digest, False
             else:
                 digest = image.index.digest
                 is_new = not is_same and not client.has_manifest(digest)
-                if there and not is_same:
-                    notes.append(f"{tag} pointed to {there.digest} before")
+                if existing and not is_same:
+                    notes.append(f"{tag} pointed to {existing.digest} before")
                 self._upload(client, image, package, progress)
                 client.put_manifest(tag, image.index.media_type, image.index.content)
                 if config.version and not is_same:
@@ -184,22 +190,22 @@ class OciRegistry:
         client: OciClient,
         tag: str,
         config: PublishConfig,
-        there: TagTarget | None,
+        existing: TagTarget | None,
         package: Package,
     ) -> None:
         """Raise RegistryError if a tag that is a version would move."""
-        if there and not package.has_content(there.content, there.without_rights):
+        if existing and not package.has_content(existing.content, existing.without_rights):
             name = f"oci://{self.host}/{self.repository}:{tag}"
             if config.version:
                 raise RegistryError(
                     f"{name} exists with other content than {package.name}: found "
-                    f"{there.content[:12] or 'an image without a content digest'}, expected "
+                    f"{existing.content[:12] or 'an image without a content digest'}, expected "
                     f"{package.content_sha256[:12]}.",
                     do="Choose another --version.",
                 )
-            if there.is_version_tag:
+            if existing.is_version_tag:
                 raise RegistryError(
-                    f"{name} is a version with other content: found {there.content[:12]}, "
+                    f"{name} is a version with other content: found {existing.content[:12]}, "
                     f"expected {package.content_sha256[:12]}.",
                     do="Choose another tag: a version is never moved.",
                 )
@@ -216,19 +222,21 @@ class OciRegistry:
     def _is_complete(
         self,
         client: OciClient,
-        there: TagTarget,
+        existing: TagTarget,
         config: PublishConfig,
         package: Package,
         progress: Progress,
     ) -> bool:
         """Return True if nothing has to be uploaded: the image is complete and marked as needed."""
-        lost = missing_blobs(client, there, self.url)
+        lost = missing_blobs(client, existing, self.url)
         if lost:
-            package.check_rights_known(f"{self.url}: the registry has lost {lost}", there.content)
-            progress.say(f"publish: uploading {there.tag} again, the registry has lost {lost}")
+            package.check_rights_known(
+                f"{self.url}: the registry has lost {lost}", existing.content
+            )
+            progress.say(f"publish: uploading {existing.tag} again, the registry has lost {lost}")
         # An index that is not marked as a version is uploaded again, unless its digest would
         # change because the rights cannot be read here.
-        is_marked = there.is_version_tag or there.content != package.content_sha256
+        is_marked = existing.is_version_tag or existing.content != package.content_sha256
         return not lost and (not config.version or is_marked)
 
     def _upload(
@@ -283,7 +291,7 @@ class TagTarget:
     """Descriptors of the manifests in the index."""
 
 
-def read_tag(client: OciClient, tag: str, what: str) -> TagTarget | None:
+def read_tag(client: OciClient, tag: str, label: str) -> TagTarget | None:
     """Return the target of a tag; None if the tag does not exist.
 
     Raises:
@@ -292,42 +300,43 @@ def read_tag(client: OciClient, tag: str, what: str) -> TagTarget | None:
     if not client.has_manifest(tag):
         return None
     content, _, digest = client.manifest(tag)
-    document = parse_json_object(content, what)
+    document = parse_json_object(content, label)
     annotations, manifests = document.get("annotations"), document.get("manifests")
-    said = annotations if isinstance(annotations, Mapping) else {}
+    values = annotations if isinstance(annotations, Mapping) else {}
     return TagTarget(
         tag=tag,
         digest=digest,
-        content=str(said.get(CONTENT, "")),
-        without_rights=str(said.get(WITHOUT_RIGHTS, "")),
-        is_version_tag=said.get(VERSION) == tag,
+        content=str(values.get(CONTENT, "")),
+        without_rights=str(values.get(WITHOUT_RIGHTS, "")),
+        is_version_tag=values.get(VERSION) == tag,
         manifests=tuple(manifests) if isinstance(manifests, list) else (),
     )
 
 
-def missing_blobs(client: OciClient, there: TagTarget, what: str) -> str:
+def missing_blobs(client: OciClient, target: TagTarget, label: str) -> str:
     """Return the titles or digests of lost blobs of a tag's image; empty if it is complete."""
     blobs: dict[str, str] = {}
-    for descriptor in there.manifests:
-        manifest, _ = parse_descriptor(descriptor, what)
+    for descriptor in target.manifests:
+        manifest, _ = parse_descriptor(descriptor, label)
         if not client.has_manifest(manifest):
             return manifest
-        document = parse_json_object(client.manifest(manifest)[0], what)
+        document = parse_json_object(client.manifest(manifest)[0], label)
         layers = document.get("layers")
-        for blob in [document.get("config"), *(layers if isinstance(layers, list) else [])]:
-            digest, _ = parse_descriptor(blob, what)
+        layers = layers if isinstance(layers, list) else []
+        for blob in [document.get("config"), *layers]:
+            digest, _ = parse_descriptor(blob, label)
             annotations = blob.get("annotations")
-            said = annotations if isinstance(annotations, Mapping) else {}
-            blobs[digest] = str(said.get(TITLE, digest))
+            values = annotations if isinstance(annotations, Mapping) else {}
+            blobs[digest] = str(values.get(TITLE, digest))
     return ", ".join(title for digest, title in blobs.items() if not client.has_blob(digest))
 
 
-def parse_json_object(content: bytes, what: str) -> dict[str, Any]:
+def parse_json_object(content: bytes, label: str) -> dict[str, Any]:
     """Return a manifest or an index; raise RegistryError if it is not a JSON object."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RegistryError(f"{what}: the registry's manifest is not JSON: {error}.") from error
+        raise RegistryError(f"{label}: the registry's manifest is not JSON: {error}.") from error
     if not isinstance(document, dict):
-        raise RegistryError(f"{what}: the registry's manifest is not a JSON object.")
+        raise RegistryError(f"{label}: the registry's manifest is not a JSON object.")
     return document
