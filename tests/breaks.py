@@ -39,7 +39,8 @@ TABLE = ROOT / "tests" / "breaks.json"
 AREAS = ("export", "passes", "quantize", "validate", "serve", "core")
 
 LEVELS = {
-    "make test": "not slow and not gpu and not network",
+    "make test": "not more and not slow and not gpu and not network",
+    "make test-more": "more and not slow and not gpu and not network",
     "slow tests": "slow and not gpu and not network",
 }
 """What a break is noticed by -> the tests that it selects, as the Makefile does."""
