@@ -6,10 +6,10 @@
 A suite that becomes faster must notice what it noticed before, so the table in `breaks.json` is
 committed, and this is run again whenever tests are removed or made smaller.
 
-Each break is made in a copy of the tree. The tests that mirror the broken module run first, then
-their folder, then the folders that use the module; the first failure ends the run. A break is
-recorded as missed only after all of these have passed. A test that also fails on the unbroken copy
-is left out, and does not count.
+Each break is made in a copy of the tree. The tests that mirror the broken modules run first for all
+breaks; then, for those that are left, the tests of their folders, then those of the folders that
+use the modules. The first failure ends a run. `noticed_by` is `nothing` as long as all tests in
+`tested` have passed. A test that also fails on the unbroken copy is left out, and does not count.
 
 Syncs, locks and cleanups have a table of their own, `tests/faults/test_deliberate_breaks.py`.
 """
@@ -26,10 +26,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -59,6 +60,8 @@ BEYOND = {
 """Area -> tests of what uses it, which run after those of the area itself."""
 
 TIMEOUT_SECONDS = 2400
+_STEPS = 4
+"""Number of parts of `Break.steps`."""
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 _NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", ".*_cache", "__pycache__", "build", "dist", "*.egg-info"
@@ -92,13 +95,13 @@ class Break:
         return f"tests/{folder}/test_{name}"
 
     def steps(self, root: Path) -> list[list[str]]:
-        """Return the paths to test, in the order in which they run."""
+        """Return the paths to test, in the order in which they run: four parts."""
         near = [f"enginery/{self.file}", *self.tests.split(), self.mirror]
         near = [path for path in dict.fromkeys(near) if (root / path).exists()]
         folder = str(Path(self.mirror).parent)
         area = f"tests/{self.area}"
         own = [folder] if folder != area and (root / folder).is_dir() else []
-        return [near, *([path] for path in own), [area], BEYOND[self.area].split()]
+        return [near, own, [area], BEYOND[self.area].split()]
 
 
 BREAKS = (
@@ -518,7 +521,6 @@ class Result:
     """A key of `LEVELS`, or `nothing`."""
     test: str
     """The first test that failed, or `timeout`."""
-    seconds: float
     tested: str
     """The paths that ran, the last of them up to the failure."""
 
@@ -571,17 +573,15 @@ class Laboratory:
             path.write_text(source, encoding="utf-8")
             os.utime(path, (before.st_mtime, before.st_mtime))
 
-    def test(self, paths: Sequence[str], marked: str, left_out: Sequence[str]) -> str:
-        """Run tests up to the first failure; return its id, '' if all pass."""
+    def failures(self, arguments: Sequence[str]) -> list[str]:
+        """Run pytest with these arguments; return the ids of the tests that failed, in order."""
         temporary = self.root.parent / f"{self.root.name}-tmp"
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
-        command += ["-m", marked, "--basetemp", str(temporary), "--prefork", *paths]
-        command += [f"--deselect={name}" for name in left_out]
-        environment = {**os.environ, "PYTHONPATH": str(self.root)}
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+        command += ["--basetemp", str(temporary), "--prefork", *arguments]
         with subprocess.Popen(
             command,
             cwd=self.root,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": str(self.root)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -591,37 +591,27 @@ class Laboratory:
                 output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                return "timeout"
+                return ["timeout"]
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        if process.returncode in (0, 5):  # 5: no test was selected
+        failed = _FAILURE.findall(output)
+        if process.returncode not in (0, 5) and not failed:  # 5: no test was selected
+            raise RuntimeError(f"pytest ended with status {process.returncode}:\n{output[-3000:]}")
+        return failed
+
+    def first_failure(
+        self, fault: Break, age_seconds: int, step: int, level: str, left_out: Iterable[str]
+    ) -> str:
+        """Return the first test of a step that notices a break, '' if none does."""
+        paths, *before = fault.steps(self.root)[step::-1]
+        if not paths:
             return ""
-        if failure := _FAILURE.search(output):
-            return failure[1]
-        raise RuntimeError(f"pytest ended with status {process.returncode}:\n{output[-3000:]}")
-
-    def find(self, fault: Break, age_seconds: int, levels: Sequence[str]) -> Result:
-        """Return which test notices a break."""
-        started = time.monotonic()
-        tested: list[str] = []
-
-        def result(level: str, test: str) -> Result:
-            seconds = round(time.monotonic() - started)
-            return Result(fault.file, fault.breaks, level, test, seconds, " ".join(tested))
-
-        for level in levels:
-            for paths in fault.steps(self.root):
-                tested = list(dict.fromkeys([*tested, *paths]))
-                left_out: list[str] = []
-                while True:
-                    with self.broken(fault, age_seconds):
-                        failed = self.test(paths, LEVELS[level], left_out)
-                    if not failed:
-                        break
-                    if failed == "timeout" or not self.test([failed], "slow or not slow", ()):
-                        return result(level, failed)
-                    left_out.append(failed)
-        return result("nothing", "")
+        # Files that have run already; a folder has to run for its other files.
+        tested = [f"--ignore={path}" for part in before for path in part if path.endswith(".py")]
+        deselected = [f"--deselect={name}" for name in left_out]
+        with self.broken(fault, age_seconds):
+            failed = self.failures(["-x", "-m", LEVELS[level], *paths, *tested, *deselected])
+        return failed[0] if failed else ""
 
 
 def read_table(path: Path) -> dict[tuple[str, str], Result]:
@@ -658,21 +648,44 @@ def main() -> int:
         free: SimpleQueue[Laboratory] = SimpleQueue()
         for index in range(options.jobs):
             free.put(Laboratory(Path(scratch, str(index))))
+        unsound: set[str] = set()  # tests that fail without a break, too
+        sound: set[str] = set()
+        for level, step in product(levels, range(_STEPS)):
 
-        def run(numbered: tuple[int, Break]) -> None:
-            number, fault = numbered
-            laboratory = free.get()
-            try:
-                result = laboratory.find(fault, number, levels)
-            finally:
-                free.put(laboratory)
-            results[result.file, result.breaks] = result
-            write_table(options.out, results)
-            line = f"{result.seconds:5.0f} s  {result.noticed_by}: {result.breaks}  {result.test}"
-            print(line, flush=True)  # noqa: T201
+            def run(numbered: tuple[int, Break], level: str = level, step: int = step) -> str:
+                number, fault = numbered
+                laboratory, started = free.get(), time.monotonic()
+                try:
+                    failed = laboratory.first_failure(fault, number, step, level, unsound)
+                finally:
+                    free.put(laboratory)
+                seconds = time.monotonic() - started
+                paths = [path for part in fault.steps(ROOT)[: step + 1] for path in part]
+                results[fault.file, fault.breaks] = Result(
+                    fault.file,
+                    fault.breaks,
+                    level if failed else "nothing",
+                    failed,
+                    " ".join(dict.fromkeys(paths)),
+                )
+                write_table(options.out, results)
+                print(f"{seconds:5.0f} s  {fault.breaks}: {failed or '-'}", flush=True)  # noqa: T201
+                return failed
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, chosen))
+            missed, waiting = [], chosen
+            while waiting:
+                with ThreadPoolExecutor(options.jobs) as pool:
+                    failed = list(pool.map(run, waiting))
+                if new := {*failed} - {"", "timeout"} - sound:
+                    laboratory = free.get()
+                    unsound.update(new & {*laboratory.failures(["-m", "slow or not slow", *new])})
+                    free.put(laboratory)
+                    sound.update(new - unsound)
+                missed += [fault for fault, test in zip(waiting, failed, strict=True) if not test]
+                waiting = [
+                    fault for fault, test in zip(waiting, failed, strict=True) if test in unsound
+                ]
+            chosen = missed
     return 0
 
 
