@@ -38,6 +38,7 @@ def speecht5(folder):
     )
 
 
+@pytest.mark.more
 def test_noise_and_masks_are_pytorchs(vits, folder):
     source = save_model("vit_mae", "feature-extraction", folder / "vit_mae")
     for artifact in (vits, export_model(str(source), task="feature-extraction")):
@@ -47,6 +48,7 @@ def test_noise_and_masks_are_pytorchs(vits, folder):
         assert all(case.outputs for case in report.cases)
 
 
+@pytest.mark.more
 def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     report = validate_model(speecht5, effort="quick")
     assert report.passed, report.summary
@@ -56,6 +58,7 @@ def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     assert {spec.dims[0] for spec in with_past.inputs} == {1}
 
 
+@pytest.mark.more
 def test_noise_of_another_size_fails(vits, copied):
     def shrink(model):
         """Multiply what is drawn last."""
@@ -182,6 +185,7 @@ def test_rows_of_codebooks_validate(folder):
     assert ids == {4, 8, 12, 16}
 
 
+@pytest.mark.more
 def test_a_vocoder_that_is_gone_or_has_changed_is_an_error(speecht5, copied):
     artifact = copied(speecht5)
     (stage,) = artifact.manifest.stages

@@ -118,6 +118,7 @@ def test_wrong_scale_in_the_step_of_int8_fails(translator, tmp_path, home, quant
     assert scale.name.removesuffix("/scale") in json.dumps(verdict.weights.differences, default=str)
 
 
+@pytest.mark.more
 def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
     artifact = quantized(translator, TEXTS[:8], scheme="dynamic", target="cpu", min_cosine=0.9)
     report = report_of(artifact)
@@ -126,6 +127,7 @@ def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
     assert 0.9 <= report["encoder_accuracy"]["cosine"] < 1
 
 
+@pytest.mark.more
 def test_speech_and_images_calibrate_from_folders(tmp_path, home):
     """The decoder of each gets the tokens that its own prompt starts with."""
     sounds = tmp_path / "sounds"
