@@ -45,7 +45,7 @@ def images():
 
 
 def cases(*kinds, quick):
-    """Return the cases of these kinds as parameters; those that `quick` has no mark for are slow."""
+    """Return the cases of these kinds as parameters; those that `quick` does not name are slow."""
     chosen = [case for case in CASES if case[0] in kinds]
     marks = {case[0]: quick.get(case[0], pytest.mark.slow) for case in chosen}
     return [pytest.param(*case, marks=marks[case[0]], id=case[0]) for case in chosen]
