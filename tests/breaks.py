@@ -47,15 +47,14 @@ LEVELS = {
 """What a break is noticed by -> the tests that it selects, as the Makefile does."""
 
 BEYOND = {
-    "export": "tests/recipe tests/cli tests/faults tests/validate/test_decoding.py "
-    "tests/test_docs.py",
-    "passes": "tests/optimize tests/quantize tests/runtime tests/export tests/engine "
-    "tests/validate",
-    "quantize": "tests/recipe tests/cli tests/faults tests/validate tests/test_docs.py",
-    "validate": "tests/recipe tests/cli tests/faults tests/bench tests/test_docs.py",
-    "serve": "tests/deploy tests/cli tests/faults tests/test_docs.py",
-    "core": "tests/predict tests/recipe tests/cli tests/faults tests/publish tests/engine "
-    "tests/doctor tests/runtime tests/serve tests/test_docs.py",
+    "export": "tests/recipe tests/cli tests/validate/test_decoding.py tests/test_docs.py",
+    "passes": "tests/optimize tests/quantize/test_stage.py tests/quantize/test_architectures.py "
+    "tests/runtime/generation tests/runtime/onnxruntime",
+    "quantize": "tests/recipe tests/cli tests/validate/metrics tests/test_docs.py",
+    "validate": "tests/recipe tests/cli tests/quantize/test_cpu.py tests/test_docs.py",
+    "serve": "tests/deploy tests/cli tests/test_docs.py",
+    "core": "tests/predict tests/recipe tests/cli tests/faults tests/publish tests/runtime/engines "
+    "tests/engine tests/quantize/calibration",
 }
 """Area -> tests of what uses it, which run after those of the area itself."""
 
@@ -633,6 +632,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=TABLE, help="the table; rows in it are kept")
     parser.add_argument("--only", default="", help="folders or files, with commas: export,passes")
     parser.add_argument("--missing", action="store_true", help="only those not in the table yet")
+    parser.add_argument(
+        "--steps", type=int, default=_STEPS, help="parts of `Break.steps` to run, 1 to 4"
+    )
     parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
     parser.add_argument("--jobs", type=int, default=1, help="breaks at a time")
     options = parser.parse_args()
@@ -650,7 +652,7 @@ def main() -> int:
             free.put(Laboratory(Path(scratch, str(index))))
         unsound: set[str] = set()  # tests that fail without a break, too
         sound: set[str] = set()
-        for level, step in product(levels, range(_STEPS)):
+        for step, level in product(range(options.steps), levels):
 
             def run(numbered: tuple[int, Break], level: str = level, step: int = step) -> str:
                 number, fault = numbered
