@@ -554,19 +554,15 @@ class Laboratory:
         shutil.copytree(ROOT, root, symlinks=True, ignore=_NOT_COPIED)
 
     @contextmanager
-    def broken(self, fault: Break, age_seconds: int) -> Iterator[None]:
-        """Make a break for the time of the block.
-
-        Args:
-            fault: the break.
-            age_seconds: another number for each break: Python takes a compiled module for current
-                if the source has its time, in seconds, and size.
-        """
+    def broken(self, fault: Break) -> Iterator[None]:
+        """Make a break for the time of the block."""
         path = self.root / "enginery" / fault.file
         before = path.stat()
         source = path.read_text(encoding="utf-8")
         path.write_text(broken_source(fault, source), encoding="utf-8")
-        os.utime(path, (before.st_mtime, before.st_mtime - age_seconds))
+        # Python takes a compiled module for current if the source has its time, in seconds, and
+        # its size: each break has a time of its own.
+        os.utime(path, (before.st_mtime, before.st_mtime - 1 - BREAKS.index(fault)))
         try:
             yield
         finally:
@@ -599,9 +595,7 @@ class Laboratory:
             raise RuntimeError(f"pytest ended with status {process.returncode}:\n{output[-3000:]}")
         return failed
 
-    def first_failure(
-        self, fault: Break, age_seconds: int, step: int, level: str, left_out: Iterable[str]
-    ) -> str:
+    def first_failure(self, fault: Break, step: int, level: str, left_out: Iterable[str]) -> str:
         """Return the first test of a step that notices a break, '' if none does."""
         paths, *before = fault.steps(self.root)[step::-1]
         if not paths:
@@ -609,7 +603,7 @@ class Laboratory:
         # Files that have run already; a folder has to run for its other files.
         tested = [f"--ignore={path}" for part in before for path in part if path.endswith(".py")]
         deselected = [f"--deselect={name}" for name in left_out]
-        with self.broken(fault, age_seconds):
+        with self.broken(fault):
             failed = self.failures(["-x", "-m", LEVELS[level], *paths, *tested, *deselected])
         return failed[0] if failed else ""
 
@@ -627,68 +621,101 @@ def write_table(path: Path, results: dict[tuple[str, str], Result]) -> None:
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+class Search:
+    """The search for tests that notice breaks, in several copies of the tree at a time."""
+
+    def __init__(self, scratch: Path, jobs: int, out: Path) -> None:
+        """Copy the tree for each job.
+
+        Args:
+            scratch: the directory of the copies.
+            jobs: the number of breaks at a time.
+            out: the table. Rows of other breaks stay.
+        """
+        self._laboratories: SimpleQueue[Laboratory] = SimpleQueue()
+        for index in range(jobs):
+            self._laboratories.put(Laboratory(scratch / str(index)))
+        self._jobs, self._out = jobs, out
+        self._results = read_table(out)
+        self._sound: set[str] = set()
+        """Tests that pass without a break."""
+        self._unsound: set[str] = set()
+        """Tests that fail without a break, too."""
+
+    def run(self, faults: Sequence[Break], step: int, level: str) -> list[Break]:
+        """Run a step of some breaks, and return those that no test has noticed."""
+        missed: list[Break] = []
+        waiting = list(faults)
+        while waiting:
+            with ThreadPoolExecutor(self._jobs) as pool:
+                failed = list(pool.map(lambda fault: self._run_one(fault, step, level), waiting))
+            self._run_without_a_break({*failed} - {"", "timeout"} - self._sound)
+            missed += [fault for fault, test in zip(waiting, failed, strict=True) if not test]
+            waiting = [
+                fault for fault, test in zip(waiting, failed, strict=True) if test in self._unsound
+            ]
+        return missed
+
+    def _run_one(self, fault: Break, step: int, level: str) -> str:
+        """Run a step of a break, write its row, and return the test that failed or ''."""
+        started = time.monotonic()
+        with self._laboratory() as laboratory:
+            failed = laboratory.first_failure(fault, step, level, self._unsound)
+        seconds = time.monotonic() - started
+        paths = [path for part in fault.steps(ROOT)[: step + 1] for path in part]
+        self._results[fault.file, fault.breaks] = Result(
+            fault.file,
+            fault.breaks,
+            level if failed else "nothing",
+            failed,
+            " ".join(dict.fromkeys(paths)),
+        )
+        write_table(self._out, self._results)
+        print(f"{seconds:5.0f} s  {fault.breaks}: {failed or '-'}", flush=True)  # noqa: T201
+        return failed
+
+    def _run_without_a_break(self, tests: set[str]) -> None:
+        """Find out which tests fail in a copy without a break, too."""
+        if not tests:
+            return
+        with self._laboratory() as laboratory:
+            failed = laboratory.failures(["-m", "slow or not slow", *sorted(tests)])
+        self._unsound |= tests & {*failed}
+        self._sound |= tests - {*failed}
+
+    @contextmanager
+    def _laboratory(self) -> Iterator[Laboratory]:
+        laboratory = self._laboratories.get()
+        try:
+            yield laboratory
+        finally:
+            self._laboratories.put(laboratory)
+
+
 def main() -> int:
     """Make the breaks and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=TABLE, help="the table; rows in it are kept")
+    parser.add_argument("--out", type=Path, default=TABLE, help="the table; other rows in it stay")
     parser.add_argument("--only", default="", help="folders or files, with commas: export,passes")
     parser.add_argument("--missing", action="store_true", help="only those not in the table yet")
+    parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
     parser.add_argument(
         "--steps", type=int, default=_STEPS, help="parts of `Break.steps` to run, 1 to 4"
     )
-    parser.add_argument("--slow", action="store_true", help="also run the tests marked slow")
     parser.add_argument("--jobs", type=int, default=1, help="breaks at a time")
     options = parser.parse_args()
-    results = read_table(options.out)
+    known = read_table(options.out) if options.missing else {}
     words = [word for word in options.only.split(",") if word] or [""]
-    chosen = [
-        (number, fault)
-        for number, fault in enumerate(BREAKS, 1)
-        if matches(fault, words) and not (options.missing and (fault.file, fault.breaks) in results)
+    faults = [
+        fault
+        for fault in BREAKS
+        if matches(fault, words) and (fault.file, fault.breaks) not in known
     ]
     levels = list(LEVELS) if options.slow else list(LEVELS)[:-1]
     with tempfile.TemporaryDirectory(prefix="breaks-") as scratch:
-        free: SimpleQueue[Laboratory] = SimpleQueue()
-        for index in range(options.jobs):
-            free.put(Laboratory(Path(scratch, str(index))))
-        unsound: set[str] = set()  # tests that fail without a break, too
-        sound: set[str] = set()
+        search = Search(Path(scratch), options.jobs, options.out)
         for step, level in product(range(options.steps), levels):
-
-            def run(numbered: tuple[int, Break], level: str = level, step: int = step) -> str:
-                number, fault = numbered
-                laboratory, started = free.get(), time.monotonic()
-                try:
-                    failed = laboratory.first_failure(fault, number, step, level, unsound)
-                finally:
-                    free.put(laboratory)
-                seconds = time.monotonic() - started
-                paths = [path for part in fault.steps(ROOT)[: step + 1] for path in part]
-                results[fault.file, fault.breaks] = Result(
-                    fault.file,
-                    fault.breaks,
-                    level if failed else "nothing",
-                    failed,
-                    " ".join(dict.fromkeys(paths)),
-                )
-                write_table(options.out, results)
-                print(f"{seconds:5.0f} s  {fault.breaks}: {failed or '-'}", flush=True)  # noqa: T201
-                return failed
-
-            missed, waiting = [], chosen
-            while waiting:
-                with ThreadPoolExecutor(options.jobs) as pool:
-                    failed = list(pool.map(run, waiting))
-                if new := {*failed} - {"", "timeout"} - sound:
-                    laboratory = free.get()
-                    unsound.update(new & {*laboratory.failures(["-m", "slow or not slow", *new])})
-                    free.put(laboratory)
-                    sound.update(new - unsound)
-                missed += [fault for fault, test in zip(waiting, failed, strict=True) if not test]
-                waiting = [
-                    fault for fault, test in zip(waiting, failed, strict=True) if test in unsound
-                ]
-            chosen = missed
+            faults = search.run(faults, step, level)
     return 0
 
 
