@@ -82,6 +82,7 @@ def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
     }
 
 
+@pytest.mark.more
 def test_ignored_attention_mask_of_a_decoder(verdict):
     report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
     failed = [case for case in report.cases if not case.passed and "padded" not in case.name]

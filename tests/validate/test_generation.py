@@ -285,7 +285,13 @@ def test_options_of_the_model_are_honoured(tmp_path, home):
     assert f"3 inputs × up to {report.generation.steps} steps equal" in report.summary
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("marian", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("gpt2", marks=pytest.mark.more),
+        pytest.param("marian", marks=pytest.mark.slow),
+    ],
+)
 def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind):
     source = save_tiny(kind, TASKS[kind].removesuffix("-with-past"), tmp_path / "source")
     for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
@@ -296,6 +302,7 @@ def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind)
     assert report.generation.equal == 3
 
 
+@pytest.mark.more
 def test_texts_of_the_user_are_generated_from(exported, tmp_path):
     data = tmp_path / "prompts.csv"
     data.write_text("text\n" + "\n".join(["The pump runs", "The engine is", "A cat", "Who"]))
@@ -308,6 +315,7 @@ def test_texts_of_the_user_are_generated_from(exported, tmp_path):
         validated(artifact, data=str(data), column="review")
 
 
+@pytest.mark.more
 def test_graphs_of_optimum_are_not_generated_with(exported):
     report = validated(exported("marian", SEQ2SEQ, layout="optimum"))
     assert report.passed, report.summary

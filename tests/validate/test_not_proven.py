@@ -74,6 +74,7 @@ def test_model_that_ignores_its_inputs_is_not_proven(tmp_path):
     assert report.not_proven
 
 
+@pytest.mark.more
 def test_most_inputs_rejected_by_pytorch(exported, tmp_path):
     """The config declares a larger vocabulary than the weights have."""
     artifact = exported(*TEXT).copy_to(tmp_path / "copy")

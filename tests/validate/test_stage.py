@@ -200,6 +200,7 @@ def test_profile_applies_to_the_graphs_it_fits(exported, copied):
         validate_model(artifact, profile=("batch=1,encoder_sequense=4",))
 
 
+@pytest.mark.more
 def test_corner_that_pytorch_rejects_fails(exported, copied):
     """All corners of a profile must work; past and present together exceed GPT-2's positions."""
     artifact = copied(exported("gpt2", "text-generation-with-past"))

@@ -200,6 +200,7 @@ def test_user_data_have_the_accuracy_of_held_out_rows(made, tmp_path):
     assert any(f"on {held_out.rows} held-out rows" in note for note in report.notes)
 
 
+@pytest.mark.more
 def test_mean_and_smallest_cosine_of_pooled_embeddings(made, tmp_path):
     artifact = made(*DISTILBERT, pooled=True).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
