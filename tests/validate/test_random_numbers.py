@@ -8,6 +8,7 @@ from onnx import helper
 
 from benchmarks.model_types import save_companions, save_model
 from enginery import export_model, validate_model
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -83,18 +84,18 @@ DRAWN = {"enginery.random.0.normal": (2, 4), "enginery.random.1.uniform": (2, 4)
 
 
 @pytest.fixture
-def give(vits, tmp_path):
+def give(tmp_path):
     """Return a function that gives a graph the numbers of a reference."""
 
     def run(nodes, shapes=DRAWN):
         path = tmp_path / "graph.onnx"
         onnx.save(onnx.parser.parse_model(GRAPH.replace("NODES", nodes)), path)
-        record = vits.manifest.graphs[0].model_copy(
-            update={
-                "inputs": (TensorSpec("x", "float32", ("batch", 4)),),
-                "outputs": (TensorSpec("y", "float32", ("batch", 4)),),
-                "data_files": (),
-            }
+        record = GraphRecord(
+            file="model.onnx",
+            opset=20,
+            inputs=(TensorSpec("x", "float32", ("batch", 4)),),
+            outputs=(TensorSpec("y", "float32", ("batch", 4)),),
+            data_files=(),
         )
         numbers = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
         np.savez(tmp_path / "drawn.npz", **numbers)
