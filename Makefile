@@ -33,7 +33,7 @@ need = $(or $($(1)),$(error make $@ needs $(1): make $@ $(1)=build/my-model))
 named = $(if $($(1)),--$(2) $($(1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve notebooks schema clean
+.PHONY: help setup run test test-more test-all lint format export optimize quantize engine validate bench predict serve publish doctor inspect gpu-check docs docs-serve notebooks schema clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,7 +86,10 @@ docs-serve: docs  ## build the documentation and show it on PORT
 	$(BIN)/python -m http.server $(or $(PORT),8000) --bind 127.0.0.1 --directory build/site
 
 test: setup  ## run the tests
-	$(BIN)/python -m pytest $(PARALLEL) --prefork -m "not slow and not gpu and not network" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --prefork -m "not more and not slow and not gpu and not network" $(ARGS)
+
+test-more: setup  ## run the longer tests, which CI runs after `test`
+	$(BIN)/python -m pytest $(PARALLEL) --prefork -m "more and not slow and not gpu and not network" $(ARGS)
 
 test-all: setup  ## run the tests, those that take minutes too
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not network" $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -50,6 +51,17 @@ def _prefork(request, tmp_path_factory):
         return
     with prefork.forked_children(path):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_modules():
+    """Leave what has been imported, and all tests, out of garbage collections.
+
+    Each graph that is read runs one, which would scan a million objects of PyTorch, transformers
+    and pytest: half of the time of a validation of a tiny model.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

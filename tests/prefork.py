@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,25 +48,43 @@ _PRELOADED = (
 
 @contextmanager
 def forked_children(path: Path):
-    """Run a server at this path, and have this process fork its children there."""
-    import subprocess
+    """Have this process fork its children from a server at this path.
+
+    The server starts with the first of these children, because few tests have any. Children that
+    are started until it is there import PyTorch themselves.
+    """
+    from subprocess import Popen
 
     from enginery.core.subprocess import python_command
 
     paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])])
+    # Taken now, since a test may have changed them when the server starts.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = python_command("tests.prefork", str(path))
-    with subprocess.Popen(command, env=environment) as server, children_of(path):
-        try:
+    command, directory = python_command("tests.prefork", str(path)), Path.cwd()
+    servers: list[Popen] = []
+
+    def start() -> None:
+        if not servers:
+            servers.append(Popen(command, env=environment, cwd=directory))
+
+    try:
+        with children_of(path, start=start):
             yield
-            assert server.poll() is None, "the server that forks has ended"
-        finally:
+        assert all(server.poll() is None for server in servers), "the server that forks has ended"
+    finally:
+        for server in servers:
             server.kill()
+            server.wait()
 
 
 @contextmanager
-def children_of(path: Path):
-    """Have this process fork its children from a server that runs already, or will soon."""
+def children_of(path: Path, *, start: Callable[[], None] = lambda: None):
+    """Have this process fork its children from a server.
+
+    Args:
+        path: the server's socket, which may exist later.
+        start: called before each child, to start the server.
+    """
     from unittest import mock
 
     from enginery.core import subprocess as children
@@ -73,6 +92,8 @@ def children_of(path: Path):
     started = children.python_command
 
     def command(module: str, *arguments: str) -> list[str]:
+        if module in MODULES:
+            start()
         if module not in MODULES or not path.exists():
             return started(module, *arguments)
         return [sys.executable, "-I", "-S", __file__, str(path), module, *arguments]

@@ -14,6 +14,7 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,15 @@ IMAGE_KINDS = ("vit", "deit", "swin", "convnext", "resnet")
 IMAGE_TASKS = ("image-classification", "feature-extraction")
 AUDIO_KINDS = ("wav2vec2", "hubert", "audio-spectrogram-transformer", "whisper")
 CTC_KINDS = ("wav2vec2", "hubert")
+
+
+def with_more(kinds: Iterable[str], *quick: str) -> list[Any]:
+    """Return kinds as parameters of a test; those that are not quick are marked `more`."""
+    import pytest
+
+    marks = {kind: () if kind in quick else pytest.mark.more for kind in kinds}
+    return [pytest.param(kind, marks=mark) for kind, mark in marks.items()]
+
 
 LABELS = {
     "text-classification": ("calm", "angry", "glad"),

@@ -58,6 +58,9 @@ def test_every_backend_runs_and_the_artifact_keeps_the_result(bert):
     by_name = {record.name: record for record in result.contenders}
     assert by_name["pytorch"].peak_rss_bytes > 1.5 * by_name["enginery"].peak_rss_bytes
     assert by_name["pytorch"].notes[0].startswith("attention: sdpa")
+    assert set(result.unknown) == {"device memory", "energy", "host copies"}
+    assert all(found.joules_per_run is None for found in result.cases[0].measurements)
+    assert any("host copies: nothing ran on an NVIDIA GPU" in line for line in lines(result))
     placed = by_name["enginery"].facts["placement"]
     (part,) = placed["providers"]
     assert (placed["head"], part["name"]) == ("CPUExecutionProvider",) * 2
@@ -73,13 +76,7 @@ def test_every_backend_runs_and_the_artifact_keeps_the_result(bert):
     assert "reports/benchmark.json" in after.reports
 
 
-def test_result_lists_what_cannot_be_measured(bert):
-    result = bench(bert, batch="1", sequence="8", against="none")
-    assert set(result.unknown) == {"device memory", "energy", "host copies"}
-    assert all(found.joules_per_run is None for found in result.cases[0].measurements)
-    assert any("host copies: nothing ran on an NVIDIA GPU" in line for line in lines(result))
-
-
+@pytest.mark.more
 def test_two_artifacts_are_compared(bert, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(bert.path, other)
@@ -93,6 +90,7 @@ def test_two_artifacts_are_compared(bert, tmp_path):
     assert stored[0] == stored[1]
 
 
+@pytest.mark.more
 def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(bert):
     source = bert.manifest.source.model_copy(update={"id": "/gone", "sha256": "0" * 64})
     broken = type(bert)(bert.path, bert.manifest.model_copy(update={"source": source}))
@@ -103,6 +101,7 @@ def test_backend_that_fails_to_start_is_an_error_if_named_and_left_out_by_auto(b
     assert [record.name for record in result.contenders] == ["enginery", "onnxruntime", "optimum"]
 
 
+@pytest.mark.more
 def test_advice_on_threads_and_padding(bert, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(["warm", "the engine is warm and the pump runs again " * 4] * 8))
@@ -142,6 +141,7 @@ def test_onnx_file_on_images_of_several_sizes(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["detector.onnx", "out", "photos"]
 
 
+@pytest.mark.more
 def test_images_are_preprocessed_by_the_artifacts_processor(exported, copied, tmp_path):
     vit = copied(exported("vit", "image-classification"))
     folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60))
@@ -185,6 +185,7 @@ def test_failed_artifact_is_measured_only_with_allow_failed(bert):
     assert bench(failed, batch="1", sequence="8", against="none", allow_failed=True).cases
 
 
+@pytest.mark.more
 def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
     bert, tmp_path, monkeypatch
 ):
@@ -212,6 +213,7 @@ def test_crash_of_an_optional_backend_is_reported_and_the_others_continue(
     assert "the process" in found.problems["onnxruntime"]
 
 
+@pytest.mark.more
 def test_fallback_is_in_the_result_on_the_terminal_and_on_the_page(bert):
     result = bench(
         bert,
@@ -235,6 +237,7 @@ def test_missing_model_is_an_error(tmp_path):
         bench(tmp_path)
 
 
+@pytest.mark.more
 def test_accuracy_stands_beside_the_latency_of_each_artifact(exported, copied, tmp_path):
     artifact = copied(exported("bert", "text-classification"))
     texts = ["The engine is warm.", "Nobody knows.", "A small cat sleeps.", "The rain is cold."]

@@ -428,6 +428,7 @@ def test_image_model_exports_only_the_graph(exported, models):
     assert (models / "m/labels.txt").read_text().split() == ["cat", "boat", "tree"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "deberta-v2"])
 def test_other_architectures(exported, serve, kind):
     artifact = exported(kind, "token-classification")

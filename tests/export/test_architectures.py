@@ -13,11 +13,15 @@ CASES = [
     ("gpt2", "text-generation-with-past"),
     ("t5", "text2text-generation-with-past"),
 ]
-# One case per kind, and every task at least once; the others take minutes.
 QUICK = {
+    ("bert", "feature-extraction"),
+    ("resnet", "image-classification"),
+    ("gpt2", "text-generation-with-past"),
+}
+# One case per kind, and every task at least once; the others take minutes.
+LONGER = {
     *zip(TEXT_KINDS, (TEXT_TASKS * 2)[: len(TEXT_KINDS)], strict=True),
     *((kind, IMAGE_TASKS[index % 2]) for index, kind in enumerate(IMAGE_KINDS)),
-    ("gpt2", "text-generation-with-past"),
     ("t5", "text2text-generation-with-past"),
 }
 
@@ -35,13 +39,20 @@ ORT_CLASSES = {
     "text2text-generation-with-past": "ORTModelForSeq2SeqLM",
 }
 
+
+def mark_of(case):
+    if case in QUICK:
+        return ()
+    return pytest.mark.more if case in LONGER else pytest.mark.slow
+
+
 # Readable names; `sequence` may have the prefix `encoder_`, `decoder_` or `past_`.
 DIMS = {"batch", "sequence", "height", "width"}
 
 
 @pytest.mark.parametrize(
     ("kind", "task"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=mark_of(case)) for case in CASES],
 )
 def test_architecture_exports_validates_and_loads(kind, task, tiny_model):
     from enginery import export_model

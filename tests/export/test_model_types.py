@@ -50,6 +50,7 @@ def test_a_length_that_only_pytorch_rejects_is_fixed(exported_type):
     assert validate_model(artifact, effort="quick").passed
 
 
+@pytest.mark.more
 def test_channels_of_a_vision_part_are_fixed(exported_type):
     found = dims(exported_type("clip", "zero-shot-image-classification"))
     assert found["pixel_values"] == ("batch", 3, 30, 30)
@@ -57,6 +58,7 @@ def test_channels_of_a_vision_part_are_fixed(exported_type):
     assert found["logits_per_image"] == ("batch", "text_batch")
 
 
+@pytest.mark.more
 def test_a_detector_of_texts_takes_several_for_each_image(exported_type):
     found = dims(exported_type("owlvit", "zero-shot-object-detection"))
     assert found["input_ids"] == ("text_batch", "sequence")
@@ -65,11 +67,13 @@ def test_a_detector_of_texts_takes_several_for_each_image(exported_type):
     assert found["text_embeds"][0] == "batch"
 
 
+@pytest.mark.more
 def test_the_only_batch_has_the_usual_name(exported_type):
     found = dims(exported_type("vits", "text-to-audio"))
     assert found["input_ids"] == ("batch", "sequence")
 
 
+@pytest.mark.more
 def test_sounds_that_need_a_length_are_as_long_as_in_the_trace(exported_type):
     artifact = exported_type("moonshine", "automatic-speech-recognition-with-past")
     encoder = next(g for g in artifact.manifest.graphs if "encoder" in g.file)
@@ -83,12 +87,14 @@ def test_a_model_with_fewer_positions_than_optimum_traces(exported_type):
     assert dims(artifact)["input_ids"] == ("batch", "sequence")
 
 
+@pytest.mark.more
 def test_a_model_whose_generator_wants_a_processor_needs_none(exported_type):
     artifact = exported_type("perceiver", "text-classification")
     assert not (artifact.path / "preprocessor_config.json").exists()
     assert not (artifact.path / "processor_config.json").exists()
 
 
+@pytest.mark.more
 def test_outputs_that_only_the_exporter_names_are_compared(exported_type):
     artifact = exported_type("mgp-str", "feature-extraction")
     assert "char_logits, bpe_logits, wp_logits are not those of feature-ext" in notes(artifact)
@@ -97,6 +103,7 @@ def test_outputs_that_only_the_exporter_names_are_compared(exported_type):
     assert any("reference of char_logits, bpe_logits, wp_logits" in note for note in report.notes)
 
 
+@pytest.mark.more
 def test_frozen_normalizations_are_compared_as_they_are_folded(exported_type, copied):
     artifact = exported_type("detr", "object-detection")
     report = validate_model(artifact, effort="quick")
@@ -116,12 +123,13 @@ def test_frozen_normalizations_are_compared_as_they_are_folded(exported_type, co
     assert "normalization.weight" in difference.parameter
 
 
+@pytest.mark.more
 def test_a_mask_that_overflows_in_fp64_leaves_a_limit(exported_type):
     report = validate_model(exported_type("splinter", "question-answering"), effort="quick")
     assert report.passed, report.summary
 
 
-@pytest.mark.parametrize("kind", ["bart", "pegasus"])
+@pytest.mark.parametrize("kind", ["bart", pytest.param("pegasus", marks=pytest.mark.more)])
 def test_texts_do_not_depend_on_their_batch_where_padding_counts(exported_type, kind):
     artifact = exported_type(kind, "text-generation-with-past")
     texts = ["a", "the cat sat", "on", "dogs and cats", "it"]
@@ -140,6 +148,7 @@ def test_one_of_several_texts_is_chosen_in_each_row(exported_type):
     assert any(case.name == "questions 13–16" for case in report.cases)
 
 
+@pytest.mark.more
 def test_a_model_without_head_has_a_cache(exported_type):
     artifact = exported_type("gpt2", "feature-extraction-with-past")
     assert dims(artifact)["present.0.key"] == ("batch", 2, "sequence", 16)
@@ -147,11 +156,13 @@ def test_a_model_without_head_has_a_cache(exported_type):
     assert report.passed, report.summary
 
 
+@pytest.mark.more
 def test_capped_attention_scores_are_exported(exported_type):
     report = validate_model(exported_type("gemma2", "text-generation-with-past"), effort="quick")
     assert report.passed, report.summary
 
 
+@pytest.mark.more
 def test_outputs_without_a_name_are_dropped(exported_type):
     artifact = exported_type("metaclip_2", "zero-shot-image-classification")
     assert not [name for name in dims(artifact) if ":" in name]
@@ -170,6 +181,7 @@ def vocoder(tmp_path_factory):
     return save_companions("speecht5", folder)["vocoder"]
 
 
+@pytest.mark.more
 def test_speecht5_is_exported_with_its_vocoder(sources, vocoder, home):
     source = str(sources("speecht5", "text-to-audio"))
     artifact = export_model(source, task="text-to-audio", model_kwargs={"vocoder": vocoder})

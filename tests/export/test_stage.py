@@ -85,6 +85,7 @@ def test_opset_and_precision_follow_the_options(tiny_model):
     assert min(floors) > 1e-5, "an FP16 model has FP16's noise"
 
 
+@pytest.mark.more
 def test_bf16_is_exported_with_a_note_that_the_cpu_cannot_run_it(tiny_model):
     model = str(tiny_model("bert", "fill-mask"))
     with pytest.raises(OptionError, match=r"no BF16 kernels.*--exporter dynamo"):
@@ -151,6 +152,7 @@ def test_dynamo_exports_what_optimum_does_not_know(tmp_path):
     assert validate_model(artifact).passed
 
 
+@pytest.mark.more
 def test_dynamo_exports_a_vision_model(tmp_path):
     import torch
     from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel

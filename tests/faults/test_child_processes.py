@@ -21,6 +21,7 @@ from tests.faults.test_every_operation import FAULTS, OFFSET, strike
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads descriptors from /proc")
 
 NAMES = [scenario.name for scenario in scenarios_with_children(None)]
+LONG = ("export", "validate")
 KINDS = list(FAULTS)
 
 
@@ -31,7 +32,11 @@ def numbers_in_children(sandbox, scenario) -> list[int]:
     return operations.numbers_in_children
 
 
-@pytest.mark.parametrize("scenario", NAMES, indirect=True)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(name, marks=pytest.mark.more if name in LONG else ()) for name in NAMES],
+    indirect=True,
+)
 def test_some_operations_of_child_processes(sandbox, scenario):
     numbers, first = numbers_in_children(sandbox, scenario), OFFSET + NAMES.index(scenario.name)
     for place in range(3):

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads descripto
 
 OFFSET = int(os.environ.get("FAULTS_OFFSET", "0"))
 NAMES = [scenario.name for scenario in scenarios(None)]
+QUICK = ("store", "annotate", "publish", "pull")
 FAULTS = {
     "fails once": lambda number: FailOnce(number, errno.EIO),
     "is denied once": lambda number: FailOnce(number, errno.EACCES),
@@ -90,7 +91,11 @@ def run_and_stop(sandbox, scenario, fault):
     return operations.count >= fault.number
 
 
-@pytest.mark.parametrize("scenario", NAMES, indirect=True)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.more) for name in NAMES],
+    indirect=True,
+)
 def test_tenth_of_the_operations(sandbox, scenario):
     with FileOperations(sandbox.root) as operations:
         scenario.run(sandbox.root)

@@ -17,6 +17,7 @@ from tests.faults.scenarios import scenarios
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads descriptors from /proc")
 
 NAMES = [scenario.name for scenario in scenarios(None)]
+QUICK = ("store", "annotate", "publish", "predict")
 
 
 def cut_power(sandbox, scenario, *, step, run_again):
@@ -44,7 +45,11 @@ def cut_power(sandbox, scenario, *, step, run_again):
     return len(seen)
 
 
-@pytest.mark.parametrize("scenario", NAMES, indirect=True)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.more) for name in NAMES],
+    indirect=True,
+)
 def test_power_failure_at_some_moments(sandbox, scenario):
     assert cut_power(sandbox, scenario, step=4 * scenario.step, run_again=40) > 1
 

@@ -38,7 +38,7 @@ def watch_outputs(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("io_dtype", ["fp32", "same"])
+@pytest.mark.parametrize("io_dtype", ["fp32", pytest.param("same", marks=pytest.mark.more)])
 def test_vectors_are_pooled_in_the_graph(for_cuda, exported, monkeypatch, io_dtype):
     artifact = for_cuda("bert", "feature-extraction", io_dtype=io_dtype)
     *_, last = artifact.manifest.graphs[0].outputs
@@ -89,6 +89,7 @@ def test_other_tasks_keep_their_outputs(for_cuda, exported, task):
     assert for_cuda("bert", task).manifest.graphs[0].outputs == before
 
 
+@pytest.mark.more
 def test_the_artifact_opens_in_optimum(for_cuda):
     from optimum.onnxruntime import (
         ORTModelForFeatureExtraction,

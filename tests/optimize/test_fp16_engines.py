@@ -24,15 +24,12 @@ CASES = [
     ("resnet", "image-classification", {}, 1, 10, 0),
     ("gpt2", "text-generation", {"n_embd": 128}, 9, 0, 2),
 ]
-QUICK = ("bert", "resnet")
+MARKS = {"bert": (), "resnet": pytest.mark.more}
 
 
 @pytest.mark.parametrize(
     ("kind", "task", "config", "gemms", "convolutions", "attentions"),
-    [
-        pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow, id=case[0])
-        for case in CASES
-    ],
+    [pytest.param(*case, marks=MARKS.get(case[0], pytest.mark.slow), id=case[0]) for case in CASES],
 )
 def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(
     tmp_path, kind, task, config, gemms, convolutions, attentions

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from enginery import export_model, optimize_model
 from enginery.optimize import stage
 
 
+@pytest.mark.more
 def test_minilm_in_fp16_keeps_its_cosine_and_needs_no_fp32_nodes(minilm, home):
     source = export_model(minilm, task="feature-extraction")
     made = optimize_model(source, target="tensorrt", precision="fp16")

@@ -126,6 +126,7 @@ def test_overflowing_node_stays_fp32_with_its_range_in_the_report(exported, opti
     assert np.isfinite(answers(artifact)["logits"]).all()
 
 
+@pytest.mark.more
 def test_check_finds_the_node_where_the_graphs_diverge(exported, optimized, tmp_path, monkeypatch):
     """Without the measured ranges, the check alone finds the node."""
     from enginery.optimize import guard
@@ -206,7 +207,8 @@ def test_fingerprint_follows_the_options_and_the_data(exported, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "task", "precision"),
     [
-        ("bert", "text-classification", "bf16"),  # FP16 engines: test_fp16_engines.py
+        # FP16 engines: test_fp16_engines.py
+        pytest.param("bert", "text-classification", "bf16", marks=pytest.mark.more),
         pytest.param("distilbert", "fill-mask", "bf16", marks=pytest.mark.slow),
         pytest.param("convnext", "image-classification", "bf16", marks=pytest.mark.slow),
         pytest.param("gpt2", "text-generation", "bf16", marks=pytest.mark.slow),
@@ -227,7 +229,7 @@ def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, t
     assert (built.fp16_gemms if precision == "fp16" else built.bf16_gemms) > 0
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.more)])
 def test_messages_name_the_inputs_on_which_fp16_ranges_were_measured(
     tmp_path, optimized, precision
 ):

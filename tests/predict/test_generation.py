@@ -33,7 +33,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "marian"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("marian", marks=pytest.mark.more)])
 def test_texts_are_those_of_the_model_and_bad_rows_have_an_error(artifact, rows, tmp_path, kind):
     out = tmp_path / "out.jsonl"
     made = artifact(kind)

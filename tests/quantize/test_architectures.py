@@ -45,15 +45,18 @@ def images():
 
 
 def cases(*kinds, quick):
-    """Return the cases of these kinds as parameters; those that are not quick are slow."""
+    """Return the cases of these kinds as parameters; those that `quick` does not name are slow."""
     chosen = [case for case in CASES if case[0] in kinds]
-    marks = {case[0]: () if case[0] in quick else pytest.mark.slow for case in chosen}
+    marks = {case[0]: quick.get(case[0], pytest.mark.slow) for case in chosen}
     return [pytest.param(*case, marks=marks[case[0]], id=case[0]) for case in chosen]
 
 
 @pytest.mark.parametrize(
     ("kind", "task", "config", "layers", "kernels", "attentions"),
-    cases(*(case[0] for case in CASES), quick=("bert", "vit", "resnet")),
+    cases(
+        *(case[0] for case in CASES),
+        quick={"bert": (), "vit": pytest.mark.more, "resnet": pytest.mark.more},
+    ),
 )
 def test_every_quantized_layer_is_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
@@ -73,7 +76,7 @@ def test_every_quantized_layer_is_multiplied_in_int8(
 
 @pytest.mark.parametrize(
     ("kind", "task", "config", "layers", "kernels", "attentions"),
-    cases("bert", "distilbert", "roberta", "vit", "gpt2", quick=("bert",)),
+    cases("bert", "distilbert", "roberta", "vit", "gpt2", quick={"bert": pytest.mark.more}),
 )
 def test_per_tensor_weights_are_multiplied_in_int8(
     tiny, quantized, images, kind, task, config, layers, kernels, attentions
@@ -95,7 +98,13 @@ def test_per_tensor_weights_are_multiplied_in_int8(
 
 
 @pytest.mark.parametrize("capability", ["8.9", pytest.param("12.0", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("per_channel", [True, False], ids=["per-channel", "per-tensor"])
+@pytest.mark.parametrize(
+    "per_channel",
+    [
+        pytest.param(True, id="per-channel"),
+        pytest.param(False, id="per-tensor", marks=pytest.mark.more),
+    ],
+)
 def test_fp8_layers_of_bert_are_multiplied_in_fp8(tiny, quantized, capability, per_channel):
     source = tiny("bert", "token-classification", **WIDE)
     made = quantized(source, scheme="fp8", capability=(capability,), per_channel=per_channel)
@@ -127,11 +136,12 @@ def test_fp8_with_fp32_residual_runs_on_the_cpu(tiny, quantized):
 @pytest.mark.parametrize(
     ("kind", "config", "kernels"),
     [
-        ("vit", WIDE, {"gemm fp8": 8, "convolution fp16": 1}),
-        (
+        pytest.param("vit", WIDE, {"gemm fp8": 8, "convolution fp16": 1}, marks=pytest.mark.more),
+        pytest.param(
             "resnet",
             {"embedding_size": 16, "hidden_sizes": [64, 64, 64, 64]},
             {"convolution fp8": 16, "convolution fp16": 1},
+            marks=pytest.mark.more,
         ),
     ],
 )
@@ -156,6 +166,7 @@ def residual_inputs(artifact):
     return [{made.get(name, "") for name in n.input} for n in graph.node if n.op_type == "Add"]
 
 
+@pytest.mark.more
 def test_residual_additions_read_int8(tiny, quantized, images):
     made = quantized(tiny("resnet", "image-classification", **RESNET), images, capability=("8.9",))
     additions = [found for found in residual_inputs(made) if "DequantizeLinear" in found]

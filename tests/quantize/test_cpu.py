@@ -106,6 +106,7 @@ def small_tables(monkeypatch):
     monkeypatch.setattr(calibrate, "quantize_embeddings", every)
 
 
+@pytest.mark.more
 def test_embedding_tables_are_quantized_and_validated(tiny, quantized, small_tables):
     made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
     (note,) = [note for note in report_of(made)["notes"] if "embedding tables" in note]
@@ -115,7 +116,7 @@ def test_embedding_tables_are_quantized_and_validated(tiny, quantized, small_tab
     assert "100 % of" in report.summary
 
 
-@pytest.mark.parametrize("part", ["quantized", "scale"])
+@pytest.mark.parametrize("part", ["scale", pytest.param("quantized", marks=pytest.mark.more)])
 def test_a_changed_row_of_an_embedding_table_is_found(part, tiny, quantized, small_tables):
     made = quantized(tiny("bert", "feature-extraction"), target="cpu", min_cosine=0.99)
 
@@ -147,7 +148,9 @@ def test_convolutions_are_multiplied_in_int8(tiny, quantized, tmp_path):
     assert any("tensors between convolutions" in note for note in report["notes"])
 
 
-@pytest.mark.parametrize(("kind", "convolutions"), [("vit", 1), ("convnext", 8)])
+@pytest.mark.parametrize(
+    ("kind", "convolutions"), [("vit", 1), pytest.param("convnext", 8, marks=pytest.mark.more)]
+)
 def test_transformers_of_images_are_quantized_whole(kind, convolutions, tiny, quantized, tmp_path):
     made = quantized(tiny(kind, "image-classification"), IMAGES, target="cpu")
     found = executed(made, tmp_path)
@@ -183,7 +186,7 @@ def test_a_convolutional_artifact_is_validated(tiny, quantized):
     assert "100 % of" in report.summary
 
 
-@pytest.mark.parametrize("kind", ["zero_point", "scale"])
+@pytest.mark.parametrize("kind", ["zero_point", pytest.param("scale", marks=pytest.mark.more)])
 def test_a_change_behind_a_convolution_is_found(kind, tiny, quantized):
     made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
     ranges = json.loads((made.path / "reports" / "ranges.json").read_bytes())["ranges"]
@@ -203,6 +206,7 @@ def test_a_change_behind_a_convolution_is_found(kind, tiny, quantized):
     assert [f"activation {tensor}: {kind.replace('_', ' ')}" in p for p in problems] == [True]
 
 
+@pytest.mark.more
 def test_a_pair_with_the_calibration_of_another_tensor_is_found(tiny, quantized):
     made = quantized(tiny(*RESNET), IMAGES, target="cpu", min_cosine=0.99)
     read = {layer.activation for layer in find_layers(read_graph(tiny(*RESNET).model))}
@@ -366,6 +370,7 @@ def test_a_cosine_that_validation_refuses_is_noted(tiny, quantized, monkeypatch)
     assert any(note.startswith(expected) for note in report_of(made)["notes"])
 
 
+@pytest.mark.more
 def test_a_fast_scheme_beyond_the_budget_is_not_chosen(tiny, quantized, speeds):
     speeds(int8=1.0, dynamic=9.0)
     source = tiny(*BERT)

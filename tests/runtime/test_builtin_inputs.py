@@ -35,6 +35,7 @@ def artifacts(tmp_path_factory):
     return artifact
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_inputs_are_compared(kind, artifacts):
     report = validate_model(artifacts(kind), effort="quick")

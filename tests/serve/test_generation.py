@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import openai
@@ -33,54 +34,94 @@ TEMPLATE = (
 WAIT = 60
 
 
+TASKS = {
+    "writer": "text-generation-with-past",
+    "chatter": "text-generation-with-past",
+    "translator": "text2text-generation-with-past",
+    "m2m100": "text2text-generation-with-past",
+    "reader": "image-to-text-with-past",
+    "listener": "automatic-speech-recognition-with-past",
+    "counter": "text-generation-with-past",  # counts padding as positions
+}
+
+
+class Artifacts:
+    """Directories of artifacts by name, each exported when it is first asked for."""
+
+    def __init__(self, root, tiny_model, slow_tokenizer):
+        self._root, self._tiny_model, self._slow_tokenizer = root, tiny_model, slow_tokenizer
+
+    def __getitem__(self, name):
+        out, source = self._root / name, self._root / f"{name}-source"
+        if not out.exists():
+            self._save(name, source)
+            export_model(str(source), task=TASKS[name], out=out)
+        return out
+
+    def _save(self, name, source):
+        if name == "m2m100":
+            save_translator("m2m_100", self._slow_tokenizer(name), source)
+        elif name == "reader":
+            save_image_reader(source)
+        elif name == "listener":
+            save_whisper(source)
+        else:
+            kind = {"writer": "gpt2", "chatter": "llama", "translator": "t5", "counter": "bart"}
+            task = TASKS[name].removesuffix("-with-past")
+            shutil.copytree(self._tiny_model(kind[name], task), source)
+        if name == "chatter":
+            (source / "chat_template.jinja").write_text(TEMPLATE)
+
+
 @pytest.fixture(scope="module")
 def artifacts(tiny_model, slow_tokenizer, session_home, tmp_path_factory):
-    """Directories of artifacts by name."""
-    root, found = tmp_path_factory.mktemp("generators"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINERY_HOME", str(session_home))
-        for name, kind, task in (
-            ("writer", "gpt2", "text-generation"),
-            ("chatter", "llama", "text-generation"),
-            ("translator", "t5", "text2text-generation"),
-        ):
-            source = root / f"{name}-source"
-            shutil.copytree(tiny_model(kind, task), source)
-            if name == "chatter":
-                (source / "chat_template.jinja").write_text(TEMPLATE)
-            found[name] = root / name
-            export_model(str(source), task=f"{task}-with-past", out=found[name])
-        for name, task in (("m2m100", "text2text-generation"), ("reader", "image-to-text")):
-            source = root / f"{name}-source"
-            if name == "reader":
-                save_image_reader(source)
-            else:
-                save_translator("m2m_100", slow_tokenizer(name), source)
-            found[name] = root / name
-            export_model(str(source), task=f"{task}-with-past", out=found[name])
-        source = save_whisper(root / "listener-source")
-        found["listener"] = root / "listener"
-        task = "automatic-speech-recognition-with-past"
-        export_model(str(source), task=task, out=found["listener"])
-        found["counter"] = root / "counter"  # counts padding as positions
-        source = tiny_model("bart", "text-generation")
-        export_model(str(source), task="text-generation-with-past", out=found["counter"])
-    return found
+        yield Artifacts(tmp_path_factory.mktemp("generators"), tiny_model, slow_tokenizer)
 
 
 @pytest.fixture(scope="module")
-def server(artifacts, tiny_paths):
-    paths = {**artifacts, **tiny_paths("vectors")}
-    running = Running(paths, ServeConfig(access_log="off", max_inputs=64))
-    yield running
-    running.close()
+def serve():
+    """Return a function that serves models until the end of this module."""
+    with ExitStack() as stack:
+
+        def start(paths):
+            running = Running(paths, ServeConfig(access_log="off", max_inputs=64))
+            stack.callback(running.close)
+            return running
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def server(serve, artifacts, tiny_paths):
+    paths = {name: artifacts[name] for name in ("writer", "chatter", "translator")}
+    return serve({**paths, **tiny_paths("vectors")})
+
+
+@pytest.fixture(scope="module")
+def server_of_others(serve, artifacts):
+    """A server of the models that few tests need."""
+    return serve({name: artifacts[name] for name in ("m2m100", "reader", "listener", "counter")})
+
+
+@contextmanager
+def openai_client(server):
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
+    ) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT
-    ) as client:
+    with openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client_of_others(server_of_others):
+    with openai_client(server_of_others) as client:
         yield client
 
 
@@ -240,10 +281,14 @@ def test_models_of_other_tasks_name_the_route_that_they_have(server):
     found = server("POST", "/embed", {"inputs": "a", "model": "writer"})
     assert "It generates text: POST /predict/writer" in found.json["error"]
     found = server("POST", "/generate", {"inputs": "a"})
-    assert "Name one of writer, chatter, translator, m2m100, reader" in found.json["error"]
+    assert "Name one of writer, chatter, translator" in found.json["error"]
 
 
-def test_languages_of_translation_models_are_parameters(server, client, artifacts):
+@pytest.mark.more
+def test_languages_of_translation_models_are_parameters(
+    server_of_others, client_of_others, artifacts
+):
+    server, client = server_of_others, client_of_others
     languages = {"source_language": "en", "target_language": "fr"}
     with load_model(artifacts["m2m100"]) as model:
         wanted = model.generate(TEXTS, max_new_tokens=8, **languages)
@@ -270,7 +315,9 @@ def test_languages_of_translation_models_are_parameters(server, client, artifact
         )
 
 
-def test_images_are_read_from_base64_and_files(server, artifacts):
+@pytest.mark.more
+def test_images_are_read_from_base64_and_files(server_of_others, artifacts):
+    server = server_of_others
     content = io.BytesIO()
     Image.effect_noise((48, 40), 90).convert("RGB").save(content, "png")
     with load_model(artifacts["reader"]) as model:
@@ -303,7 +350,9 @@ def test_images_are_read_from_base64_and_files(server, artifacts):
     assert "takes images" in bad.json["error"]["message"]
 
 
-def test_speech_is_read_from_base64_and_files(server, artifacts):
+@pytest.mark.more
+def test_speech_is_read_from_base64_and_files(server_of_others, artifacts):
+    server = server_of_others
     heard = [sounds.wav(sounds.speech(2, seed=seed)) for seed in range(2)]
     options = {"max_new_tokens": 6, "language": "french"}
     with load_model(artifacts["listener"]) as model:
@@ -335,6 +384,7 @@ def test_speech_is_read_from_base64_and_files(server, artifacts):
         assert message in bad.json["error"]
 
 
+@pytest.mark.more
 def test_images_of_too_many_pixels_are_errors(artifacts):
     config = ServeConfig(access_log="off", max_pixels=100)
     server = Running({"reader": artifacts["reader"]}, config)
@@ -578,7 +628,11 @@ def test_clients_that_join_and_leave_get_what_they_get_alone(server, writer):
     wait_until(lambda: scheduler.rows == 0)
 
 
-def test_prompts_of_other_lengths_change_no_text_where_padding_counts(server, client, artifacts):
+@pytest.mark.more
+def test_prompts_of_other_lengths_change_no_text_where_padding_counts(
+    server_of_others, client_of_others, artifacts
+):
+    server, client = server_of_others, client_of_others
     texts = [*TEXTS, "An engine", "B"]
     with load_model(artifacts["counter"]) as model:
         wanted = [model.generate([text], max_new_tokens=6)[0].text for text in texts]

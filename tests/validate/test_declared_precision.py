@@ -43,6 +43,7 @@ def test_rest_of_a_quantized_graph_that_is_declared_too_coarse(exported, copied)
         validate_model(artifact.path, min_cosine=0)
 
 
+@pytest.mark.more
 def test_correct_declarations_are_accepted(exported, copied):
     from enginery import optimize_model
 

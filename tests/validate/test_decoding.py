@@ -16,6 +16,7 @@ from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
 
+MORE = pytest.mark.more
 PROMPTS = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 1–24 tokens")
 ENCODED = ("1 prompt of 1 token", "1 prompt of 24 tokens", "4 prompts of 24 tokens")
 TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
@@ -62,7 +63,7 @@ def steps_of(prompts, first, later):
     ]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=MORE) for k in ("llama", "opt"))])
 def test_decoder_passes_on_every_step(verdict, kind):
     report = verdict(kind, TEXT)
     assert report.passed, report.summary
@@ -76,13 +77,15 @@ def test_decoder_passes_on_every_step(verdict, kind):
     ("kind", "task"),
     [
         ("t5", SEQ2SEQ),
-        ("bart", SEQ2SEQ),
+        pytest.param("bart", SEQ2SEQ, marks=MORE),
         pytest.param(
             "whisper", "automatic-speech-recognition-with-past", marks=pytest.mark.slow
         ),  # its audio has 3000 frames
     ],
 )
-@pytest.mark.parametrize(("layout", "first"), [("enginery", LATER), ("optimum", FIRST)])
+@pytest.mark.parametrize(
+    ("layout", "first"), [("enginery", LATER), pytest.param("optimum", FIRST, marks=MORE)]
+)
 def test_encoder_decoder_passes_on_every_step(verdict, kind, task, layout, first):
     report = verdict(kind, task, layout=layout)
     assert report.passed, report.summary
@@ -93,12 +96,12 @@ def test_encoder_decoder_passes_on_every_step(verdict, kind, task, layout, first
     ("kind", "fault"),
     [
         ("gpt2", faults.newest_position_missing),
-        ("gpt2", faults.oldest_position_missing),
-        ("gpt2", faults.positions_returned_in_another_order),
-        ("gpt2", faults.keys_returned_of_another_layer),
         ("gpt2", faults.cache_grown_at_the_wrong_end),
-        ("llama", faults.newest_position_missing),
-        ("llama", faults.cache_grown_at_the_wrong_end),
+        pytest.param("gpt2", faults.oldest_position_missing, marks=MORE),
+        pytest.param("gpt2", faults.positions_returned_in_another_order, marks=MORE),
+        pytest.param("gpt2", faults.keys_returned_of_another_layer, marks=MORE),
+        pytest.param("llama", faults.newest_position_missing, marks=MORE),
+        pytest.param("llama", faults.cache_grown_at_the_wrong_end, marks=MORE),
     ],
 )
 def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
@@ -113,9 +116,9 @@ def test_wrong_cache_shows_in_the_tokens_after_it(verdict, kind, fault):
     ("kind", "fault", "shown_by_sweep"),
     [
         ("gpt2", faults.mask_of_the_prompt_ignored, False),
-        ("llama", faults.mask_of_the_prompt_ignored, False),
-        ("opt", faults.mask_of_the_prompt_ignored, False),
-        ("opt", faults.mask_of_the_past_ignored, True),
+        pytest.param("llama", faults.mask_of_the_prompt_ignored, False, marks=MORE),
+        pytest.param("opt", faults.mask_of_the_prompt_ignored, False, marks=MORE),
+        pytest.param("opt", faults.mask_of_the_past_ignored, True, marks=MORE),
     ],
 )
 def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_sweep):
@@ -128,7 +131,14 @@ def test_mask_of_padding_on_the_left_is_honoured(verdict, kind, fault, shown_by_
     assert bool(others) == shown_by_sweep
 
 
-@pytest.mark.parametrize(("kind", "shown"), [("gpt2", True), ("opt", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("gpt2", True),
+        pytest.param("opt", True, marks=MORE),
+        pytest.param("llama", False, marks=MORE),
+    ],
+)
 def test_positions_count_from_the_first_token(verdict, kind, shown):
     """Rotary positions are relative, so that Llama's tokens do not change; its keys do."""
     report = verdict(kind, TEXT, faults.positions_counted_from_the_padding)
@@ -150,12 +160,16 @@ def test_prompt_runs_with_an_empty_past(verdict):
 @pytest.mark.parametrize(
     ("kind", "layout", "fault", "graph"),
     [
-        ("t5", "optimum", faults.encoder_keys_of_another_layer, LATER),
-        ("t5", "optimum", faults.encoder_mask_ignored, FIRST),
         ("t5", "enginery", faults.encoder_mask_ignored, LATER),
-        ("bart", "optimum", faults.encoder_keys_returned_of_another_layer, FIRST),
-        ("bart", "enginery", faults.encoder_keys_returned_of_another_layer, ENCODER),
-        ("bart", "enginery", faults.encoder_mask_ignored, LATER),
+        pytest.param("t5", "optimum", faults.encoder_keys_of_another_layer, LATER, marks=MORE),
+        pytest.param("t5", "optimum", faults.encoder_mask_ignored, FIRST, marks=MORE),
+        pytest.param(
+            "bart", "optimum", faults.encoder_keys_returned_of_another_layer, FIRST, marks=MORE
+        ),
+        pytest.param(
+            "bart", "enginery", faults.encoder_keys_returned_of_another_layer, ENCODER, marks=MORE
+        ),
+        pytest.param("bart", "enginery", faults.encoder_mask_ignored, LATER, marks=MORE),
     ],
 )
 def test_fault_of_an_encoder_decoder_shows_in_its_tokens(verdict, kind, layout, fault, graph):

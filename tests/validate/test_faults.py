@@ -9,6 +9,7 @@ from tests.validate.faults import edits as faults
 
 TEXT = ("bert", "text-classification")
 FEATURES = ("bert", "feature-extraction")
+GPT2 = ("gpt2", "text-generation")
 
 
 @pytest.fixture
@@ -32,8 +33,17 @@ def cases_that_fail(report):
     return {case.name for case in report.cases if not case.passed}
 
 
-@pytest.mark.parametrize("edit", [faults.flip_sign, faults.flip_bit])
-@pytest.mark.parametrize("model", [TEXT, FEATURES, ("gpt2", "text-generation")])
+@pytest.mark.parametrize(
+    ("model", "edit"),
+    [
+        (TEXT, faults.flip_sign),
+        (FEATURES, faults.flip_bit),
+        pytest.param(TEXT, faults.flip_bit, marks=pytest.mark.more),
+        pytest.param(FEATURES, faults.flip_sign, marks=pytest.mark.more),
+        pytest.param(GPT2, faults.flip_sign, marks=pytest.mark.more),
+        pytest.param(GPT2, faults.flip_bit, marks=pytest.mark.more),
+    ],
+)
 def test_one_changed_element_of_one_weight(verdict, model, edit):
     report = verdict(model, edit)
     assert not report.passed
@@ -72,6 +82,7 @@ def test_ignored_attention_mask_fails_only_on_padded_inputs(verdict):
     }
 
 
+@pytest.mark.more
 def test_ignored_attention_mask_of_a_decoder(verdict):
     report = verdict(("gpt2", "text-generation-with-past"), faults.ignore_mask)
     failed = [case for case in report.cases if not case.passed and "padded" not in case.name]
@@ -87,6 +98,7 @@ def test_nan_weight(verdict):
     assert report.worst()[1].nonfinite > 0
 
 
+@pytest.mark.more
 def test_logarithm_of_a_negative(verdict):
     report = verdict(FEATURES, faults.logarithm("last_hidden_state"))
     assert "NaN or infinite" in report.summary
@@ -130,17 +142,18 @@ def test_half_precision_in_the_middle_passes_with_loose_limits(verdict):
     }
 
 
-@pytest.mark.parametrize("value", [0.0, 0.5])
+@pytest.mark.parametrize("value", [0.5, pytest.param(0.0, marks=pytest.mark.more)])
 def test_output_replaced_by_a_constant(verdict, value):
     report = verdict(TEXT, faults.replaced_by_constant("logits", value))
     assert len(problems(report)) == len(report.cases)
 
 
-@pytest.mark.parametrize("factor", [1.001, -1.0])
+@pytest.mark.parametrize("factor", [1.001, pytest.param(-1.0, marks=pytest.mark.more)])
 def test_output_scaled(verdict, factor):
     assert not verdict(TEXT, faults.scale("logits", factor)).passed
 
 
+@pytest.mark.more
 def test_fault_in_a_convolution(verdict):
     def halve(array):
         array[0, 0] *= 0.5

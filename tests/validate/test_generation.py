@@ -143,7 +143,11 @@ def test_fp16_and_int8_pass(exported, tmp_path, kind, task):
 
 @pytest.mark.parametrize(
     "fault",
-    [faults.positions_clamped, faults.oldest_position_forgotten, faults.long_mask_ignored],
+    [
+        faults.positions_clamped,
+        pytest.param(faults.oldest_position_forgotten, marks=pytest.mark.more),
+        pytest.param(faults.long_mask_ignored, marks=pytest.mark.more),
+    ],
 )
 def test_fault_of_late_steps_shows_in_generation_alone(broken, fault):
     report = broken("gpt2", fault)
@@ -153,6 +157,7 @@ def test_fault_of_late_steps_shows_in_generation_alone(broken, fault):
     assert report.generation.failed == len(generated(report))
 
 
+@pytest.mark.more
 def test_fault_of_an_encoder_decoder_shows_in_late_steps(broken):
     past = "past_key_values.0.decoder.key"
     report = broken("marian", partial(faults.oldest_position_forgotten, past=past), graph=LATER)
@@ -192,9 +197,27 @@ def test_texts_may_part_within_the_allowed_error(broken):
     ("kind", "field", "value", "shown"),
     [
         ("gpt2", "eos_token_id", [0, 5], "eos_token_id is [0, 5], but [0] in PyTorch"),
-        ("marian", "eos_token_id", None, "eos_token_id is not set, but [2] in PyTorch"),
-        ("marian", "decoder_start_token_id", 7, "decoder_start_token_id is 7, but 1 in PyTorch"),
-        ("marian", "bad_words_ids", None, "bad_words_ids is not set, but [[1]] in PyTorch"),
+        pytest.param(
+            "marian",
+            "eos_token_id",
+            None,
+            "eos_token_id is not set, but [2] in PyTorch",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            "marian",
+            "decoder_start_token_id",
+            7,
+            "decoder_start_token_id is 7, but 1 in PyTorch",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            "marian",
+            "bad_words_ids",
+            None,
+            "bad_words_ids is not set, but [[1]] in PyTorch",
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_wrong_option_of_generation_is_named(edited, kind, field, value, shown):
@@ -205,6 +228,7 @@ def test_wrong_option_of_generation_is_named(edited, kind, field, value, shown):
     assert not others_failed(report)
 
 
+@pytest.mark.more
 def test_end_token_that_pytorch_does_not_have_ends_the_text(edited, exported):
     sound = exported("gpt2", TEXT)
     from enginery import load_model
@@ -234,6 +258,7 @@ def test_option_that_is_not_supported_is_a_note(edited):
     assert "num_beam_groups is 2, which is not supported" in note
 
 
+@pytest.mark.more
 def test_options_of_the_model_are_honoured(tmp_path, home):
     """Sampling is off on both sides; processors, ends and forced tokens are those of the file."""
     source = save_tiny("gpt2", "text-generation", tmp_path / "source")
@@ -260,7 +285,13 @@ def test_options_of_the_model_are_honoured(tmp_path, home):
     assert f"3 inputs × up to {report.generation.steps} steps equal" in report.summary
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("marian", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("gpt2", marks=pytest.mark.more),
+        pytest.param("marian", marks=pytest.mark.slow),
+    ],
+)
 def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind):
     source = save_tiny(kind, TASKS[kind].removesuffix("-with-past"), tmp_path / "source")
     for file in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
@@ -271,6 +302,7 @@ def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind)
     assert report.generation.equal == 3
 
 
+@pytest.mark.more
 def test_texts_of_the_user_are_generated_from(exported, tmp_path):
     data = tmp_path / "prompts.csv"
     data.write_text("text\n" + "\n".join(["The pump runs", "The engine is", "A cat", "Who"]))
@@ -283,6 +315,7 @@ def test_texts_of_the_user_are_generated_from(exported, tmp_path):
         validated(artifact, data=str(data), column="review")
 
 
+@pytest.mark.more
 def test_graphs_of_optimum_are_not_generated_with(exported):
     report = validated(exported("marian", SEQ2SEQ, layout="optimum"))
     assert report.passed, report.summary
@@ -293,6 +326,7 @@ def test_graphs_of_optimum_are_not_generated_with(exported):
     )
 
 
+@pytest.mark.more
 def test_speech_is_transcribed(home, tmp_path):
     """Whisper's whole prompt is PyTorch's, and every step behind it."""
     artifact = export_model(str(save_whisper(tmp_path / "whisper")), task=SPEECH)

@@ -60,6 +60,7 @@ def test_accuracy_of_both_is_reported(classifier, labelled):
     assert "66.7 % (46.7 to 82.0 %)" in page
 
 
+@pytest.mark.more
 def test_rows_keep_their_labels_when_they_are_sampled(classifier, labelled):
     sample = read_text_rows(Path(labelled), "text", rows=7, label_column="label")
     found = load_model(classifier).classify(sample.items)

@@ -129,9 +129,11 @@ def correction_negated(int8):
     ("fault", "factor"),
     [
         (lambda _: scaled(2), 1.2),
-        (lambda _: weight_scales(lambda s: np.roll(s, 1)), 2),
-        (lambda _: weight_scales(lambda s: s * 0 + s.mean()), 2),
-        (correction_negated, 1.1),
+        pytest.param(lambda _: weight_scales(lambda s: np.roll(s, 1)), 2, marks=pytest.mark.more),
+        pytest.param(
+            lambda _: weight_scales(lambda s: s * 0 + s.mean()), 2, marks=pytest.mark.more
+        ),
+        pytest.param(correction_negated, 1.1, marks=pytest.mark.more),
     ],
     ids=["activation scale × 2", "weight scales rolled", "their mean", "correction negated"],
 )

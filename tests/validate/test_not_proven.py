@@ -31,7 +31,9 @@ def vanishing_model(directory, factor):
     return directory
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-38, 1e-40])
+@pytest.mark.parametrize(
+    "factor", [1e-38, *(pytest.param(factor, marks=pytest.mark.more) for factor in (0.0, 1e-40))]
+)
 def test_vanishing_outputs_are_not_proven(tmp_path, factor):
     artifact = export_model(str(vanishing_model(tmp_path / "model", factor)), task=TEXT[1])
     report = validate_model(artifact)
@@ -72,6 +74,7 @@ def test_model_that_ignores_its_inputs_is_not_proven(tmp_path):
     assert report.not_proven
 
 
+@pytest.mark.more
 def test_most_inputs_rejected_by_pytorch(exported, tmp_path):
     """The config declares a larger vocabulary than the weights have."""
     artifact = exported(*TEXT).copy_to(tmp_path / "copy")
@@ -85,6 +88,7 @@ def test_most_inputs_rejected_by_pytorch(exported, tmp_path):
     assert "not proven: model.onnx: PyTorch rejects 5 of 6 inputs" in report.summary
 
 
+@pytest.mark.more
 def test_classifier_that_needs_the_end_of_a_text_is_proven(exported, copied):
     """BART rejects rows without an end-of-sequence id, and reads its state there."""
     report = validate_model(copied(exported("bart", "text-classification")))
@@ -123,6 +127,7 @@ def recognizer(directory):
     return export_model(str(directory / "r.onnx")), directory / "strips.npz"
 
 
+@pytest.mark.more
 def test_near_ties_in_fp16_leave_a_sound_graph_proven_and_a_constant_failed(tmp_path):
     imported, strips = recognizer(tmp_path)
     made = optimize_model(imported, target="tensorrt", precision="fp16", out=tmp_path / "fp16")
@@ -145,6 +150,7 @@ def test_near_ties_in_fp16_leave_a_sound_graph_proven_and_a_constant_failed(tmp_
     assert "outputs differ from the source file" in report.summary
 
 
+@pytest.mark.more
 def test_real_inputs_do_not_raise_the_limits_of_generated_ones(tmp_path):
     imported, strips = recognizer(tmp_path)
     made = optimize_model(imported, target="tensorrt", precision="fp16", out=tmp_path / "fp16")

@@ -8,6 +8,7 @@ from onnx import helper
 
 from benchmarks.model_types import save_companions, save_model
 from enginery import export_model, validate_model
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, SourceError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime.tracing import GraphTracer
@@ -38,6 +39,7 @@ def speecht5(folder):
     )
 
 
+@pytest.mark.more
 def test_noise_and_masks_are_pytorchs(vits, folder):
     source = save_model("vit_mae", "feature-extraction", folder / "vit_mae")
     for artifact in (vits, export_model(str(source), task="feature-extraction")):
@@ -47,6 +49,7 @@ def test_noise_and_masks_are_pytorchs(vits, folder):
         assert all(case.outputs for case in report.cases)
 
 
+@pytest.mark.more
 def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     report = validate_model(speecht5, effort="quick")
     assert report.passed, report.summary
@@ -56,6 +59,7 @@ def test_values_that_are_dropped_in_inference_are_pytorchs(speecht5):
     assert {spec.dims[0] for spec in with_past.inputs} == {1}
 
 
+@pytest.mark.more
 def test_noise_of_another_size_fails(vits, copied):
     def shrink(model):
         """Multiply what is drawn last."""
@@ -80,18 +84,18 @@ DRAWN = {"enginery.random.0.normal": (2, 4), "enginery.random.1.uniform": (2, 4)
 
 
 @pytest.fixture
-def give(vits, tmp_path):
+def give(tmp_path):
     """Return a function that gives a graph the numbers of a reference."""
 
     def run(nodes, shapes=DRAWN):
         path = tmp_path / "graph.onnx"
         onnx.save(onnx.parser.parse_model(GRAPH.replace("NODES", nodes)), path)
-        record = vits.manifest.graphs[0].model_copy(
-            update={
-                "inputs": (TensorSpec("x", "float32", ("batch", 4)),),
-                "outputs": (TensorSpec("y", "float32", ("batch", 4)),),
-                "data_files": (),
-            }
+        record = GraphRecord(
+            file="model.onnx",
+            opset=20,
+            inputs=(TensorSpec("x", "float32", ("batch", 4)),),
+            outputs=(TensorSpec("y", "float32", ("batch", 4)),),
+            data_files=(),
         )
         numbers = {name: np.full(shape, 0.5, np.float32) for name, shape in shapes.items()}
         np.savez(tmp_path / "drawn.npz", **numbers)
@@ -182,6 +186,7 @@ def test_rows_of_codebooks_validate(folder):
     assert ids == {4, 8, 12, 16}
 
 
+@pytest.mark.more
 def test_a_vocoder_that_is_gone_or_has_changed_is_an_error(speecht5, copied):
     artifact = copied(speecht5)
     (stage,) = artifact.manifest.stages

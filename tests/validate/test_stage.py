@@ -39,22 +39,24 @@ def names(report, kind):
     ("model", "sweep", "real"),
     [
         (TEXT, ["one", "small", "odd", "ragged", "longest"], ["sentences 1–16"]),
-        (
+        pytest.param(
             ("bert", "question-answering"),
             ["one", "small", "odd", "ragged", "longest"],
             ["questions 1–16", "questions 17"],
+            marks=pytest.mark.more,
         ),
-        (
+        pytest.param(
             ("gpt2", "text-generation"),
             ["one", "small", "odd", "ragged", "longest"],
             ["sentences 1–16"],
+            marks=pytest.mark.more,
         ),
         (
             ("resnet", "image-classification"),
             ["one", "small", "odd", "largest"],
             ["images 1–4", "images 5–6"],
         ),
-        (
+        pytest.param(
             ("wav2vec2", "audio-classification"),
             ["one", "small", "odd", "ragged", "longest"],
             [
@@ -64,6 +66,7 @@ def names(report, kind):
                 "sounds of 80000, 1",
                 "sounds of 48000, 1",
             ],
+            marks=pytest.mark.more,
         ),
         (("gpt2", "text-generation-with-past"), ["one", "small", "odd", "ragged", "longest"], []),
     ],
@@ -100,6 +103,7 @@ def test_fp16_tolerance_follows_the_noise_of_fp16(exported, tmp_path):
     assert noise_floors["fp32"] < noise_floors["fp16"] / 100
 
 
+@pytest.mark.more
 def test_minilm_is_as_close_as_promised(minilm, tmp_path):
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -173,6 +177,7 @@ def test_profile_that_does_not_fit_says_what_to_do(exported, copied, profile, me
     assert Artifact.open(artifact.path).manifest.verdicts == ()
 
 
+@pytest.mark.more
 def test_models_without_a_hard_limit_take_longer_profiles(exported, copied, tmp_path):
     artifact = copied(exported("deberta-v2", "feature-extraction"))
     report = validate_model(artifact, profile=("batch=1,sequence=140",))
@@ -184,6 +189,7 @@ def test_models_without_a_hard_limit_take_longer_profiles(exported, copied, tmp_
     assert validate_model(audio, profile=("batch=1,sequence=8000",), data=str(sounds)).passed
 
 
+@pytest.mark.more
 def test_profile_applies_to_the_graphs_it_fits(exported, copied):
     artifact = copied(exported("t5", "text2text-generation-with-past"))
     profile = "batch=1:2:2,encoder_sequence=4"
@@ -194,10 +200,12 @@ def test_profile_applies_to_the_graphs_it_fits(exported, copied):
         validate_model(artifact, profile=("batch=1,encoder_sequense=4",))
 
 
+@pytest.mark.more
 def test_corner_that_pytorch_rejects_fails(exported, copied):
     """All corners of a profile must work; past and present together exceed GPT-2's positions."""
     artifact = copied(exported("gpt2", "text-generation-with-past"))
-    report = validate_model(artifact, profile=("batch=1,sequence=100,past_sequence=100",))
+    profile = ("batch=1,sequence=100,past_sequence=100",)
+    report = validate_model(artifact, profile=profile, effort="quick")
     assert not report.passed
     assert "profile 'batch 1, sequence 100, past_sequence 100': PyTorch rejects" in report.summary
 
@@ -247,6 +255,7 @@ def test_folder_of_images_is_compared(exported, copied, tmp_path):
     assert verdict.passed, "damaged data are no fault of the artifact"
 
 
+@pytest.mark.more
 def test_images_of_different_sizes_are_all_compared(exported, copied):
     artifact = copied(exported("resnet", "image-classification"))
     path = artifact.path / "preprocessor_config.json"

@@ -12,6 +12,7 @@ from tests.validate.faults import edits as faults
 from tests.validate.faults.graph_editor import GraphEditor
 from tests.validate.faults.transformer import FP16_FAULTS, TRANSFORMER_FAULTS
 
+MORE = pytest.mark.more
 WITHOUT = "model.onnx without quantization"
 SIMULATED = "model.onnx with every value in FP16"
 
@@ -39,7 +40,7 @@ def errors(report, graph):
     return [output.max_abs / output.limit for case in cases for output in case.outputs]
 
 
-@pytest.mark.parametrize("residual", ["fp16", "fp32"])
+@pytest.mark.parametrize("residual", ["fp16", pytest.param("fp32", marks=MORE)])
 def test_sound_graph_without_quantization_equals_pytorch(int8, copied, residual):
     report = validate_model(copied(int8(residual)), effort="quick")
     assert report.passed, report.summary
@@ -52,6 +53,7 @@ def test_sound_graph_without_quantization_equals_pytorch(int8, copied, residual)
     assert not coverage.deviating
 
 
+@pytest.mark.more
 def test_convolutions_with_folded_normalizations(exported, copied, tmp_path):
     generator = np.random.default_rng(0)
     images = [(generator.random((48, 40, 3)) * 255).astype(np.uint8) for _ in range(12)]
@@ -69,7 +71,10 @@ def planted(name):
     return fault
 
 
-@pytest.mark.parametrize("name", ["ReLU for GELU in one layer", "GELU without the root of 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["ReLU for GELU in one layer", pytest.param("GELU without the root of 2", marks=MORE)],
+)
 def test_fault_that_int8_would_hide(int8, copied, exported, name):
     artifact = copied(int8())
     original = onnx.load(str(exported("bert", "feature-extraction").path / "model.onnx"))
@@ -114,7 +119,9 @@ def with_zero_point(point, *, both):
     ("edit", "said"),
     [
         (with_scale(1.02, both=False), "quantizes, but"),
-        (with_zero_point(1, both=False), "zero point 0 quantizes, but 1 dequantizes"),
+        pytest.param(
+            with_zero_point(1, both=False), "zero point 0 quantizes, but 1 dequantizes", marks=MORE
+        ),
         (with_zero_point(64, both=True), "zero point 64, calibrated 0"),
     ],
 )
@@ -143,6 +150,7 @@ def test_pair_that_the_calibration_did_not_record(int8, copied):
     assert not report.passed
 
 
+@pytest.mark.more
 def test_graph_that_onnx_runtime_has_optimized(int8, copied, tmp_path):
     import onnxruntime as ort
 
@@ -179,7 +187,9 @@ def low(exported):
     return make
 
 
-@pytest.mark.parametrize("kind", ["bert", "resnet", "vit"])
+@pytest.mark.parametrize(
+    "kind", ["bert", *(pytest.param(kind, marks=MORE) for kind in ("resnet", "vit"))]
+)
 def test_sound_fp16_graph_has_little_error_beside_rounding(low, copied, kind):
     task = "feature-extraction" if kind == "bert" else "image-classification"
     report = validate_model(copied(low(kind, task)), effort="quick")
@@ -187,8 +197,12 @@ def test_sound_fp16_graph_has_little_error_beside_rounding(low, copied, kind):
     assert {case.graph for case in report.cases} == {"model.onnx", SIMULATED, IN_FP32}
     (rounding,) = report.rounding
     assert 0 < rounding.other_share < 0.01
+    (coverage,) = report.coverage
+    assert coverage.graph == SIMULATED, "the scan rounds every value"
+    assert coverage.compared
 
 
+@pytest.mark.more
 def test_weight_that_an_fp16_model_stores_in_fp32(low, copied):
     """Exporters fold the Cast before a node that computes in FP32 into its weight."""
 
@@ -222,7 +236,7 @@ def factor(number):
     return edit
 
 
-@pytest.mark.parametrize("edit", [through_bf16, factor(1.002)])
+@pytest.mark.parametrize("edit", [factor(1.002), pytest.param(through_bf16, marks=MORE)])
 def test_fault_that_fp16_would_hide(low, copied, edit):
     def change(model):
         editor = GraphEditor(model)
@@ -237,7 +251,11 @@ def test_fault_that_fp16_would_hide(low, copied, edit):
 
 
 @pytest.mark.parametrize(
-    "fault", [f for f in FP16_FAULTS if f.harmful_on_gpu], ids=lambda fault: fault.name
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=MORE if number else ())
+        for number, fault in enumerate(fault for fault in FP16_FAULTS if fault.harmful_on_gpu)
+    ],
 )
 def test_fault_that_the_cpu_hides(low, copied, exported, fault):
     original = onnx.load(str(exported("bert", "feature-extraction").path / "model.onnx"))
@@ -259,13 +277,6 @@ def test_fault_that_the_cpu_hides(low, copied, exported, fault):
             for model in (sound, onnx.load(str(broken.path / "model.onnx")))
         )
     assert not np.allclose(found, expected, atol=0.05)
-
-
-def test_scan_of_an_fp16_graph_rounds_every_value(low, copied):
-    report = validate_model(copied(low("bert", "feature-extraction")), effort="quick")
-    (coverage,) = report.coverage
-    assert coverage.graph == SIMULATED
-    assert coverage.compared
 
 
 def test_fp32_artifact_is_compared_once(exported, copied):

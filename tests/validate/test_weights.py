@@ -168,7 +168,7 @@ def test_node_that_reads_another_layers_weight(bert, damaged):
     assert found.parameter.endswith("key.weight")
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.more)])
 def test_cast_weights_are_the_nearest_numbers(bert, damaged, tmp_path, precision):
     artifact = optimize_model(bert, target="tensorrt", precision=precision, out=tmp_path / "low")
     found = compare(artifact)
@@ -299,6 +299,7 @@ def test_a_dropped_batch_normalization_is_not_compared(varied, tmp_path):
     assert sorted(found.unused) == [f"{module}.normalization.{role}" for role in roles]
 
 
+@pytest.mark.more
 def test_batch_normalization_that_torchs_exporter_has_folded(varied, home):
     source = resolve_record(varied("resnet", "image-classification").manifest.source).path
     found = compare(export_model(str(source), task="image-classification", exporter="dynamo"))
@@ -312,6 +313,7 @@ def test_every_graph_of_a_model_is_compared(exported):
     assert (found.differences, found.untraced, found.unused) == ([], [], [])
 
 
+@pytest.mark.more
 def test_exporter_of_torch(exported):
     found = compare(exported("bert", "text-classification", exporter="dynamo"))
     assert found.differences == []

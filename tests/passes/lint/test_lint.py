@@ -53,10 +53,10 @@ def test_clean_int8_graph_has_no_findings(found):
     ("kind", "task"),
     [
         ("bert", "text-classification"),
-        ("gpt2", "text-generation"),
-        ("vit", "image-classification"),
         ("resnet", "image-classification"),
-        ("wav2vec2", "audio-classification"),
+        pytest.param("gpt2", "text-generation", marks=pytest.mark.more),
+        pytest.param("vit", "image-classification", marks=pytest.mark.more),
+        pytest.param("wav2vec2", "audio-classification", marks=pytest.mark.more),
     ],
 )
 def test_exported_graph_has_no_findings(exported, kind, task):

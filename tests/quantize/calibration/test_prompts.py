@@ -55,6 +55,7 @@ def test_a_text_is_a_prompt_and_a_step_with_its_cache(decoder):
             np.testing.assert_allclose(found["logits"], expected["logits"][:, -1:], atol=1e-5)
 
 
+@pytest.mark.more
 def test_int8_of_a_decoder_generates(decoder, quantized, tmp_path, home):
     artifact = quantized(decoder, [text for text in TEXT if len(text) > 20][:40])
     report = json.loads((artifact.path / stage.REPORT).read_bytes())

@@ -104,6 +104,7 @@ def test_static_int8_of_a_translator_generates(translator, tmp_path, home):
         assert (again.path / file).read_bytes() == (artifact.path / file).read_bytes()
 
 
+@pytest.mark.more
 def test_wrong_scale_in_the_step_of_int8_fails(translator, tmp_path, home, quantized):
     """A cache that is made up has no limit, so a fault must show elsewhere."""
     artifact = quantized(translator, TEXTS[:8])
@@ -118,6 +119,7 @@ def test_wrong_scale_in_the_step_of_int8_fails(translator, tmp_path, home, quant
     assert scale.name.removesuffix("/scale") in json.dumps(verdict.weights.differences, default=str)
 
 
+@pytest.mark.more
 def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
     artifact = quantized(translator, TEXTS[:8], scheme="dynamic", target="cpu", min_cosine=0.9)
     report = report_of(artifact)
@@ -126,6 +128,7 @@ def test_dynamic_int8_is_measured_in_both_graphs(translator, quantized):
     assert 0.9 <= report["encoder_accuracy"]["cosine"] < 1
 
 
+@pytest.mark.more
 def test_speech_and_images_calibrate_from_folders(tmp_path, home):
     """The decoder of each gets the tokens that its own prompt starts with."""
     sounds = tmp_path / "sounds"

@@ -16,7 +16,7 @@ from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.audio import AudioTask, Transcription
 from tests.sounds import RATE, chirp, noise, silence, sine, speech, wav
-from tests.tiny import AUDIO_KINDS, CTC_KINDS
+from tests.tiny import AUDIO_KINDS, CTC_KINDS, with_more
 from tests.tolerances import SCORES
 
 CLASSES, SPEECH = "audio-classification", "automatic-speech-recognition"
@@ -38,7 +38,7 @@ def pipeline(task, source):
         return transformers.pipeline(task, model=str(source))
 
 
-@pytest.mark.parametrize("kind", AUDIO_KINDS)
+@pytest.mark.parametrize("kind", with_more(AUDIO_KINDS, "wav2vec2"))
 def test_labels_equal_the_pipeline(tiny, kind):
     classifier = pipeline(CLASSES, tiny.source(kind, CLASSES))
     with load_model(tiny.artifact(kind, CLASSES)) as model:
@@ -58,7 +58,7 @@ def test_labels_equal_the_pipeline(tiny, kind):
     assert len({round(answer.score, 4) for answer in found}) == len(found)
 
 
-@pytest.mark.parametrize("kind", CTC_KINDS)
+@pytest.mark.parametrize("kind", with_more(CTC_KINDS, "wav2vec2"))
 def test_texts_equal_the_pipeline(tiny, kind):
     transcriber = pipeline(SPEECH, tiny.source(kind, SPEECH))
     with load_model(tiny.artifact(kind, SPEECH)) as model:

@@ -15,6 +15,7 @@ from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 
+MORE = pytest.mark.more
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20], [30, 31, 32], [40, 41], [50, 51, 52, 53, 54]]
 
 
@@ -49,7 +50,9 @@ def alone(decoder, prompt, **options):
     return one.results()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(k, marks=MORE) for k in ("llama", "opt", "qwen3"))]
+)
 def test_searches_that_join_and_leave_find_what_they_find_alone(decoder, kind):
     decoder = decoder(kind)
     assert decoder.takes_more
@@ -68,7 +71,7 @@ def test_searches_that_join_and_leave_find_what_they_find_alone(decoder, kind):
         assert [(f.tokens, f.finish) for f in found] == [(w.tokens, w.finish) for w in wanted]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(k, marks=MORE) for k in ("llama", "opt"))])
 def test_logits_of_rows_that_joined_are_those_of_the_row_alone(decoder, kind):
     """Tokens may agree although a cache is off by a position; logits do not."""
     decoder, need = decoder(kind), Need(logits=True)

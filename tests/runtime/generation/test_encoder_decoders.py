@@ -89,6 +89,7 @@ def test_no_weight_is_in_two_graphs(tiny_model, home):
         load_model(optimum)
 
 
+@pytest.mark.more
 def test_graphs_of_optimum_open_in_its_class(tiny_model, home):
     from optimum.onnxruntime import ORTModelForSeq2SeqLM
     from transformers import AutoTokenizer
@@ -101,6 +102,7 @@ def test_graphs_of_optimum_open_in_its_class(tiny_model, home):
     assert model.generate(**inputs, max_new_tokens=8)[0][1:].tolist() == tokens[0]
 
 
+@pytest.mark.more
 def test_validation_compares_both_graphs_and_decodes(tiny_model, home):
     from enginery import validate_model
 

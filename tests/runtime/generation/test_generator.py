@@ -66,7 +66,8 @@ def reference(source, texts, **options):
 @pytest.mark.parametrize(
     "kind",
     [
-        *KINDS,
+        KINDS[0],
+        *(pytest.param(k, marks=pytest.mark.more) for k in KINDS[1:]),
         *(pytest.param(k, marks=pytest.mark.slow) for k in DECODER_KINDS if k not in KINDS),
     ],
 )

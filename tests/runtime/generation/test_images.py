@@ -73,7 +73,11 @@ def reference(source, prompt=None, **options):
 
 
 _slow = pytest.mark.slow
-SOME = ["trocr", "donut", *(pytest.param(k, marks=_slow) for k in ("deit-trocr", "vit-gpt2"))]
+SOME = [
+    "trocr",
+    pytest.param("donut", marks=pytest.mark.more),
+    *(pytest.param(k, marks=_slow) for k in ("deit-trocr", "vit-gpt2")),
+]
 
 
 @pytest.mark.parametrize("kind", SOME)
@@ -94,6 +98,7 @@ def test_tokens_are_those_of_transformers(reader, home, kind):
         assert "".join(model.stream(IMAGES[0])) == model.generate(IMAGES[:1])[0].text
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", SOME)
 def test_validation_runs_all_graphs(reader, home, kind):
     _, artifact = reader(kind)

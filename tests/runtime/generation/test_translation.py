@@ -33,7 +33,14 @@ def translator(slow_tokenizer, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("m2m100", marks=pytest.mark.more),
+        pytest.param("mbart", marks=pytest.mark.more),
+        "marian",
+    ],
+)
 def test_translations_are_those_of_pytorch(translator, home, kind):
     import torch
 

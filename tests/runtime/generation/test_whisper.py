@@ -99,6 +99,7 @@ def test_tokens_are_those_of_transformers(whisper, home):
         assert text
 
 
+@pytest.mark.more
 def test_an_english_model_takes_no_language(whisper, home):
     source = whisper(multilingual=False)
     artifact = export_model(str(source), task=TASK)
@@ -109,8 +110,10 @@ def test_an_english_model_takes_no_language(whisper, home):
                 model.generate(PAIRS, **{name: value})
 
 
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("kind", OLDER)
+@pytest.mark.parametrize(
+    "file", ["generation_config.json", pytest.param("config.json", marks=pytest.mark.more)]
+)
+@pytest.mark.parametrize("kind", ["detected", pytest.param("language", marks=pytest.mark.more)])
 def test_tokens_that_older_files_force(whisper, home, tmp_path, file, kind):
     source = save_whisper(tmp_path / "older")
     ids = read_json(source / "tokenizer.json")["added_tokens"]

@@ -16,7 +16,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.image.files import FORMATS
 from enginery.runtime.image.processor import ImageProcessor, load_image
 from enginery.runtime.model import load_model
-from tests.tiny import IMAGE_KINDS
+from tests.tiny import IMAGE_KINDS, with_more
 from tests.tolerances import LARGER, OUTPUTS, SCORES
 
 
@@ -204,7 +204,7 @@ def test_sizes_that_are_multiples_of_zero_are_rejected(tmp_path, name, key):
         ImageProcessor.open(tmp_path)
 
 
-@pytest.mark.parametrize("kind", IMAGE_KINDS)
+@pytest.mark.parametrize("kind", with_more(IMAGE_KINDS, "vit", "resnet"))
 def test_classification_equals_the_pipeline(tiny, kind, tmp_path):
     import transformers
 
@@ -226,7 +226,7 @@ def test_classification_equals_the_pipeline(tiny, kind, tmp_path):
     assert len({round(answer.score, 4) for answer in found}) == len(found)
 
 
-@pytest.mark.parametrize("kind", IMAGE_KINDS)
+@pytest.mark.parametrize("kind", with_more(IMAGE_KINDS, "vit", "resnet"))
 def test_vectors_are_what_the_note_says(tiny, kind):
     import torch
     from transformers import AutoImageProcessor, AutoModel

@@ -13,7 +13,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors
 from enginery.runtime.text.pooling import Pooling
-from tests.tiny import TEXT_KINDS, tiny_artifact
+from tests.tiny import TEXT_KINDS, tiny_artifact, with_more
 from tests.tolerances import EPSILON, LARGER, OUTPUTS, SCORES
 
 TEXTS = [
@@ -53,7 +53,7 @@ def modules(**pooling):
     }
 
 
-@pytest.mark.parametrize("kind", TEXT_KINDS)
+@pytest.mark.parametrize("kind", with_more(TEXT_KINDS, "bert", "roberta"))
 def test_plain_model_is_the_mean_of_its_tokens(tiny, kind):
     tokens, mask = torch_tokens(tiny.source(kind, "feature-extraction"), TEXTS, limit=128)
     weights = mask.unsqueeze(-1).float()

@@ -9,7 +9,7 @@ import pytest
 
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.model import load_model
-from tests.tiny import TEXT_KINDS
+from tests.tiny import TEXT_KINDS, with_more
 from tests.tolerances import OUTPUTS, SCORES
 
 TEXTS = [
@@ -29,7 +29,7 @@ def pipeline(task, source, **options):
     return transformers.pipeline(task, model=str(source), tokenizer=str(source), **options)
 
 
-@pytest.mark.parametrize("kind", TEXT_KINDS)
+@pytest.mark.parametrize("kind", with_more(TEXT_KINDS, "bert", "roberta"))
 def test_classification_equals_the_pipeline(tiny, kind):
     source = tiny.source(kind, "text-classification")
     expected = pipeline("text-classification", source, top_k=None)(TEXTS)
@@ -65,7 +65,7 @@ def test_scores_follow_the_problem_type(tiny, config, in_range):
     assert all(0 <= score <= 1 for score in scores) == in_range
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "albert"])
+@pytest.mark.parametrize("kind", with_more(("bert", "roberta", "albert"), "bert", "roberta"))
 def test_pairs_are_classified_as_by_the_pipeline(tiny, kind):
     source = tiny.source(kind, "text-classification")
     pairs = [("The pump runs.", "The engine is warm."), ("a b c", "?")]
@@ -108,7 +108,7 @@ def test_top_k_keeps_the_best_labels(tiny):
 
 
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
-@pytest.mark.parametrize("kind", TEXT_KINDS)
+@pytest.mark.parametrize("kind", with_more(TEXT_KINDS, "bert", "roberta"))
 def test_tags_equal_the_pipeline(tiny, kind, aggregation):
     source = tiny.source(kind, "token-classification")
     texts = [text for text in TEXTS if text]
@@ -142,7 +142,9 @@ QUESTIONS = [
 
 # Optimum does not export ModernBERT for question answering.
 @pytest.mark.parametrize("allow_none", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in TEXT_KINDS if kind != "modernbert"])
+@pytest.mark.parametrize(
+    "kind", with_more((kind for kind in TEXT_KINDS if kind != "modernbert"), "bert", "roberta")
+)
 def test_question_answers_equal_the_pipeline(tiny, kind, allow_none):
     source = tiny.source(kind, "question-answering")
     reader = pipeline("question-answering", source)
@@ -185,7 +187,7 @@ def test_unusable_questions_are_rejected(tiny, question, message):
         model([question])
 
 
-@pytest.mark.parametrize("kind", TEXT_KINDS)
+@pytest.mark.parametrize("kind", with_more(TEXT_KINDS, "bert", "roberta"))
 def test_fillings_equal_the_pipeline(tiny, kind):
     source = tiny.source(kind, "fill-mask")
     filler = pipeline("fill-mask", source)

@@ -47,6 +47,7 @@ def shapes(report, kind):
     }
 
 
+@pytest.mark.more
 def test_engine_is_compared_at_its_corners_and_on_inputs_that_fit(gpu, exported, tmp_path):
     profile = "batch=2:2:3,sequence=8:32:64"
     artifact = with_engines(

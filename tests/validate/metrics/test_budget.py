@@ -98,7 +98,7 @@ def least(artifact, *, own_data=False, rows=16):
     return accuracy_expectation(artifact, own_data=own_data).limits(rows).cosine
 
 
-@pytest.mark.parametrize("model", [GPT2, DISTILBERT])
+@pytest.mark.parametrize("model", [DISTILBERT, pytest.param(GPT2, marks=pytest.mark.more)])
 def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, model):
     artifact = made(*model)
     builtin = QuantizationReport.of(artifact).builtin
@@ -134,8 +134,19 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-@pytest.mark.parametrize("model", [GPT2, DISTILBERT])
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        (DISTILBERT, "scale doubled"),
+        (DISTILBERT, "ranges a quarter"),
+        *(
+            pytest.param(model, fault, marks=pytest.mark.more)
+            for model in (GPT2, DISTILBERT)
+            for fault in WRONG
+            if model is GPT2 or fault not in ("scale doubled", "ranges a quarter")
+        ),
+    ],
+)
 def test_faulty_artifact_fails_with_its_cosine(made, copied, model, fault):
     artifact = faults.break_graph(copied(made(*model)), WRONG[fault])
     report = validate_model(artifact)
@@ -189,6 +200,7 @@ def test_user_data_have_the_accuracy_of_held_out_rows(made, tmp_path):
     assert any(f"on {held_out.rows} held-out rows" in note for note in report.notes)
 
 
+@pytest.mark.more
 def test_mean_and_smallest_cosine_of_pooled_embeddings(made, tmp_path):
     artifact = made(*DISTILBERT, pooled=True).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
@@ -288,6 +300,7 @@ def test_artifact_that_is_not_quantized_has_no_budget(exported):
         accuracy_expectation(exported("bert", "text-classification"), own_data=False)
 
 
+@pytest.mark.more
 def test_changed_argmax_of_a_quantized_graph_does_not_fail(made, copied):
     report = validate_model(copied(made(*GPT2)))
     agreements = [o.argmax_agreement for case in report.cases for o in case.outputs]
