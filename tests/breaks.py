@@ -121,15 +121,15 @@ BREAKS = (
     ),
     Break(
         "export/stage.py",
-        "if config.opset < own:",
-        "if config.opset <= own:",
+        "if config.opset < file_opset:",
+        "if config.opset <= file_opset:",
         "the opset that an .onnx file has is refused",
         "tests/export/test_onnx_file.py",
     ),
     Break(
         "export/stage.py",
-        'options["vocoder"] = vocoder.record.sha256',
-        'options["vocoder"] = vocoder.record.id',
+        "model_kwargs=vocoder.record.sha256 if vocoder",
+        "model_kwargs=vocoder.record.id if vocoder",
         "another vocoder of the same name is not another cache key",
         "tests/export/test_model_types.py",
     ),
@@ -196,8 +196,8 @@ BREAKS = (
     ),
     Break(
         "passes/qdq/insert.py",
-        "_replace_uses(graph, value, made, outputs=name in written)",
-        "_replace_uses(graph, value, made)",
+        "_replace_uses(graph, value, nodes, outputs=name in written)",
+        "_replace_uses(graph, value, nodes)",
         "outputs of the graph that no convolution writes are quantized",
         "tests/passes/qdq/test_qdq.py tests/passes/qdq/test_joining.py",
     ),
@@ -210,8 +210,8 @@ BREAKS = (
     ),
     Break(
         "passes/ranges/segments.py",
-        "for index in range(made + 1, last_use.get(name, made) + 1)",
-        "for index in range(made + 1, last_use.get(name, made))",
+        "for index in range(producer + 1, last_use.get(name, producer) + 1)",
+        "for index in range(producer + 1, last_use.get(name, producer))",
         "a graph is cut between a value of unknown type and its last reader",
         "tests/passes/ranges/test_ranges.py",
     ),
@@ -250,8 +250,8 @@ BREAKS = (
     ),
     Break(
         "quantize/search.py",
-        "best = max(found, key=lambda order: order.share)",
-        "best = min(found, key=lambda order: order.share)",
+        "best = max(orders, key=lambda order: order.share)",
+        "best = min(orders, key=lambda order: order.share)",
         "of two orders the one that quantizes less is taken",
     ),
     Break(
@@ -309,8 +309,8 @@ BREAKS = (
     # -- validate ---------------------------------------------------------------------------------
     Break(
         "validate/metrics/outputs.py",
-        "if found.rms_error > rms_limit:",
-        "if found.rms_error > limit:",
+        "if differences.rms_error > rms_limit:",
+        "if differences.rms_error > limit:",
         "the root mean square of the error has the limit of its maximum",
         "tests/validate/metrics/test_metrics.py",
     ),
@@ -368,7 +368,7 @@ BREAKS = (
     ),
     Break(
         "validate/generation.py",
-        "if unk_id is not None and unk_id in {*mine[step:], *wanted[step:]}:",
+        "if unk_id is not None and unk_id in {*mine[step:], *expected[step:]}:",
         "if unk_id is not None:",
         "a text that is tokenized in another way is only noted",
     ),
@@ -403,15 +403,15 @@ BREAKS = (
     ),
     Break(
         "serve/keys.py",
-        'given = token.strip() if scheme.lower() == "bearer" else ""',
-        'given = token.strip() if scheme == "bearer" else ""',
+        'bearer = token.strip() if scheme.lower() == "bearer" else ""',
+        'bearer = token.strip() if scheme == "bearer" else ""',
         "the key of a client that writes `Bearer` is refused",
         "tests/serve/test_app.py tests/serve/test_service.py",
     ),
     Break(
         "serve/api/oip_tensors.py",
-        "known, of = sizes.setdefault(dim, (size, spec.name))",
-        'known, of = sizes.setdefault(f"{spec.name} {dim}", (size, spec.name))',
+        "first_size, first_name = sizes.setdefault(dim, (size, spec.name))",
+        'first_size, first_name = sizes.setdefault(f"{spec.name} {dim}", (size, spec.name))',
         "a dim that two tensors share may have two sizes",
         "tests/serve/test_oip.py",
     ),
@@ -438,8 +438,8 @@ BREAKS = (
     ),
     Break(
         "serve/api/completions.py",
-        "found[step.index * self.count + place] = (each.text, each.finish)",
-        "found[step.index + place] = (each.text, each.finish)",
+        "results[step.index * self.count + position] = (",
+        "results[step.index + position] = (",
         "texts of several prompts with several answers each are mixed up",
         "tests/serve/test_generation.py tests/serve/test_openai.py",
     ),
