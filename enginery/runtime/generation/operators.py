@@ -71,9 +71,9 @@ class Operators:
         """
         session = self._session(_best_graph, ELEMENTS[dtype_of(logits)], len(logits.shape()))
         values = {"logits": logits, "count": ortvalue(np.array([count], np.int64))}
-        found = run_values(session, self._placed(values), ["log_probs", "tokens"])
+        outputs = run_values(session, self._placed(values), ["log_probs", "tokens"])
         with self._device_work():
-            return found["log_probs"].numpy(), found["tokens"].numpy()
+            return outputs["log_probs"].numpy(), outputs["tokens"].numpy()
 
     def take(self, values: Values, rows: Sequence[int]) -> Values:
         """Return values that consist of these rows, on the same device.
