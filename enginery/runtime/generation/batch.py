@@ -167,7 +167,7 @@ class RunningBatch:
         return _GreedyRows(self._running, greedy)
 
     def _leave_greedy(self) -> None:
-        """Let each search know its row again."""
+        """Advance each search by itself again, with its row."""
         if self._greedy is not None:
             self._running, self._greedy = self._greedy.running(), None
 
@@ -196,12 +196,12 @@ class RunningBatch:
             self._state = self._state if self._running else None
 
     def remove(self, search: Search) -> None:
-        """Let a search leave before it is done."""
+        """Remove a search before it is done."""
         self._leave_greedy()
         self._running = [running for running in self._running if running.search is not search]
 
     def _advance(self, search: Search, candidates: Candidates, rows: range) -> None:
-        """Advance a search, and keep it unless it is done; `place` has its present rows."""
+        """Advance a search, and keep it unless it is done; `rows` are its present rows."""
         try:
             move = search.advance(candidates)
         except Exception as error:  # the other searches go on

@@ -218,7 +218,7 @@ class CacheBuffers:
     def write_turn(
         self, index: int, tokens: NDArray[np.int64], positions: NDArray[np.int64] | None
     ) -> None:
-        """Write what the next step reads.
+        """Write the inputs of the next step.
 
         Args:
             index: the turn.

@@ -107,7 +107,7 @@ class FixedCacheState:
         return len(self.slots)
 
     def place(self, slots: list[int]) -> None:
-        """Take other slots for the rows."""
+        """Assign slots to the rows."""
         self.slots, self.top = slots, int(self.positions.max())
         self.identity = list(range(len(slots)))
         in_order = slots == self.identity
@@ -387,7 +387,7 @@ class FixedCacheDecoder:
         return Candidates(tokens[index, : need.best], log_probs[index, : need.best])
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
-        """Let each row continue a row of the state; a row that several continue is copied."""
+        """Reorder the rows so that each continues its parent; copy a parent of several rows."""
         slots, pairs = [state.slots[parent] for parent in parents], []
         first_of: dict[int, int] = {}
         repeated = []
@@ -426,7 +426,7 @@ class FixedCacheDecoder:
             self._resize(state, replace(state.buffers.sizes, rows=rows))
 
     def _make_room(self, state: FixedCacheState) -> None:
-        """Let the longest row have another position."""
+        """Move to longer buffers if the longest row has used all positions."""
         state.settle()
         if state.top >= state.buffers.sizes.length:
             length = length_rung(state.top + 1, self._limit)
@@ -517,8 +517,8 @@ class FixedCacheDecoder:
     def _take(self, sizes: BufferSizes) -> CacheBuffers:
         """Return cleared buffers of these sizes that no batch uses.
 
-        What is behind the end of a row counts nothing, but kernels of attention multiply it by 0,
-        and memory that is new or of another batch may hold NaN.
+        Attention masks the positions behind the end of a row, but its kernels multiply them by 0:
+        NaN, which memory that is new or of another batch may hold, would stay NaN.
 
         Raises:
             InputError: there is not enough memory.

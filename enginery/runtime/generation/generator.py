@@ -209,7 +209,7 @@ class TextGenerator(Closeable):
         )
 
     def text_stream(self, options: GenerationOptions, *, keep_stop: bool = True) -> TextStream:
-        """Return what turns the tokens of one sequence into text.
+        """Return a stream that decodes the tokens of one sequence to text.
 
         Args:
             options: the options of generation.

@@ -107,7 +107,7 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
 
 
 def make_warpers(options: GenerationOptions) -> list[Warper]:
-    """Return what changes the scores before a draw."""
+    """Return the functions that change the scores before a draw."""
     keep = 1 if options.num_beams == 1 else len(options.eos_token_id) + 1
     if options.num_beams > 1 and not options.eos_token_id:
         keep = 2

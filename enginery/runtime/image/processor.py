@@ -277,7 +277,8 @@ class ImageProcessor:
     def _pad(self, pixels: NDArray[np.float32], name: str) -> NDArray[np.float32]:
         """Pad normalized pixels (rows, columns, channels) as the processor does."""
         rows, columns = pixels.shape[:2]
-        if self.kind == "Swin2SR":  # there is always some
+        # Swin2SR pads even an edge that the divisor divides, by a whole divisor.
+        if self.kind == "Swin2SR":
             divisor = self.settings["size_divisor"]
             missing = [divisor - rows % divisor, divisor - columns % divisor]
             return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="symmetric")
@@ -333,11 +334,11 @@ def resize(image: Image, size: tuple[int, int], resample: int | None, name: str)
 
 
 def _turned(image: Image, size: Mapping[str, int]) -> Image:
-    """Turn an image clockwise if it lies where `size` stands, or stands where that lies."""
+    """Rotate an image by 90° clockwise if one of it and `size` is wide, and the other tall."""
     from PIL.Image import Transpose
 
-    lies, stands = image.width > image.height, image.width < image.height
-    if (size["width"] < size["height"] and lies) or (size["width"] > size["height"] and stands):
+    is_wide, is_tall = image.width > image.height, image.width < image.height
+    if (size["width"] < size["height"] and is_wide) or (size["width"] > size["height"] and is_tall):
         return image.transpose(Transpose.ROTATE_270)
     return image
 

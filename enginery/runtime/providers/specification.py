@@ -108,8 +108,8 @@ def parse_providers(
         requested: text, list, mapping or file; see the module's docstring. Empty for
             `ENGINERY_PROVIDERS`.
         options: options of requested providers, such as `cuda.gpu_mem_limit=2GiB`; they override
-            those in `given`.
-        default: providers if `given` is empty and the environment variable is not set.
+            those in `requested`.
+        default: providers if `requested` is empty and the environment variable is not set.
 
     Raises:
         ProviderError: no provider was requested, or a name is unknown.
@@ -282,7 +282,7 @@ def _from_file(path: Path) -> list[ProviderSpec]:
 
 @contextmanager
 def _about(where: str) -> Iterator[None]:
-    """Put a place before the message of an error about providers."""
+    """Prefix the message of an error about providers with its source, such as a file."""
     try:
         yield
     except ProviderError as error:

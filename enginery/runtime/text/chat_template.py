@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @cached_property
     def compiled(self) -> Any:
-        """The template as Jinja's.
+        """The compiled Jinja template.
 
         Raises:
             ArtifactError: the template is invalid.
@@ -211,7 +211,7 @@ class PairTemplate:
 
     @cached_property
     def suffix(self) -> str:
-        """What follows both texts in every prompt; long ones are cut before it."""
+        """The text behind both texts in every prompt; a long document is cut in front of it."""
         prompt = self.render(*_PROBES)
         return prompt[max(prompt.rfind(probe) + len(probe) for probe in _PROBES) :]
 

@@ -165,7 +165,7 @@ class Languages:
     def first_tokens(self, target: str) -> dict[str, int]:
         """Return the options of generation that make it translate to a language.
 
-        None for Marian, whose texts name the language.
+        Empty for Marian, whose texts name the language.
 
         Raises:
             InputError: the model does not have the language.
