@@ -128,8 +128,7 @@ def choose_with_engines(
             device_id = int(head.options.get("device_id", "0"))
             engines, reason = choose_engines(artifact, graph, flavor, device_id=device_id)
         except ProviderError as error:
-            # The provider itself can build: it stays the first, with its engine's absence as a
-            # reason.
+            # The provider stays the first without an engine, and its reason says why.
             if allow_build:
                 built = "ONNX Runtime builds an engine while it loads (allow_build)"
                 return [_add_reasons(head, *missed, error.message, built), *below], []

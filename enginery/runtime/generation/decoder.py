@@ -126,7 +126,6 @@ class CachedDecoder:
         supplied = {*_TEXT_INPUTS, *self._encoded, *(spec.name for spec in self._past)}
         unsupplied = [name for name in self._inputs if name not in supplied]
         lacking = [s.name for s in self._past if present_name(s.name) not in outputs]
-        # both.
         problem = ""
         if graphs.first is not record:
             problem = f"its first step is another graph, {graphs.first.file}"

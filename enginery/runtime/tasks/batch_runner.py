@@ -189,7 +189,7 @@ class BatchRunner:
                 max_rows=self.fixed_rows or (max_rows_at if self.runner.pads else largest),
                 max_tokens=max_tokens or usual_tokens,
                 equal_lengths=not self.task.can_pad,
-                # The cost of a batch was measured with dynamic shapes only.
+                # Fixed batches and engines: the cost of a batch was not measured there.
                 batch_cost=self._batch_cost if not self.fixed_rows and not engines else 0,
                 rungs=rungs,
             )
