@@ -253,7 +253,7 @@ class ImageProcessor:
             image = _thumbnail(image, settings["size"])
         order = settings.get("channel_order")
         pixels = np.asarray(image.convert("L"))[..., None] if order == "gray" else np.asarray(image)
-        # Donut pads before it normalizes, and most others after: the padding is black here, 0 there.
+        # Donut pads with black before it normalizes, most others with 0 after it.
         if self.kind == "Donut" and settings["do_pad"]:
             return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
