@@ -64,7 +64,7 @@ class AnswerAgreement:
         self._same_boxes = self._boxes = 0
         self._cosines: dict[str, list[float]] = {}
         self._argmax: list[float] = []
-        self._found: _Rows = []
+        self._vectors: _Rows = []
         self._expected: _Rows = []
 
     @classmethod
@@ -81,28 +81,28 @@ class AnswerAgreement:
         """Number of rows that were compared."""
         return max((len(cosines) for cosines in self._cosines.values()), default=0)
 
-    def add(self, found: Outputs, expected: Outputs, feeds: Feeds) -> None:
+    def add(self, outputs: Outputs, expected: Outputs, feeds: Feeds) -> None:
         """Compare the outputs for one batch; outputs that only one of both has do not count."""
-        self._add_boxes(found, expected, feeds)
-        theirs = _answer_rows(expected, feeds, self._pooling)
-        for name, rows in _answer_rows(found, feeds, self._pooling).items():
-            pairs = list(zip(rows, theirs.get(name, []), strict=False))
+        self._add_boxes(outputs, expected, feeds)
+        expected_rows = _answer_rows(expected, feeds, self._pooling)
+        for name, rows in _answer_rows(outputs, feeds, self._pooling).items():
+            pairs = list(zip(rows, expected_rows.get(name, []), strict=False))
             self._cosines.setdefault(name, []).extend(_cosine(a, b) for a, b in pairs)
             if name == _EMBEDDING:
-                self._found += [mine for mine, _ in pairs]
-                self._expected += [wanted for _, wanted in pairs]
+                self._vectors += [actual for actual, _ in pairs]
+                self._expected += [target for _, target in pairs]
             elif "logits" in name:
                 self._argmax += [
-                    float(np.mean(argmax_of_finite(mine) == wanted.argmax(axis=-1)))
-                    for mine, wanted in pairs
-                    if mine.shape == wanted.shape and mine.shape[-1] > 1
+                    float(np.mean(argmax_of_finite(actual) == target.argmax(axis=-1)))
+                    for actual, target in pairs
+                    if actual.shape == target.shape and actual.shape[-1] > 1
                 ]
 
-    def _add_boxes(self, found: Outputs, expected: Outputs, feeds: Feeds) -> None:
-        mine, theirs = (read_detections(o, feeds, self._labels) for o in (found, expected))
-        for seen, wanted in zip(mine or (), theirs or (), strict=False):
-            self._same_boxes += seen.count_same(wanted)
-            self._boxes += len(seen.boxes) + len(wanted.boxes)
+    def _add_boxes(self, outputs: Outputs, expected: Outputs, feeds: Feeds) -> None:
+        actual, target = (read_detections(o, feeds, self._labels) for o in (outputs, expected))
+        for detections, reference in zip(actual or (), target or (), strict=False):
+            self._same_boxes += detections.count_same(reference)
+            self._boxes += len(detections.boxes) + len(reference.boxes)
 
     def metrics(self, *, label_accuracy: float | None = None) -> AccuracyMetrics:
         """Return the metrics over all rows; of several outputs, those of the least similar one.
@@ -116,7 +116,7 @@ class AnswerAgreement:
             rows=self.rows,
             cosine=float(lowest.mean()),
             worst_cosine=float(min((values.min() for values in cosines), default=1.0)),
-            neighbour_agreement=_neighbour_agreement(self._found, self._expected),
+            neighbour_agreement=_neighbour_agreement(self._vectors, self._expected),
             argmax_agreement=float(np.mean(self._argmax)) if self._argmax else None,
             label_accuracy=label_accuracy,
             box_f1=2 * self._same_boxes / self._boxes if self._boxes else None,
@@ -142,16 +142,19 @@ def _answer_rows(outputs: Outputs, feeds: Feeds, pooling: Pooling | None) -> dic
     }
 
 
-def _neighbour_agreement(found: _Rows, expected: _Rows) -> float | None:
-    if len(found) < 2:
+def _neighbour_agreement(vectors: _Rows, expected: _Rows) -> float | None:
+    if len(vectors) < 2:
         return None
-    mine, theirs = _normalize(np.concatenate(found)), _normalize(np.concatenate(expected))
-    similar, wanted = mine @ mine.T, theirs @ theirs.T
+    units, expected_units = (
+        _normalize(np.concatenate(vectors)),
+        _normalize(np.concatenate(expected)),
+    )
+    similar, expected_similar = units @ units.T, expected_units @ expected_units.T
     np.fill_diagonal(similar, -np.inf)
-    np.fill_diagonal(wanted, -np.inf)
-    chosen = wanted[np.arange(len(mine)), similar.argmax(axis=1)]
+    np.fill_diagonal(expected_similar, -np.inf)
+    chosen = expected_similar[np.arange(len(units)), similar.argmax(axis=1)]
     # Duplicate texts tie, and either neighbour is correct.
-    return float(np.mean(chosen >= wanted.max(axis=1) - _TIE))
+    return float(np.mean(chosen >= expected_similar.max(axis=1) - _TIE))
 
 
 def _unpadded(row: NDArray[Any], index: int, mask: NDArray[Any] | None) -> NDArray[np.float32]:

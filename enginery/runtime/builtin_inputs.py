@@ -72,8 +72,8 @@ def builtin_batches(artifact: Artifact, record: GraphRecord) -> list[SampleBatch
         return media_batches("images", feeder, synthetic_images(), record)
     if takes_audio(record):
         sounds = SoundFeeder.open(artifact, record)
-        made = synthetic_sounds(sounds.processor.sampling_rate)
-        return media_batches("sounds", sounds, made, record)
+        waveforms = synthetic_sounds(sounds.processor.sampling_rate)
+        return media_batches("sounds", sounds, waveforms, record)
     if _takes_series(record):
         return _series_batches(artifact, record)
     texts = TextFeeder.open(artifact, record)
@@ -159,27 +159,28 @@ def word_boxes(encoding: Any) -> NDArray[np.int64]:
 
     The words stand on the lines of a page. Special tokens have the box of LayoutLM's: zeros.
     """
-    found = np.zeros((len(encoding.ids), 4), np.int64)
+    boxes = np.zeros((len(encoding.ids), 4), np.int64)
     spans: dict[tuple[Any, int], list[int]] = {}
     words = list(zip(encoding.sequence_ids, encoding.word_ids, encoding.offsets, strict=True))
     for sequence, word, (start, end) in words:
         if word is not None:
             span = spans.setdefault((sequence, word), [start, end])
             span[:] = min(span[0], start), max(span[1], end)
-    places: dict[tuple[Any, int], tuple[int, int, int, int]] = {}
+    word_positions: dict[tuple[Any, int], tuple[int, int, int, int]] = {}
     left, top = _MARGIN, _MARGIN
     for key, (start, end) in spans.items():
         width = min(_LETTER * max(end - start, 1), 1000 - 2 * _MARGIN)
+        # LayoutLM's coordinates are from 0 to 1000.
         if left + width > 1000 - _MARGIN:
             left, top = _MARGIN, top + _LINE
         if top + _HEIGHT > 1000 - _MARGIN:
             top = _MARGIN
-        places[key] = (left, top, left + width, top + _HEIGHT)
+        word_positions[key] = (left, top, left + width, top + _HEIGHT)
         left += width + _LETTER
     for index, (sequence, word, _) in enumerate(words):
         if word is not None:
-            found[index] = places[sequence, word]
-    return found
+            boxes[index] = word_positions[sequence, word]
+    return boxes
 
 
 def _document_batches(
@@ -199,9 +200,9 @@ def _document_batches(
         return feed([text for text, _ in rows], [image for _, image in rows])
 
     rows = [(text, images[index % len(images)]) for index, text in enumerate(SENTENCES)]
-    what = "sentences with images" if feed.images else "sentences with boxes"
-    most = (MEDIA if feed.images else ROWS) if texts.can_pad else 1
-    return sample_batches(what, rows, load_rows, record, rows=most)
+    name = "sentences with images" if feed.images else "sentences with boxes"
+    max_rows = (MEDIA if feed.images else ROWS) if texts.can_pad else 1
+    return sample_batches(name, rows, load_rows, record, rows=max_rows)
 
 
 def _takes_series(record: GraphRecord) -> bool:

@@ -86,12 +86,12 @@ class DecoderGraphs:
     """Runs prompts and tokens with a cache of fixed size; None if the model has no such graph."""
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the places of the prompts that may run together, given their lengths."""
+        """Return the indices of the prompts that may run together, given their lengths."""
         if not self.counts_padding:
             return [list(range(len(lengths)))]
         groups: dict[int, list[int]] = {}
-        for place, length in enumerate(lengths):
-            groups.setdefault(length, []).append(place)
+        for index, length in enumerate(lengths):
+            groups.setdefault(length, []).append(index)
         return list(groups.values())
 
     @classmethod
@@ -106,13 +106,13 @@ class DecoderGraphs:
             if record not in cached and any(map(_is_own_present, _names(record.outputs)))
         ]
         encoder = next((record for record in graphs if not is_decoder(record)), None)
-        found = []
+        decoders = []
         for later in cached:
             first = without_past[0] if without_past else later
-            taken = _names((*first.inputs, *later.inputs))
-            attends = ENCODER_STATES in taken or any(map(is_cross_attention, taken))
-            found.append(cls(first, later, encoder if attends else None, fixed=fixed))
-        return found
+            input_names = _names((*first.inputs, *later.inputs))
+            attends = ENCODER_STATES in input_names or any(map(is_cross_attention, input_names))
+            decoders.append(cls(first, later, encoder if attends else None, fixed=fixed))
+        return decoders
 
 
 def find_encoder_decoder(graphs: Sequence[GraphRecord]) -> DecoderGraphs | None:
@@ -120,23 +120,23 @@ def find_encoder_decoder(graphs: Sequence[GraphRecord]) -> DecoderGraphs | None:
 
     A further graph with a fixed cache does not count.
     """
-    found = DecoderGraphs.find_all(graphs)
+    decoders = DecoderGraphs.find_all(graphs)
     growing = [record for record in graphs if not has_fixed_cache(record)]
-    if len(growing) != 2 or len(found) != 1 or found[0].first is not found[0].later:
+    if len(growing) != 2 or len(decoders) != 1 or decoders[0].first is not decoders[0].later:
         return None
-    return found[0] if found[0].encoder is not None else None
+    return decoders[0] if decoders[0].encoder is not None else None
 
 
 def input_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
     """Return the graph that takes a model's own inputs: the encoder, or else the first graph."""
-    found = find_encoder_decoder(graphs)
-    return graphs[0] if found is None or found.encoder is None else found.encoder
+    decoder = find_encoder_decoder(graphs)
+    return graphs[0] if decoder is None or decoder.encoder is None else decoder.encoder
 
 
 def answer_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:
     """Return the graph that computes a model's answers: the decoder, or else the first graph."""
-    found = find_encoder_decoder(graphs)
-    return graphs[0] if found is None else found.later
+    decoder = find_encoder_decoder(graphs)
+    return graphs[0] if decoder is None else decoder.later
 
 
 def _is_own_present(name: str) -> bool:

@@ -94,8 +94,8 @@ def _read_detr(logits: NDArray[Any], boxes: NDArray[Any], labels: int) -> list[D
         else:
             scores = np.asarray(1 / (1 + np.exp(-scores)))
     return [
-        _best(places.astype(np.float32, copy=False), image, suppress=False)
-        for places, image in zip(boxes, scores, strict=True)
+        _best(centers.astype(np.float32, copy=False), image, suppress=False)
+        for centers, image in zip(boxes, scores, strict=True)
     ]
 
 
@@ -136,14 +136,14 @@ def _best(centers: Floats, scores: Floats, *, suppress: bool) -> Detections:
     order = order[best[order] >= _SCORE]  # NaN is never above
     middle, half = centers[order, :2], centers[order, 2:] / 2
     boxes, classes = np.concatenate([middle - half, middle + half], axis=1), classes[order]
-    kept: list[int] = []
+    selected: list[int] = []
     for index in range(len(boxes)):
-        if len(kept) == _MOST:
+        if len(selected) == _MOST:
             break
-        rivals = [k for k in kept if classes[k] == classes[index]] if suppress else []
+        rivals = [k for k in selected if classes[k] == classes[index]] if suppress else []
         if not rivals or _overlaps(boxes[index : index + 1], boxes[rivals]).max() <= _OVERLAP:
-            kept.append(index)
-    return Detections(boxes[kept], classes[kept])
+            selected.append(index)
+    return Detections(boxes[selected], classes[selected])
 
 
 def _overlaps(first: Floats, second: Floats) -> NDArray[np.float64]:

@@ -45,8 +45,8 @@ def memory_bytes(root: Path = _SYSTEM) -> tuple[int, int]:
 
 def usable_cpus(root: Path = _SYSTEM) -> int:
     """Return the number of CPUs in this process's affinity, or in its cgroup's quota if lower."""
-    known = os.cpu_count() or 1
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else known
+    total = os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     for directory in _cgroup_directories(root, "cpu"):
         quota, _, period = _read(directory / "cpu.max").partition(" ")
         if not quota:
@@ -80,7 +80,7 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
 
     Cached file pages that the kernel drops first (inactive_file) do not count as used.
     """
-    found = []
+    limits = []
     for directory in _cgroup_directories(root, "memory"):
         for limit_file, used_file, cached in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -94,8 +94,8 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
                     for line in _read(directory / "memory.stat").splitlines()
                     if " " in line
                 )
-                found.append((int(limit), max(0, int(used) - int(stat.get(cached, "0")))))
-    return found
+                limits.append((int(limit), max(0, int(used) - int(stat.get(cached, "0")))))
+    return limits
 
 
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:

@@ -296,6 +296,7 @@ def load_model(
             threads=threads,
             io_binding=io_binding,
             cuda_graph=cuda_graph,
+            # A decoder with a fixed cache rounds its sizes up itself.
             ladder=ladder and not generates,
             shrink_arena=shrink_arena,
         )

@@ -114,12 +114,14 @@ class Nvml(Closeable):
         Raises:
             ProviderError: the GPU does not report its energy.
         """
-        found = ctypes.c_ulonglong()
+        millijoules = ctypes.c_ulonglong()
         self._require(
-            self._library.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(found)),
+            self._library.nvmlDeviceGetTotalEnergyConsumption(
+                self._device, ctypes.byref(millijoules)
+            ),
             "the GPU does not report its energy",
         )
-        return found.value / 1e3
+        return millijoules.value / 1e3
 
     def memory_bytes(self, pid: int) -> int:
         """Return the GPU memory of a process, in bytes.
@@ -166,16 +168,16 @@ class Nvml(Closeable):
             self._library.nvmlShutdown()
             self._library = None
 
-    def _require(self, code: int, what: str) -> None:
+    def _require(self, code: int, problem: str) -> None:
         if code:
             words = self._library.nvmlErrorString(code)
-            raise ProviderError(f"{what}: {words.decode() if words else f'error {code}'}.")
+            raise ProviderError(f"{problem}: {words.decode() if words else f'error {code}'}.")
 
 
 def _bus_id(cuda: Any, device_id: int) -> bytes:
     """Return the PCI bus id of one of CUDA's visible devices; libcuda must be initialized."""
     device = ctypes.c_int()
-    found = ctypes.create_string_buffer(32)
+    buffer = ctypes.create_string_buffer(32)
     cuda.cuDeviceGet(ctypes.byref(device), device_id)
-    cuda.cuDeviceGetPCIBusId(found, len(found), device)
-    return found.value
+    cuda.cuDeviceGetPCIBusId(buffer, len(buffer), device)
+    return buffer.value

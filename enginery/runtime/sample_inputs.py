@@ -232,12 +232,12 @@ class ImageFeeder:
         Raises:
             InputError: an image cannot be read; the message has its index.
         """
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index, image in enumerate(images):
             name = f"image {index}"
             pixels = self.processor(load_image(image, name=name), name=name)
-            found.setdefault(pixels.shape, []).append(index)
-        return found
+            groups.setdefault(pixels.shape, []).append(index)
+        return groups
 
     def __call__(self, images: Sequence[Any]) -> Feeds:
         """Return the graph's input, (len(images), channels, height, width), of its dtype.
@@ -282,12 +282,12 @@ class SoundFeeder:
         Raises:
             InputError: a sound cannot be read; the message has its index.
         """
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index, sound in enumerate(sounds):
             samples = load_audio(sound, self.processor.sampling_rate, name=f"audio {index}")
             shape = self.processor([samples], first=index)[self.processor.input_name].shape[1:]
-            found.setdefault(shape, []).append(index)
-        return found
+            groups.setdefault(shape, []).append(index)
+        return groups
 
     def __call__(self, sounds: Sequence[Any]) -> Feeds:
         """Return the graph's inputs, (len(sounds), …) each, of its dtypes.
@@ -312,7 +312,7 @@ class SampleBatch:
 
 
 def text_batches(
-    what: str, feeder: TextFeeder, texts: Sequence[Text], record: GraphRecord
+    name: str, feeder: TextFeeder, texts: Sequence[Text], record: GraphRecord
 ) -> list[SampleBatch]:
     """Return batches of texts.
 
@@ -321,11 +321,11 @@ def text_batches(
     """
     feeder.lengths(texts)  # so that errors show at once
     # Without a padding token, one text in each batch.
-    return sample_batches(what, texts, feeder, record, rows=ROWS if feeder.can_pad else 1)
+    return sample_batches(name, texts, feeder, record, rows=ROWS if feeder.can_pad else 1)
 
 
 def media_batches(
-    what: str, feeder: ImageFeeder | SoundFeeder, items: Sequence[Any], record: GraphRecord
+    kind: str, feeder: ImageFeeder | SoundFeeder, items: Sequence[Any], record: GraphRecord
 ) -> list[SampleBatch]:
     """Return batches of images or sounds of the same size.
 
@@ -334,11 +334,11 @@ def media_batches(
     """
     by_shape = feeder.by_shape(items)
     batches = []
-    for shape, places in by_shape.items():
+    for shape, indices in by_shape.items():
         size = " × ".join(map(str, shape[1:] if len(shape) > 1 else shape))
-        name = what if len(by_shape) == 1 else f"{what} of {size},"
-        alike = [items[place] for place in places]
-        batches += sample_batches(name, alike, feeder, record, rows=MEDIA)
+        name = kind if len(by_shape) == 1 else f"{kind} of {size},"
+        same_size = [items[index] for index in indices]
+        batches += sample_batches(name, same_size, feeder, record, rows=MEDIA)
     return batches
 
 
@@ -360,6 +360,7 @@ def array_batches(
     """
     names = [spec.name for spec in record.inputs]
     first = {spec.dims[:1] for spec in record.inputs}
+    # Without a batch axis in every input, the rows of files cannot be joined.
     if len(first) > 1 or () in first:
         files = array_files(path)
         return [
@@ -379,10 +380,10 @@ def array_batches(
     for row in read_arrays(path, names, rows=rows):
         by_shape.setdefault(tuple(row[name].shape for name in names), []).append(row)
     batches = []
-    for shapes, alike in by_shape.items():
+    for shapes, same_shape in by_shape.items():
         size = " × ".join(map(str, shapes[0][1:]))
-        what = "rows" if len(by_shape) == 1 else f"rows of {size},"
-        batches += sample_batches(what, alike, feed, record, rows=batch_rows)
+        name = "rows" if len(by_shape) == 1 else f"rows of {size},"
+        batches += sample_batches(name, same_shape, feed, record, rows=batch_rows)
     return batches
 
 
@@ -420,16 +421,16 @@ def cast_array(array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:
     dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
     if array.dtype.kind in "biuf":
         with np.errstate(invalid="ignore", over="ignore"):
-            found = array.astype(dtype)
-        if dtype.kind == "f" or np.array_equal(found, array):
-            return found
+            converted = array.astype(dtype)
+        if dtype.kind == "f" or np.array_equal(converted, array):
+            return converted
     raise InputError(
         f"{spec.name} has values of {array.dtype} that {dtype} cannot hold; the graph takes {spec}."
     )
 
 
 def sample_batches(
-    what: str,
+    kind: str,
     items: Sequence[Any],
     feed: Callable[[list[Any]], Feeds],
     record: GraphRecord,
@@ -442,7 +443,7 @@ def sample_batches(
     for start in range(0, len(items), rows):
         part = items[start : start + rows]
         end = start + len(part)
-        name = f"{what} {start + 1}–{end}" if len(part) > 1 else f"{what} {end}"
+        name = f"{kind} {start + 1}–{end}" if len(part) > 1 else f"{kind} {end}"
         load = partial(feed, pad_batch(part, record))
         batches.append(SampleBatch(name, slice(start, end), load))
     return batches

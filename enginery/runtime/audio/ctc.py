@@ -64,10 +64,12 @@ class CtcDecoder:
         if settings.target_lang:
             vocabulary = _language(file, vocabulary, settings.target_lang)
         tokens = _by_id(file, vocabulary)
-        added = {each: value.content for each, value in settings.added_tokens_decoder.items()}
+        added = {
+            token_id: value.content for token_id, value in settings.added_tokens_decoder.items()
+        }
         tokens |= added or _by_id(directory / _ADDED, read_json(directory / _ADDED))
-        known = settings.with_map(SpecialTokensMap.read(directory))
-        specials = {role: getattr(known, role) or text for role, text in _DEFAULTS.items()}
+        special_tokens = settings.with_map(SpecialTokensMap.read(directory))
+        specials = {role: getattr(special_tokens, role) or text for role, text in _DEFAULTS.items()}
         # transformers gives ids to special tokens that the files lack.
         missing = [text for text in specials.values() if text not in set(tokens.values())]
         tokens |= dict(enumerate(dict.fromkeys(missing), start=len(set(tokens.values()))))
@@ -84,22 +86,24 @@ class CtcDecoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the most likely token of each frame."""
-        tokens = (self.tokens.get(int(each), self.unknown) for each in ids)
+        tokens = (self.tokens.get(int(token_id), self.unknown) for token_id in ids)
         letters = [token for token, _ in groupby(tokens) if token != self.blank]
-        text = "".join(self.space if each == self.delimiter else each for each in letters).strip()
+        text = "".join(
+            self.space if letter == self.delimiter else letter for letter in letters
+        ).strip()
         text = text.lower() if self.lowercase else text
         return clean_up_tokenization(text) if self.clean_up else text
 
 
 def _language(file: Path, vocabulary: Mapping[str, Any], language: str) -> dict[str, Any]:
     """Return the vocabulary of one language of several."""
-    found = vocabulary.get(language)
-    if not isinstance(found, dict):
+    tokens = vocabulary.get(language)
+    if not isinstance(tokens, dict):
         raise ArtifactError(
             f"{file} has no vocabulary for the language '{language}', which "
             f"{TokenizerConfig.FILE} names as target_lang."
         )
-    return found
+    return tokens
 
 
 def _by_id(file: Path, vocabulary: Mapping[str, Any]) -> dict[int, str]:

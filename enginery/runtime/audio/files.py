@@ -236,10 +236,10 @@ def _check_rate(rate: int, name: str) -> None:
         )
 
 
-def _check_channels(channels: int, name: str, found: str = "") -> None:
+def _check_channels(channels: int, name: str, detail: str = "") -> None:
     if not 1 <= channels <= MAX_CHANNELS:
         raise InputError(
-            f"{name} has {channels:,} channels{found}, expected at most {MAX_CHANNELS}."
+            f"{name} has {channels:,} channels{detail}, expected at most {MAX_CHANNELS}."
         )
 
 

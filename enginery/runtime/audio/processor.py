@@ -136,19 +136,20 @@ class AudioProcessor:
                 "audio.",
                 do="Save the model's feature extractor in its directory and export again.",
             )
-        found = FeatureExtractorConfig.read(directory)
-        name = found.feature_extractor_type
+        config = FeatureExtractorConfig.read(directory)
+        name = config.feature_extractor_type
         kind = name.removesuffix("FeatureExtractor")
+        # The file need not name its extractor; then the model's type does.
         if not name:
             kind = _BY_MODEL_TYPE.get(ModelConfig.read(directory).model_type, "")
         if kind not in _DEFAULTS:
             raise ArtifactError(
                 f"{file}: feature extractor '{name}' is not supported{nearest(kind, _DEFAULTS)}",
-                do=f"Supported: {', '.join(f'{known}FeatureExtractor' for known in _DEFAULTS)}.",
+                do=f"Supported: {', '.join(f'{key}FeatureExtractor' for key in _DEFAULTS)}.",
             )
         settings = dict(_DEFAULTS[kind])
-        given = {key: getattr(found, key) for key in settings}
-        settings |= {key: value for key, value in given.items() if value is not None}
+        values = {key: getattr(config, key) for key in settings}
+        settings |= {key: value for key, value in values.items() if value is not None}
         _check_settings(file, kind, settings)
         return cls(kind, settings)
 
@@ -252,8 +253,8 @@ class AudioProcessor:
         bins, length = settings["num_mel_bins"], settings["max_length"]
         features = np.zeros((len(waveforms), length, bins), np.float32)
         for row, wave in zip(features, waveforms, strict=True):
-            found = _kaldi_features(wave[: self.fixed_samples], np.hanning(_KALDI_FRAME), bins)
-            row[: len(found)] = found
+            frames = _kaldi_features(wave[: self.fixed_samples], np.hanning(_KALDI_FRAME), bins)
+            row[: len(frames)] = frames
         if settings["do_normalize"]:
             features = (features - settings["mean"]) / (settings["std"] * 2)
         return features.astype(np.float32, copy=False)
@@ -262,16 +263,16 @@ class AudioProcessor:
         settings = self.settings
         window = np.hanning(_KALDI_FRAME) ** 0.85  # Kaldi's window "povey"
         bins = settings["num_mel_bins"]
-        found = [
+        features = [
             # Kaldi takes the values of 16-bit samples.
             _kaldi_features(wave * np.float32(2**15), window, bins, dither=settings["dither"])
             for wave in waveforms
         ]
-        mask = _mask([len(each) for each in found])
-        features = np.full((*mask.shape, bins), settings["padding_value"], np.float32)
-        for row, each in zip(features, found, strict=True):
-            row[: len(each)] = self._normalize(each)
-        return {"input_features": features, "attention_mask": mask}
+        mask = _mask([len(frames) for frames in features])
+        padded = np.full((*mask.shape, bins), settings["padding_value"], np.float32)
+        for row, frames in zip(padded, features, strict=True):
+            row[: len(frames)] = self._normalize(frames)
+        return {"input_features": padded, "attention_mask": mask}
 
     def _normalize(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Normalize each mel bin over the frames of one waveform."""
@@ -308,13 +309,13 @@ def mel_filters(
     if slaney:
         first, last = _slaney_mels(np.array([low, high]))
         edges = _slaney_hertz(np.linspace(first, last, bins + 2))
-        places = np.linspace(0, sampling_rate // 2, frequencies)
+        positions = np.linspace(0, sampling_rate // 2, frequencies)
     else:
         first, last = _kaldi_mels(np.array([low, high]))
         edges = np.linspace(first, last, bins + 2)
-        places = _kaldi_mels(np.arange(frequencies) * np.float64(sampling_rate / n_fft))
-    rising = (places[:, None] - edges[:-2]) / np.diff(edges)[:-1]
-    falling = (edges[2:] - places[:, None]) / np.diff(edges)[1:]
+        positions = _kaldi_mels(np.arange(frequencies) * np.float64(sampling_rate / n_fft))
+    rising = (positions[:, None] - edges[:-2]) / np.diff(edges)[:-1]
+    falling = (edges[2:] - positions[:, None]) / np.diff(edges)[1:]
     filters = np.maximum(0, np.minimum(rising, falling))
     if slaney:
         filters *= 2 / (edges[2:] - edges[:-2])
@@ -380,8 +381,10 @@ def _mel_energies(
     floor: float,
 ) -> NDArray[np.float64]:
     """Return the energy of frames in each mel filter, at least `floor`: (frames, bins)."""
-    found = [np.abs(np.fft.rfft(block * window, n_fft, axis=1)) ** 2 @ filters for block in blocks]
-    return np.maximum(np.concatenate(found), floor)
+    energies = [
+        np.abs(np.fft.rfft(block * window, n_fft, axis=1)) ** 2 @ filters for block in blocks
+    ]
+    return np.maximum(np.concatenate(energies), floor)
 
 
 def _blocks(frames: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -400,8 +403,8 @@ def _whisper_frames(settings: Mapping[str, Any]) -> int:
 
 def _mask(lengths: Sequence[int]) -> NDArray[np.int64]:
     """Return a mask of ones for each length, padded on the right with zeros: (rows, longest)."""
-    places = np.arange(max(lengths, default=0))
-    return (places < np.array(lengths, np.int64)[:, None]).astype(np.int64)
+    positions = np.arange(max(lengths, default=0))
+    return (positions < np.array(lengths, np.int64)[:, None]).astype(np.int64)
 
 
 def _check(waveform: Waveform, name: str) -> Waveform:

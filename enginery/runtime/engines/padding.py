@@ -50,6 +50,7 @@ def dim_sizes(inputs: Iterable[TensorSpec], arrays: Mapping[str, NDArray[Any]]) 
                 raise ShapeError(
                     f"{spec.name}: {name} is {size}, but {sizes[name]} in the inputs before it."
                 )
+    # A sum of dims can be checked only when all inputs have given the sizes of its terms.
     for name, dim, size in sums:
         if all(term in sizes for term in dim_terms(dim)) and resolve_dim(dim, sizes) != size:
             raise ShapeError(
@@ -64,15 +65,19 @@ def padded_sizes(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> dict[
     A size below a profile's minimum is raised to it. If a size exceeds every maximum, the sizes
     are returned unchanged.
     """
-    taking = [p for p in (profiles[i] for i in preference_order(profiles)) if _within(p, sizes)]
+    fitting = [
+        profile
+        for profile in (profiles[i] for i in preference_order(profiles))
+        if _within(profile, sizes)
+    ]
     raised = [
         {
-            name: max(size, p.dims[name].min) if name in p.dims else size
+            name: max(size, profile.dims[name].min) if name in profile.dims else size
             for name, size in sizes.items()
         }
-        for p in taking
+        for profile in fitting
     ]
-    return min(raised, key=lambda found: math.prod(found.values()), default=dict(sizes))
+    return min(raised, key=lambda candidate: math.prod(candidate.values()), default=dict(sizes))
 
 
 def max_rows(profiles: Sequence[Profile], rows: str, others: Mapping[str, int]) -> int:

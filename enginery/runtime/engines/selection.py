@@ -81,6 +81,7 @@ def choose_engines(
     version = loaded_version(flavor)
     fitting: dict[str, Engine] = {}
     refused = []
+    # Engines for fewer GPUs are faster and come first, and the first one of a profile is chosen.
     for engine in sorted(read_engines(artifact), key=_generality):
         if engine.record.graph != graph.file:
             continue
@@ -122,11 +123,12 @@ def choose_with_engines(
         flavor = flavor_for_provider(head.name)
         if flavor is None:
             return [_add_reasons(head, *missed), *below], []
-        later = specs[[one.full_name for one in specs].index(head.name) + 1 :]
+        later = specs[[spec.full_name for spec in specs].index(head.name) + 1 :]
         try:
             device_id = int(head.options.get("device_id", "0"))
             engines, reason = choose_engines(artifact, graph, flavor, device_id=device_id)
         except ProviderError as error:
+            # The provider stays the first without an engine, and its reason says why.
             if allow_build:
                 built = "ONNX Runtime builds an engine while it loads (allow_build)"
                 return [_add_reasons(head, *missed, error.message, built), *below], []
@@ -135,9 +137,10 @@ def choose_with_engines(
             missed.append(f"{short_name(head.name)} requested, but {error.message}")
             specs = later
         else:
-            why = "ONNX Runtime adds it; an engine contains all operations"
-            rest = Provider(CPU, why, below[-1].options)
-            return [_add_reasons(head, *missed, reason), rest], engines
+            # An engine leaves no nodes to CUDA, so that of the others only the CPU stays.
+            explanation = "ONNX Runtime adds it; an engine contains all operations"
+            cpu = Provider(CPU, explanation, below[-1].options)
+            return [_add_reasons(head, *missed, reason), cpu], engines
 
 
 def get_gpu(device_id: int) -> CudaGpu:
@@ -157,8 +160,8 @@ def get_gpu(device_id: int) -> CudaGpu:
 
 
 def _add_reasons(provider: Provider, *reasons: str) -> Provider:
-    kept = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
-    return replace(provider, reason="; ".join(kept) or provider.reason)
+    stated = [reason.rstrip(".") for reason in (*reasons, provider.reason) if reason != REQUESTED]
+    return replace(provider, reason="; ".join(stated) or provider.reason)
 
 
 def _describe(engine: Engine) -> str:
@@ -195,10 +198,10 @@ def _no_engine(
     refused: Sequence[str],
     device_id: int,
 ) -> ProviderError:
-    found = f": {'; '.join(refused)}" if refused else ", it has none"
+    ending = f": {'; '.join(refused)}" if refused else ", it has none"
     message = (
         f"{artifact.path} has no engine of {graph.file} that {flavor.title} runs on this GPU, "
-        f"{gpu.name} of compute capability {gpu.compute_capability}{found}."
+        f"{gpu.name} of compute capability {gpu.compute_capability}{ending}."
     )
     if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
         supported = ", ".join(flavor.capabilities)

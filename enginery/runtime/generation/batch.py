@@ -111,6 +111,7 @@ class RunningBatch:
         undefined = self._decoder.undefined(state) if need == Need() else []
         if self._running and self._state is not None:
             self._drop_rows()
+            # The rows that join follow those that are running.
             offset = self._state.rows
             state = self._decoder.join(self._state, state)
         for row, search in enumerate(searches):
@@ -160,13 +161,13 @@ class RunningBatch:
     def _greedy_rows(self) -> _GreedyRows | None:
         """Return all searches as greedy rows; None if one of them is something else."""
         sequences = [running.search.greedy for running in self._running]
-        known = [sequence for sequence in sequences if sequence is not None]
-        if not known or len(known) < len(sequences):
+        greedy = [sequence for sequence in sequences if sequence is not None]
+        if not greedy or len(greedy) < len(sequences):
             return None
-        return _GreedyRows(self._running, known)
+        return _GreedyRows(self._running, greedy)
 
     def _leave_greedy(self) -> None:
-        """Let each search know its row again."""
+        """Advance each search by itself again, with its row."""
         if self._greedy is not None:
             self._running, self._greedy = self._greedy.running(), None
 
@@ -195,18 +196,18 @@ class RunningBatch:
             self._state = self._state if self._running else None
 
     def remove(self, search: Search) -> None:
-        """Let a search leave before it is done."""
+        """Remove a search before it is done."""
         self._leave_greedy()
-        self._running = [each for each in self._running if each.search is not search]
+        self._running = [running for running in self._running if running.search is not search]
 
-    def _advance(self, search: Search, found: Candidates, place: range) -> None:
-        """Advance a search, and keep it unless it is done; `place` has its present rows."""
+    def _advance(self, search: Search, candidates: Candidates, rows: range) -> None:
+        """Advance a search, and keep it unless it is done; `rows` are its present rows."""
         try:
-            move = search.advance(found)
+            move = search.advance(candidates)
         except Exception as error:  # the other searches go on
             search.error, search.done = error, True
         if not search.done:
-            parents = [place[parent] for parent in move.parents]
+            parents = [rows[parent] for parent in move.parents]
             self._running.append(_Running(search, move.tokens, parents))
 
 
@@ -216,11 +217,11 @@ def _joined(searches: Sequence[Search]) -> Need:
     return Need(any(need.logits for need in needs), max(need.best for need in needs))
 
 
-def _part(found: Candidates, rows: range) -> Candidates:
+def _part(candidates: Candidates, rows: range) -> Candidates:
     """Return the candidates of one search's rows."""
-    place = slice(rows.start, rows.stop)
+    part = slice(rows.start, rows.stop)
     return Candidates(
-        found.tokens[place],
-        None if found.log_probs is None else found.log_probs[place],
-        None if found.logits is None else found.logits[place],
+        candidates.tokens[part],
+        None if candidates.log_probs is None else candidates.log_probs[part],
+        None if candidates.logits is None else candidates.logits[part],
     )

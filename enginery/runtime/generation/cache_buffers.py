@@ -218,7 +218,7 @@ class CacheBuffers:
     def write_turn(
         self, index: int, tokens: NDArray[np.int64], positions: NDArray[np.int64] | None
     ) -> None:
-        """Write what the next step reads.
+        """Write the inputs of the next step.
 
         Args:
             index: the turn.
@@ -355,9 +355,9 @@ def _canonical_dims(spec: TensorSpec) -> tuple[Dim, ...]:
 
 def bytes_per_row(record: GraphRecord, sizes: BufferSizes) -> int:
     """Return the memory that one row of the buffers takes."""
-    one = BufferSizes(1, sizes.length, sizes.encoder)
+    single_row = BufferSizes(1, sizes.length, sizes.encoder)
     return sum(
-        math.prod(buffer_shape(spec, one))
+        math.prod(buffer_shape(spec, single_row))
         * (2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize)
         for spec in record.inputs
         if is_past(spec.name) or is_encoded(spec.name)

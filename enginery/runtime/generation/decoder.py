@@ -1,8 +1,8 @@
 """Run a decoder step by step, with its cache of keys and values.
 
     decoder = CachedDecoder(graphs, runners)
-    state, found = decoder.begin([[5, 6, 7], [8]], Need())
-    state, found = decoder.step(state, tokens, parents, Need())
+    state, candidates = decoder.begin([[5, 6, 7], [8]], Need())
+    state, candidates = decoder.step(state, tokens, parents, Need())
 
 The cache stays in ONNX Runtime's values from one step to the next; nothing of it is copied unless
 rows change their places. A row may continue any row of the step before (`parents`), which reorders,
@@ -123,14 +123,14 @@ class CachedDecoder:
             s for s in record.inputs if is_past(s.name) and not is_cross_attention(s.name)
         ]
         self._encoded = encoded_inputs(graphs, record)
-        known = {*_TEXT_INPUTS, *self._encoded, *(spec.name for spec in self._past)}
-        unknown = [name for name in self._inputs if name not in known]
+        supplied = {*_TEXT_INPUTS, *self._encoded, *(spec.name for spec in self._past)}
+        unsupplied = [name for name in self._inputs if name not in supplied]
         lacking = [s.name for s in self._past if present_name(s.name) not in outputs]
         problem = ""
         if graphs.first is not record:
             problem = f"its first step is another graph, {graphs.first.file}"
-        elif unknown:
-            problem = f"it has the input {unknown[0]}"
+        elif unsupplied:
+            problem = f"it has the input {unsupplied[0]}"
         elif not self._past or lacking or LOGITS not in outputs:
             problem = "it has no complete cache"
         if problem:
@@ -228,9 +228,9 @@ class CachedDecoder:
             if name in self._inputs
         }
         names = [LOGITS, *self._presents]
-        found = self._runner.run_values({**feeds, **state.cache, **state.encoded}, names)
-        cache = {past: found[present] for present, past in self._presents.items()}
-        candidates, undefined = self._candidates(found[LOGITS], need)
+        outputs = self._runner.run_values({**feeds, **state.cache, **state.encoded}, names)
+        cache = {past: outputs[present] for present, past in self._presents.items()}
+        candidates, undefined = self._candidates(outputs[LOGITS], need)
         following = DecoderState(state.mask, cache, state.encoded, state.sources, undefined)
         return following, candidates
 
@@ -239,15 +239,15 @@ class CachedDecoder:
         from onnxruntime import OrtValue
 
         computed = {name: output for name, output in self._encoded.items() if output not in inputs}
-        found = encoder.run_values(inputs, list(computed.values()))
-        given = {
+        outputs = encoder.run_values(inputs, list(computed.values()))
+        passed = {
             name: OrtValue.ortvalue_from_numpy(
                 np.ascontiguousarray(inputs[output], self._inputs[name].dtype)
             )
             for name, output in self._encoded.items()
             if output in inputs
         }
-        return {**given, **{name: found[output] for name, output in computed.items()}}
+        return {**passed, **{name: outputs[output] for name, output in computed.items()}}
 
     def _reordered(self, state: DecoderState, parents: Sequence[int]) -> DecoderState:
         """Return a state whose rows are those of `parents`; the same state if nothing changes."""
@@ -296,11 +296,11 @@ def encoded_inputs(graphs: DecoderGraphs, record: GraphRecord) -> dict[str, str]
     """
     if graphs.encoder is None:
         return {}
-    found = {of_encoder(spec.name): spec.name for spec in graphs.encoder.inputs}
-    found[ENCODER_STATES] = graphs.encoder.outputs[0].name
-    taken = [spec.name for spec in record.inputs]
-    found |= {name: present_name(name) for name in taken if is_cross_attention(name)}
-    return {name: source for name, source in found.items() if name in taken}
+    sources = {of_encoder(spec.name): spec.name for spec in graphs.encoder.inputs}
+    sources[ENCODER_STATES] = graphs.encoder.outputs[0].name
+    names = [spec.name for spec in record.inputs]
+    sources |= {name: present_name(name) for name in names if is_cross_attention(name)}
+    return {name: source for name, source in sources.items() if name in names}
 
 
 def _empty(spec: TensorSpec, rows: int) -> Any:

@@ -1,8 +1,8 @@
 """Run a decoder whose cache is a buffer of fixed size and whose graph chooses the next tokens.
 
     decoder = FixedCacheDecoder(graphs, runners, limit=1024)
-    state, found = decoder.begin([[5, 6, 7], [8]], Need())
-    state, found = decoder.step(state, tokens, parents, Need())
+    state, candidates = decoder.begin([[5, 6, 7], [8]], Need())
+    state, candidates = decoder.step(state, tokens, parents, Need())
 
 It has the interface of `CachedDecoder`. Each row of a batch has a slot of the buffers and its own
 position there, so that rows of different lengths need no padding and join and leave at any time.
@@ -107,7 +107,7 @@ class FixedCacheState:
         return len(self.slots)
 
     def place(self, slots: list[int]) -> None:
-        """Take other slots for the rows."""
+        """Assign slots to the rows."""
         self.slots, self.top = slots, int(self.positions.max())
         self.identity = list(range(len(slots)))
         in_order = slots == self.identity
@@ -197,6 +197,7 @@ class FixedCacheDecoder:
         sizes = BufferSizes(rows, length_rung(longest + _ROOM, self._limit), encoder_length)
         buffers = self._take(sizes)
         state = FixedCacheState(buffers, list(range(len(prompts))), np.zeros(rows, np.int64))
+        # A caller may drop a batch before its end; its buffers are used again then.
         weakref.finalize(state, self._reclaim, state.lease).atexit = False
         if encoded:
             self._copy(encoded, buffers.encoded, [(row, row) for row in range(rows)])
@@ -207,6 +208,7 @@ class FixedCacheDecoder:
         ids = np.full((rows, width), self._pad_id, np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
+        # Slots without a row run with the others, as prompts of one token of padding.
         state.positions[:] = 1
         state.positions[: len(prompts)] = lengths
         state.place(state.slots)
@@ -235,8 +237,11 @@ class FixedCacheDecoder:
         """
         if parents != state.identity:
             self._select(state, parents)
+        # Without another position, the next token would be written behind the end of the buffers.
         if state.top + state.steps >= state.buffers.sizes.length:
             self._make_room(state)
+        # The step before has left its choice where this one reads it; only other tokens are
+        # written.
         if state.moved or tokens != state.chosen:
             ids = np.full(len(state.positions), self._pad_id, np.int64)
             ids[state.index] = tokens
@@ -266,6 +271,7 @@ class FixedCacheDecoder:
             self._resize(above, sizes)
         above.settle()
         used_slots = set(above.slots)
+        # Rows that leave do not move the others, so that free slots may lie between used ones.
         free = [slot for slot in range(sizes.rows) if slot not in used_slots][: len(below.slots)]
         source = {**below.buffers.cache, **below.buffers.encoded}
         target = {**above.buffers.cache, **above.buffers.encoded}
@@ -274,6 +280,7 @@ class FixedCacheDecoder:
         above.positions[free] = below.positions[below.index] + below.steps
         first = max(above.sources) + 1
         above.sources += [first + row for row in below.sources]
+        # The tokens of the rows that join are not on the device.
         above.chosen = None
         above.place([*above.slots, *free])
         return above
@@ -306,13 +313,14 @@ class FixedCacheDecoder:
         encoder = _SHORTEST_ENCODER if self._masks_encoder else 0
         if self._encoder is not None and not encoder:
             return  # the size of its outputs is known after a run
-        left = _IDLE_BYTES
+        free_bytes = _IDLE_BYTES
         for length in sorted({length_rung(length, self._limit) for length in _USUAL_LENGTHS}):
             count = 1
+            # Buffers have a power of two of rows, so the last of these has room for all rows.
             while count < 2 * rows:
                 sizes = BufferSizes(count, length, encoder)
-                left -= count * bytes_per_row(self._record, sizes)
-                if left < 0:
+                free_bytes -= count * bytes_per_row(self._record, sizes)
+                if free_bytes < 0:
                     return
                 self._record_steps(sizes)
                 count *= 2
@@ -379,7 +387,7 @@ class FixedCacheDecoder:
         return Candidates(tokens[index, : need.best], log_probs[index, : need.best])
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
-        """Let each row continue a row of the state; a row that several continue is copied."""
+        """Reorder the rows so that each continues its parent; copy a parent of several rows."""
         slots, pairs = [state.slots[parent] for parent in parents], []
         first_of: dict[int, int] = {}
         repeated = []
@@ -418,7 +426,7 @@ class FixedCacheDecoder:
             self._resize(state, replace(state.buffers.sizes, rows=rows))
 
     def _make_room(self, state: FixedCacheState) -> None:
-        """Let the longest row have another position."""
+        """Move to longer buffers if the longest row has used all positions."""
         state.settle()
         if state.top >= state.buffers.sizes.length:
             length = length_rung(state.top + 1, self._limit)
@@ -485,9 +493,10 @@ class FixedCacheDecoder:
                 for name, array in feeds.items()
             }
         computed = {name: output for name, output in self._encoded.items() if output not in feeds}
-        found = encoder.run_values(feeds, list(dict.fromkeys(computed.values())))
-        encoded = {name: found[output] for name, output in computed.items()}
+        outputs = encoder.run_values(feeds, list(dict.fromkeys(computed.values())))
+        encoded = {name: outputs[output] for name, output in computed.items()}
         arrays = {name: feeds[output] for name, output in self._encoded.items() if output in feeds}
+        # An encoder without a mask, such as one of images, has no padding.
         if self._masks_encoder and ENCODER_MASK not in self._encoded:
             shape = (count + extra, self._encoder_length(encoded))
             arrays[ENCODER_MASK] = np.ones(shape, np.int64)
@@ -508,8 +517,8 @@ class FixedCacheDecoder:
     def _take(self, sizes: BufferSizes) -> CacheBuffers:
         """Return cleared buffers of these sizes that no batch uses.
 
-        What is behind the end of a row counts nothing, but kernels of attention multiply it by 0,
-        and memory that is new or of another batch may hold NaN.
+        Attention masks the positions behind the end of a row, but its kernels multiply them by 0:
+        NaN, which memory that is new or of another batch may hold, would stay NaN.
 
         Raises:
             InputError: there is not enough memory.
@@ -534,6 +543,7 @@ class FixedCacheDecoder:
         try:
             return self._new_buffers(sizes, first)
         except Exception:
+            # Buffers that no batch uses may take the memory that is missing.
             self._idle.clear()
         try:
             return self._new_buffers(sizes, first)
@@ -605,6 +615,7 @@ def _check_record(graphs: DecoderGraphs, record: GraphRecord, encoded: Collectio
     else:
         try:
             for spec in (*record.inputs, *record.outputs):
+                # Any sizes do: this raises for a dim of unknown size.
                 buffer_shape(spec, BufferSizes(1, 64, 16))
         except ShapeError as error:
             problem = str(error)

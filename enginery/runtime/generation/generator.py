@@ -100,8 +100,11 @@ class TextGenerator(Closeable):
         """How inputs are prepared."""
         decoding = graphs.fixed if fixed_cache and graphs.fixed is not None else graphs.later
         with ExitStack() as stack:
+            # The stack closes what is open if a later graph cannot be opened.
             records = [decoding, *([graphs.encoder] if graphs.encoder else [])]
-            runners = {each.file: stack.enter_context(open_graph(each.file)) for each in records}
+            runners = {
+                record.file: stack.enter_context(open_graph(record.file)) for record in records
+            }
             self.decoder: CachedDecoder | FixedCacheDecoder
             if decoding is graphs.fixed:
                 self.decoder = FixedCacheDecoder(
@@ -144,15 +147,19 @@ class TextGenerator(Closeable):
             raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
         own, chosen = self.read_options(options)
         rows = self.inputs.rows(inputs, chosen, **own)
-        found: list[Generation] = []
+        generations: list[Generation] = []
         while batch := list(islice(rows, batch_size)):
             searches = [self.search(row, chosen) for row in batch]
-            for places in self.graphs.batches([len(row.prompt) for row in batch]):
-                joined = self.inputs.join([batch[place] for place in places])
-                for _ in self._run([searches[place] for place in places], joined):
+            for indices in self.graphs.batches([len(row.prompt) for row in batch]):
+                joined = self.inputs.join([batch[index] for index in indices])
+                for _ in self._run([searches[index] for index in indices], joined):
                     pass
-            found += [self._finished(one, chosen) for each in searches for one in each.results()]
-        return found
+            generations += [
+                self._finished(hypothesis, chosen)
+                for search in searches
+                for hypothesis in search.results()
+            ]
+        return generations
 
     def stream(self, text: Any, **options: Any) -> Iterator[str]:
         """Generate the text of one input, piece by piece; together they are that of `generate`.
@@ -202,7 +209,7 @@ class TextGenerator(Closeable):
         )
 
     def text_stream(self, options: GenerationOptions, *, keep_stop: bool = True) -> TextStream:
-        """Return what turns the tokens of one sequence into text.
+        """Return a stream that decodes the tokens of one sequence to text.
 
         Args:
             options: the options of generation.
@@ -240,8 +247,8 @@ class TextGenerator(Closeable):
                 continue
             if piece := stream.feed(search.results()[0].tokens):
                 yield piece
-        if rest := stream.finish(search.results()[0].tokens):
-            yield rest
+        if remainder := stream.finish(search.results()[0].tokens):
+            yield remainder
 
     def _run(self, searches: Sequence[Search], inputs: Feeds | None) -> Iterator[None]:
         """Run all searches in one batch until they are done; yield after each step."""
@@ -261,9 +268,9 @@ class TextGenerator(Closeable):
         shown = [token for token in tokens if token not in hidden]
         return self.tokenizer.decode(shown, skip_special=True)
 
-    def _finished(self, found: Hypothesis, options: GenerationOptions) -> Generation:
-        text = self.text_stream(options).text(found.tokens)
-        return Generation(text, found.tokens, found.finish, found.score)
+    def _finished(self, hypothesis: Hypothesis, options: GenerationOptions) -> Generation:
+        text = self.text_stream(options).text(hypothesis.tokens)
+        return Generation(text, hypothesis.tokens, hypothesis.finish, hypothesis.score)
 
 
 # Decoders without position ids whose embeddings of positions count from the first column.
@@ -284,12 +291,12 @@ def find_generating(artifact: Artifact) -> DecoderGraphs:
     Raises:
         ArtifactError: no graph takes a cache.
     """
-    found = DecoderGraphs.find_all(artifact.manifest.graphs)
-    if len(found) != 1:
+    decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+    if len(decoders) != 1:
         names = ", ".join(record.file for record in artifact.manifest.graphs)
         raise ArtifactError(
             f"{artifact.path} does not generate: expected one decoder with a cache, found {names}.",
             do="Export the model for a task that ends in -with-past.",
         )
-    counts_padding = found[0].encoder is None and artifact.manifest.model_type in _COUNT_PADDING
-    return replace(found[0], counts_padding=counts_padding)
+    counts_padding = decoders[0].encoder is None and artifact.manifest.model_type in _COUNT_PADDING
+    return replace(decoders[0], counts_padding=counts_padding)

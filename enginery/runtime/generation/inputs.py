@@ -208,10 +208,10 @@ class SourceTexts(GenerationInputs):
         longest = max(len(row.arrays["input_ids"]) for row in rows)
         ids = np.full((len(rows), longest), self._tokenizer.pad_id or 0, np.int64)
         mask = np.zeros_like(ids)
-        for place, row in enumerate(rows):
-            found = row.arrays["input_ids"]
-            ids[place, : len(found)] = found
-            mask[place, : len(found)] = 1
+        for row_index, row in enumerate(rows):
+            tokens = row.arrays["input_ids"]
+            ids[row_index, : len(tokens)] = tokens
+            mask[row_index, : len(tokens)] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -304,14 +304,16 @@ class SourceSounds(GenerationInputs):
         for index, sound in enumerate(inputs):
             samples = load_audio(sound, rate, name=f"audio {index}", max_seconds=longest)
             features = self._processor([samples], first=index)
-            yield GenerationRow((start,), {name: each[0] for name, each in features.items()}, rest)
+            yield GenerationRow(
+                (start,), {name: values[0] for name, values in features.items()}, rest
+            )
 
     @override
     def probe(self) -> GenerationRow:
         """Return a second of silence."""
         silence = np.zeros(self._processor.sampling_rate, np.float32)
         features = self._processor([silence])
-        return GenerationRow((0,), {name: each[0] for name, each in features.items()})
+        return GenerationRow((0,), {name: values[0] for name, values in features.items()})
 
 
 def read_positions(model: Path) -> int | None:
@@ -379,15 +381,15 @@ def require_prepared(encoder: GraphRecord) -> set[str]:
 
 def _require_features(artifact: Artifact, spec: TensorSpec, processor: AudioProcessor) -> None:
     """Raise ArtifactError if the feature extractor does not make what the encoder takes."""
-    found: tuple[int, ...] = ()
+    made_shape: tuple[int, ...] = ()
     if processor.fixed_samples:
-        found = processor([np.zeros(1, np.float32)])[processor.input_name].shape[1:]
+        made_shape = processor([np.zeros(1, np.float32)])[processor.input_name].shape[1:]
     if spec.name != processor.input_name or any(
-        isinstance(dim, int) and dim != size for dim, size in zip_longest(spec.dims[1:], found)
+        isinstance(dim, int) and dim != size for dim, size in zip_longest(spec.dims[1:], made_shape)
     ):
         raise ArtifactError(
             f"{artifact.path}: the encoder takes {spec}, and {processor.kind}FeatureExtractor "
-            f"makes {processor.input_name} of {found or 'other lengths'}.",
+            f"makes {processor.input_name} of {made_shape or 'other lengths'}.",
             do="Export the model with its own preprocessor_config.json.",
         )
 

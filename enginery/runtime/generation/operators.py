@@ -69,9 +69,9 @@ class Operators:
         """
         session = self._session(_best_graph, ELEMENTS[dtype_of(logits)], len(logits.shape()))
         values = {"logits": logits, "count": ortvalue(np.array([count], np.int64))}
-        found = run_values(session, self._placed(values), ["log_probs", "tokens"])
+        outputs = run_values(session, self._placed(values), ["log_probs", "tokens"])
         with self._device_work():
-            return found["log_probs"].numpy(), found["tokens"].numpy()
+            return outputs["log_probs"].numpy(), outputs["tokens"].numpy()
 
     def take(self, values: Values, rows: Sequence[int]) -> Values:
         """Return values that consist of these rows, on the same device.
@@ -102,7 +102,7 @@ class Operators:
         return run_values(session, self._placed(feeds), list(above))
 
     def row_copy(self, source: Values, target: Values, *, records: bool = False) -> RowCopy:
-        """Return what copies rows of values to rows of others, in place.
+        """Return a bound graph that copies rows of values to rows of others, in place.
 
         Args:
             source: values whose first dim is the row, by name.
@@ -125,7 +125,7 @@ class Operators:
             return RowCopy(session, source, target, self._device, graph_id)
 
     def best_tokens(self, logits: Any, count: int) -> BestTokens:
-        """Return what chooses the best tokens of logits in a buffer, time and again; see `best`.
+        """Return a bound graph that chooses the best tokens of logits in a buffer; see `best`.
 
         Args:
             logits: (rows, vocabulary).
@@ -137,7 +137,7 @@ class Operators:
             return BestTokens(session, logits, count, self._device, graph_id)
 
     def row_sums(self, logits: Any) -> RowSums:
-        """Return what adds up logits in a buffer, time and again.
+        """Return a bound graph that adds up the logits in a buffer.
 
         Args:
             logits: (rows, vocabulary).
@@ -236,7 +236,7 @@ class _BoundGraph:
         self._graph_id, self._recorded = graph_id, RecordedGraphs("")
 
     def _lock(self) -> AbstractContextManager[None]:
-        """Return what a run waits for, with what is copied for it."""
+        """Return the lock that a run holds, also while its inputs are copied."""
         return self._recorded.lock(self._graph_id) if self._on_gpu else nullcontext()
 
     def _run(self) -> None:
@@ -260,17 +260,17 @@ class BestTokens(_BoundGraph):
         """Bind the values; see `Operators.best_tokens`."""
         super().__init__(session, device, graph_id)
         shape = (logits.shape()[0], count)
-        self._found = [new_buffer(dtype, shape, device) for dtype in ("float32", "int64")]
+        self._best = [new_buffer(dtype, shape, device) for dtype in ("float32", "int64")]
         self._bound.bind_ortvalue_input("logits", logits)
         self._bound.bind_ortvalue_input("count", ortvalue(np.array([count], np.int64)))
-        for name, value in zip(("log_probs", "tokens"), self._found, strict=True):
+        for name, value in zip(("log_probs", "tokens"), self._best, strict=True):
             self._bound.bind_ortvalue_output(name, value)
 
     def run(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return copies of the log-probabilities and the tokens, (rows, count) each."""
         with self._lock():
             self._run()
-            log_probs, tokens = (value.numpy() for value in self._found)
+            log_probs, tokens = (value.numpy() for value in self._best)
         return np.array(log_probs), np.array(tokens)
 
 
@@ -358,11 +358,11 @@ class RecordedGraphs(threading.local):
         self._ids = set(unrecorded)
 
     def add(self, graph_id: str) -> None:
-        """Take note of a run."""
+        """Note that a run is recorded."""
         self._ids.add(graph_id)
 
     def lock(self, graph_id: str) -> AbstractContextManager[None]:
-        """Return what a run waits for: captures, or everything else if it is one."""
+        """Return the lock of a run: a recording runs alone, others wait only for recordings."""
         return CAPTURE_LOCK.running() if graph_id in self._ids else CAPTURE_LOCK.capturing()
 
 

@@ -127,17 +127,17 @@ class GenerationOptions(BaseModel):
         Raises:
             InputError: an argument is unknown, has an invalid value or contradicts another one.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
-        known = GenerationOptions.model_fields
-        for name, value in given.items():
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        fields = GenerationOptions.model_fields
+        for name, value in passed.items():
             if name in UNSUPPORTED:
                 if value != UNSUPPORTED[name]:
                     raise InputError(f"{name}: {value!r} is not supported.")
-            elif name not in known:
-                raise InputError(f"unknown option '{name}'{nearest(name, known)}.")
-        if "max_length" in given and "max_new_tokens" not in given:
-            given["max_new_tokens"] = None  # the file's would take precedence
-        merged = {**self.model_dump(exclude_unset=True), **given}
+            elif name not in fields:
+                raise InputError(f"unknown option '{name}'{nearest(name, fields)}.")
+        if "max_length" in passed and "max_new_tokens" not in passed:
+            passed["max_new_tokens"] = None  # the file's would take precedence
+        merged = {**self.model_dump(exclude_unset=True), **passed}
         options = validated(GenerationOptions, merged, InputError, "")
         options.check()
         return options

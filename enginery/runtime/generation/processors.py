@@ -36,11 +36,11 @@ class Forbid:
 
     def __call__(self, tokens: Tokens, scores: Scores) -> Scores:
         """Return the scores, with minus infinity for the banned tokens."""
-        known = [token for token in self.banned(tokens) if token < len(scores)]
-        if not known:
+        banned = [token for token in self.banned(tokens) if token < len(scores)]
+        if not banned:
             return scores
         scores = scores.copy()
-        scores[known] = _NEVER
+        scores[banned] = _NEVER
         return scores
 
 
@@ -63,13 +63,13 @@ class Force:
 
 def banned_tokens(processors: Sequence[Processor], tokens: Tokens) -> list[int] | None:
     """Return the tokens that may not follow a sequence; None if other scores change, too."""
-    found: list[int] = []
+    banned: list[int] = []
     for processor in processors:
         if isinstance(processor, Forbid):
-            found += processor.banned(tokens)
+            banned += processor.banned(tokens)
         elif not isinstance(processor, Force) or processor.length == len(tokens):
             return None
-    return found
+    return banned
 
 
 def make_processors(options: GenerationOptions, *, prompt: int, longest: int) -> list[Processor]:
@@ -80,45 +80,45 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
         prompt: number of the decoder's prompt tokens.
         longest: the largest length, with the prompt.
     """
-    found: list[Processor] = []
+    processors: list[Processor] = []
     ends = list(options.eos_token_id)
     if options.repetition_penalty != 1.0:
-        found.append(partial(_penalize, penalty=options.repetition_penalty))
+        processors.append(partial(_penalize, penalty=options.repetition_penalty))
     if options.no_repeat_ngram_size:
-        found.append(Forbid(partial(_repeating, size=options.no_repeat_ngram_size)))
+        processors.append(Forbid(partial(_repeating, size=options.no_repeat_ngram_size)))
     # A bad word that is only an end token would never let a sequence end.
     words = [word for word in options.bad_words_ids if not (len(word) == 1 and word[0] in ends)]
     if words:
-        found.append(Forbid(partial(_last_of_words, words=words)))
+        processors.append(Forbid(partial(_last_of_words, words=words)))
     if (shortest := options.shortest(prompt)) and ends:
-        found.append(Forbid(lambda tokens: ends if len(tokens) < shortest else ()))
+        processors.append(Forbid(lambda tokens: ends if len(tokens) < shortest else ()))
     if (first := options.forced_bos_token_id) is not None:
-        found.append(Force([first], length=1))
+        processors.append(Force([first], length=1))
     if last := list(options.forced_eos_token_id):
-        found.append(Force(last, length=longest - 1))
+        processors.append(Force(last, length=longest - 1))
     if options.suppress_tokens:
         suppressed = list(options.suppress_tokens)
-        found.append(Forbid(lambda _: suppressed))
+        processors.append(Forbid(lambda _: suppressed))
     if options.begin_suppress_tokens:
         begin = prompt + (1 if prompt == 1 and options.forced_bos_token_id is not None else 0)
         at_begin = list(options.begin_suppress_tokens)
-        found.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else ()))
-    return found
+        processors.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else ()))
+    return processors
 
 
 def make_warpers(options: GenerationOptions) -> list[Warper]:
-    """Return what changes the scores before a draw."""
+    """Return the functions that change the scores before a draw."""
     keep = 1 if options.num_beams == 1 else len(options.eos_token_id) + 1
     if options.num_beams > 1 and not options.eos_token_id:
         keep = 2
-    found: list[Warper] = []
+    warpers: list[Warper] = []
     if options.temperature != 1.0:
-        found.append(lambda scores: scores / np.float32(options.temperature))
+        warpers.append(lambda scores: scores / np.float32(options.temperature))
     if options.top_k:
-        found.append(partial(_keep_best, count=max(options.top_k, keep)))
+        warpers.append(partial(_keep_best, count=max(options.top_k, keep)))
     if options.top_p < 1.0:
-        found.append(partial(_keep_probable, mass=options.top_p, least=keep))
-    return found
+        warpers.append(partial(_keep_probable, mass=options.top_p, least=keep))
+    return warpers
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -128,10 +128,12 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
-    seen = np.unique(np.asarray(tokens))
-    found = scores[seen]
+    present = np.unique(np.asarray(tokens))
+    seen_scores = scores[present]
     scores = scores.copy()
-    scores[seen] = np.where(found < 0, found * np.float32(penalty), found / np.float32(penalty))
+    scores[present] = np.where(
+        seen_scores < 0, seen_scores * np.float32(penalty), seen_scores / np.float32(penalty)
+    )
     return scores
 
 

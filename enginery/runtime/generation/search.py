@@ -125,11 +125,11 @@ class Search(ABC):
         """What the search reads of the next step."""
 
     @abstractmethod
-    def advance(self, found: Candidates) -> Move:
+    def advance(self, candidates: Candidates) -> Move:
         """Take one step's outputs for the rows of the search; return the next rows.
 
         Args:
-            found: the candidates for each row of the last move; at first for the prompt alone.
+            candidates: the candidates for each row of the last move; at first for the prompt alone.
 
         Returns:
             The next rows; none if the search is done.
@@ -191,7 +191,7 @@ class SequentialSearch(Search):
         top = self.options.top_k
         return top + _TIES if 0 < top <= _MAX_DRAWN else 0
 
-    def advance(self, found: Candidates) -> Move:
+    def advance(self, candidates: Candidates) -> Move:
         """Append a token to each running sequence."""
         rows = list(range(len(self._running)))
         if len(self._sequences[0]) == len(self.prompt):  # the prompt's row starts all sequences
@@ -200,7 +200,7 @@ class SequentialSearch(Search):
         tokens, parents, running = [], [], []
         for row, sequence in zip(rows, self._running, strict=True):
             tokens_so_far = self._sequences[sequence]
-            tokens_so_far.append(self._choose(found, row, tokens_so_far))
+            tokens_so_far.append(self._choose(candidates, row, tokens_so_far))
             self._finishes[sequence] = self._finish_of(tokens_so_far)
             if not self._finishes[sequence]:
                 running.append(sequence)
@@ -237,14 +237,14 @@ class SequentialSearch(Search):
             for tokens, finish in zip(self._sequences, self._finishes, strict=True)
         ]
 
-    def _choose(self, found: Candidates, row: int, tokens: Sequence[int]) -> int:
-        if found.logits is None:
+    def _choose(self, candidates: Candidates, row: int, tokens: Sequence[int]) -> int:
+        if candidates.logits is None:
             if not self.options.do_sample:
-                if found.log_probs is not None and math.isnan(found.log_probs[row, 0]):
+                if candidates.log_probs is not None and math.isnan(candidates.log_probs[row, 0]):
                     raise undefined_logits()
-                return int(found.tokens[row, 0])
-            return self._draw_of_best(found, row)
-        scores = found.logits[row]
+                return int(candidates.tokens[row, 0])
+            return self._draw_of_best(candidates, row)
+        scores = candidates.logits[row]
         for processor in self._processors:
             scores = processor(tokens, scores)
         if not self.options.do_sample:
@@ -254,15 +254,15 @@ class SequentialSearch(Search):
             return best
         return self._draw(scores)
 
-    def _draw_of_best(self, found: Candidates, row: int) -> int:
+    def _draw_of_best(self, candidates: Candidates, row: int) -> int:
         """Draw from the best tokens; what was left out has no chance.
 
         In the order of the tokens, a draw is the one among all tokens with the same seed.
         """
-        if found.log_probs is None:
+        if candidates.log_probs is None:
             raise AssertionError("a draw needs log-probabilities")
-        order = np.argsort(found.tokens[row])
-        return int(found.tokens[row][order][self._draw(found.log_probs[row][order])])
+        order = np.argsort(candidates.tokens[row])
+        return int(candidates.tokens[row][order][self._draw(candidates.log_probs[row][order])])
 
     def _draw(self, scores: Scores) -> int:
         for warp in self._warpers:
@@ -303,7 +303,7 @@ class BeamSearch(Search):
     def need(self) -> Need:
         """The best tokens of each beam; all logits for a draw, or if many or all would change."""
         banned = [banned_tokens(self._processors, beam.tokens) for beam in self._running]
-        counts = [_MAX_BANNED + 1 if found is None else len(found) for found in banned]
+        counts = [_MAX_BANNED + 1 if tokens is None else len(tokens) for tokens in banned]
         if self.options.do_sample or max(counts) > _MAX_BANNED:
             return Need(logits=True)
         return Need(best=self._kept + max(counts))
@@ -313,21 +313,25 @@ class BeamSearch(Search):
         """Continuations that are kept of a step: enough if all beams end with each end token."""
         return max(2, 1 + len(self.options.eos_token_id)) * self.options.num_beams
 
-    def advance(self, found: Candidates) -> Move:
+    def advance(self, candidates: Candidates) -> Move:
         """Extend the beams by their best continuations."""
         beams = self.options.num_beams
-        kept = self._continuations(found)
-        for _, beam in kept:
+        continuations = self._continuations(candidates)
+        for _, beam in continuations:
             beam.finish = self._finish_of(beam.tokens)
-        going = [each for each in kept if not each[1].finish]
+        going = [continuation for continuation in continuations if not continuation[1].finish]
         # Beams that ended stay behind the others, as in transformers: with too few, they go on.
-        ended = [(row, _Beam(b.tokens, b.score + _WORST)) for row, b in kept if b.finish]
+        ended = [
+            (row, _Beam(beam.tokens, beam.score + _WORST))
+            for row, beam in continuations
+            if beam.finish
+        ]
         following = (going + ended)[:beams]
-        for ranked in (going, kept if ended else []):
+        for ranked in (going, continuations if ended else []):
             if len(ranked) > beams:
                 gap = ranked[beams - 1][1].score - ranked[beams][1].score
                 self.closest = min(self.closest, gap)
-        self._update_finished([beam for _, beam in kept])
+        self._update_finished([beam for _, beam in continuations])
         self._running = [beam for _, beam in following]
         self._may_improve = self._may_improve and self._can_improve()
         full = all(beam.finish for beam in self._finished)
@@ -335,7 +339,7 @@ class BeamSearch(Search):
         self.done = not self._may_improve or closed or not going
         if self.done:
             return Move([], [])
-        return Move([b.tokens[-1] for b in self._running], [row for row, _ in following])
+        return Move([beam.tokens[-1] for beam in self._running], [row for row, _ in following])
 
     def results(self) -> list[Hypothesis]:
         """Return the best finished sequences."""
@@ -344,9 +348,9 @@ class BeamSearch(Search):
             for beam in self._finished[: self.options.num_return_sequences]
         ]
 
-    def _continuations(self, found: Candidates) -> list[tuple[int, _Beam]]:
+    def _continuations(self, candidates: Candidates) -> list[tuple[int, _Beam]]:
         """Return the best continuations of all beams, each with the row that it continues."""
-        scores, tokens = self._log_probs(found)
+        scores, tokens = self._log_probs(candidates)
         scores = scores + np.array([[beam.score] for beam in self._running], np.float32)
         flat = scores.ravel()
         count = min(self._kept, len(flat))
@@ -364,20 +368,20 @@ class BeamSearch(Search):
         return [
             (
                 int(row),
-                _Beam((*self._running[row].tokens, int(tokens[row, column])), float(flat[place])),
+                _Beam((*self._running[row].tokens, int(tokens[row, column])), float(flat[index])),
             )
-            for row, column, place in zip(rows, columns, best, strict=True)
+            for row, column, index in zip(rows, columns, best, strict=True)
         ]
 
-    def _log_probs(self, found: Candidates) -> tuple[Scores, NDArray[np.int64]]:
+    def _log_probs(self, candidates: Candidates) -> tuple[Scores, NDArray[np.int64]]:
         """Return log-probabilities with their tokens: (beams, candidates) each."""
-        if found.log_probs is not None:
-            scores = found.log_probs.copy()
+        if candidates.log_probs is not None:
+            scores = candidates.log_probs.copy()
             for row, beam in enumerate(self._running):
                 if banned := banned_tokens(self._processors, beam.tokens):
-                    scores[row, np.isin(found.tokens[row], banned)] = -np.inf
-            return scores, found.tokens
-        scores = log_softmax(np.asarray(found.logits))
+                    scores[row, np.isin(candidates.tokens[row], banned)] = -np.inf
+            return scores, candidates.tokens
+        scores = log_softmax(np.asarray(candidates.logits))
         for row, beam in enumerate(self._running):
             for processor in self._processors:
                 scores[row] = processor(beam.tokens, scores[row])
@@ -386,14 +390,14 @@ class BeamSearch(Search):
         tokens = np.broadcast_to(np.arange(scores.shape[1], dtype=np.int64), scores.shape)
         return scores, tokens
 
-    def _update_finished(self, kept: Sequence[_Beam]) -> None:
+    def _update_finished(self, beams: Sequence[_Beam]) -> None:
         """Put sequences that have just ended among the best; only the first beams may end."""
         full = all(beam.finish for beam in self._finished)
         if (full and self.options.early_stopping is True) or not self._may_improve:
             return
         just_ended = [
             _Beam(beam.tokens, beam.score / self._divisor(len(beam.tokens)), beam.finish)
-            for beam in kept[: self.options.num_beams]
+            for beam in beams[: self.options.num_beams]
             if beam.finish
         ]
         merged = [*self._finished, *just_ended]
@@ -434,18 +438,20 @@ class PromptedSearch(Search):
             return self._search.need
         return Need(logits=len(self.rest[len(self._chosen)]) > 1)
 
-    def advance(self, found: Candidates) -> Move:
+    def advance(self, candidates: Candidates) -> Move:
         """Return the next token of the prompt, and behind it the moves of the search."""
         if self._search is not None:
-            move = self._search.advance(found)
+            move = self._search.advance(candidates)
             self.done = self._search.done
             return move
         tokens = self.rest[len(self._chosen)]
-        best = 0 if found.logits is None else int(found.logits[0, list(tokens)].argmax())
+        best = 0 if candidates.logits is None else int(candidates.logits[0, list(tokens)].argmax())
         self._chosen.append(tokens[best])
         if len(self._chosen) == len(self.rest):
-            whole = (*self.prompt, *self._chosen)
-            self._search = _search_kind(self.options)(whole, self.options, self.longest, self.stops)
+            prompt = (*self.prompt, *self._chosen)
+            self._search = _search_kind(self.options)(
+                prompt, self.options, self.longest, self.stops
+            )
         return Move([tokens[best]], [0])
 
     @property

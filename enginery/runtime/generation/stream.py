@@ -70,13 +70,13 @@ class TextStream:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the whole text of all tokens, up to the first stop string."""
         text = self._decode(tokens)
-        found = [stop for stop in self._stops if stop in text]
-        if not found:
+        stops = [stop for stop in self._stops if stop in text]
+        if not stops:
             return text
-        end = min(text.index(stop) + len(stop) for stop in found)
+        end = min(text.index(stop) + len(stop) for stop in stops)
         if self._keep_stop:
             return text[:end]
-        return text[: min(end - len(stop) for stop in found if text[:end].endswith(stop))]
+        return text[: min(end - len(stop) for stop in stops if text[:end].endswith(stop))]
 
     def _held(self, text: str) -> int:
         """Return the number of characters at the end that may still change or be cut off."""

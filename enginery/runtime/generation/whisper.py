@@ -164,21 +164,23 @@ class WhisperPrompts(BaseModel):
         older: dict[str, Any] = read_json(directory / "config.json", error=ArtifactError)
         values = {"forced_decoder_ids": older.get("forced_decoder_ids"), **document}
         if values["forced_decoder_ids"] is None:
+            # A null in the newer file does not hide the value of the older one.
             values["forced_decoder_ids"] = older.get("forced_decoder_ids")
-        given = {name: value for name, value in values.items() if value is not None}
-        found = validated(cls, given, ArtifactError, f"{file}: ")
-        for name, wanted in (("return_timestamps", False), ("no_speech_threshold", None)):
-            if getattr(found, name) != wanted:
+        present = {name: value for name, value in values.items() if value is not None}
+        prompts = validated(cls, present, ArtifactError, f"{file}: ")
+        for name, supported in (("return_timestamps", False), ("no_speech_threshold", None)):
+            if getattr(prompts, name) != supported:
                 raise ArtifactError(
-                    f"{file}: {name} is {getattr(found, name)!r}, which is not supported.",
+                    f"{file}: {name} is {getattr(prompts, name)!r}, which is not supported.",
                     do="Remove the field to transcribe without it.",
                 )
-        places = [place for place, _ in found.forced_decoder_ids]
-        if places and places[0] == 1 and places != list(range(1, len(places) + 1)):
+        positions = [position for position, _ in prompts.forced_decoder_ids]
+        if positions and positions[0] == 1 and positions != list(range(1, len(positions) + 1)):
             raise ArtifactError(
-                f"{file}: forced_decoder_ids has tokens for the places {places}, expected 1, 2, …"
+                f"{file}: forced_decoder_ids has tokens for the places {positions}, "
+                "expected 1, 2, …"
             )
-        return found
+        return prompts
 
     @property
     def time_stamps(self) -> range:
@@ -210,15 +212,18 @@ class WhisperPrompts(BaseModel):
         if language is not None:
             places = [(self._language_id(language),)]
         elif self.lang_to_id and (not places or not places[0]):
+            # All languages stand at this place: the model detects the one that is spoken.
             places[:1] = [tuple(sorted(self.lang_to_id.values()))]
         if task is not None:
             places.append((self._task_id(task),))
         elif language is not None and self.task_to_id:
+            # As in transformers, a language alone means to transcribe.
             places.append((self._task_id("transcribe"),))
         silent = self.no_timestamps_token_id
         if silent is not None and (not places or places[-1] != (silent,)):
+            # The text is returned without time stamps, so the model must not write them.
             places.append((silent,))
-        return tuple(place for place in places if place)
+        return tuple(tokens for tokens in places if tokens)
 
     def _forced(self) -> list[tuple[int, ...]]:
         """Return the tokens of `forced_decoder_ids`; an empty place is for the language."""
@@ -242,26 +247,26 @@ class WhisperPrompts(BaseModel):
         token = lowered if lowered in self.lang_to_id else f"<|{_CODES.get(lowered, lowered)}|>"
         if token in self.lang_to_id:
             return self.lang_to_id[token]
-        codes = [each.removeprefix("<|").removesuffix("|>") for each in self.lang_to_id]
+        codes = [token.removeprefix("<|").removesuffix("|>") for token in self.lang_to_id]
         names = [name for code in codes for name in LANGUAGES.get(code, ())]
-        known = codes if len(language) <= max(map(len, codes)) else names
-        near = difflib.get_close_matches(lowered[:_LONGEST_NAME], known, n=3, cutoff=0.0)
+        choices = codes if len(language) <= max(map(len, codes)) else names
+        closest = difflib.get_close_matches(lowered[:_LONGEST_NAME], choices, n=3, cutoff=0.0)
         raise InputError(
             f"language {reprlib.repr(language)} is none of the model's {len(codes)}; the nearest "
-            f"are {', '.join(near)}."
+            f"are {', '.join(closest)}."
         )
 
     def _task_id(self, task: str) -> int:
-        known = [name for name in TASKS if name in self.task_to_id]
-        if not known:
+        tasks = [name for name in TASKS if name in self.task_to_id]
+        if not tasks:
             raise InputError(
                 f"task is given, but {FILE} has no task_to_id.",
                 do="Leave it out, or export the model with the generation_config.json of its "
                 "present version.",
             )
-        if task not in known:
+        if task not in tasks:
             raise InputError(
-                f"task {reprlib.repr(task)} is unknown{nearest(str(task)[:_LONGEST_NAME], known)}",
-                do=f"Tasks: {', '.join(known)}.",
+                f"task {reprlib.repr(task)} is unknown{nearest(str(task)[:_LONGEST_NAME], tasks)}",
+                do=f"Tasks: {', '.join(tasks)}.",
             )
         return self.task_to_id[task]

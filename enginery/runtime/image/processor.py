@@ -193,32 +193,32 @@ class ImageProcessor:
                 do="Save the model's image processor in its directory and export again; an .onnx "
                 "file with --resize, --mean and --std.",
             )
-        found = PreprocessorConfig.read(directory)
-        name = found.image_processor_type or found.feature_extractor_type
+        config = PreprocessorConfig.read(directory)
+        name = config.image_processor_type or config.feature_extractor_type
         kind = name
         for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(ending)
         if kind not in _DEFAULTS:
             raise ArtifactError(
                 f"{file}: image processor '{name}' is not supported{nearest(kind, _DEFAULTS)}",
-                do=f"Supported: {', '.join(f'{known}ImageProcessor' for known in _DEFAULTS)}.",
+                do=f"Supported: {', '.join(f'{key}ImageProcessor' for key in _DEFAULTS)}.",
             )
         settings = {**_BASE, **_DEFAULTS[kind]}
         # Ignore keys that the processor does not have: ViT, for example, never crops.
-        known = settings.keys() - _LACKS.get(kind, ())
-        given = {name: getattr(found, name) for name in known}
-        settings |= {name: value for name, value in given.items() if value is not None}
+        supported = settings.keys() - _LACKS.get(kind, ())
+        values = {name: getattr(config, name) for name in supported}
+        settings |= {name: value for name, value in values.items() if value is not None}
         default = _DEFAULTS[kind]["size"]
-        if found.size is not None and "size" in known:
-            longest = found.max_size or _LONGEST_EDGE
-            settings["size"] = _parse_size(file, "size", found.size, default, longest)
+        if config.size is not None and "size" in supported:
+            longest = config.max_size or _LONGEST_EDGE
+            settings["size"] = _parse_size(file, "size", config.size, default, longest)
             if settings["size"].keys() not in size_keys(kind):
                 accepted = ", or ".join(" and ".join(sorted(keys)) for keys in size_keys(kind))
                 raise ArtifactError(f"{file}: size is {settings['size']}, expected {accepted}.")
-        if found.pad_size is not None and "pad_size" in settings:
-            settings["pad_size"] = _parse_size(file, "pad_size", found.pad_size, _SQUARE)
+        if config.pad_size is not None and "pad_size" in settings:
+            settings["pad_size"] = _parse_size(file, "pad_size", config.pad_size, _SQUARE)
         if settings.get("do_center_crop"):
-            crop = found.crop_size or ImageSize(edge=settings["crop_size"])
+            crop = config.crop_size or ImageSize(edge=settings["crop_size"])
             settings["crop_size"] = _parse_size(file, "crop_size", crop, _SQUARE)
         if kind in ("GLPN", "Swin2SR") and not settings["size_divisor"]:
             raise ArtifactError(f"{file}: size_divisor is 0, expected a number from 1.")
@@ -244,6 +244,7 @@ class ImageProcessor:
             InputError: the image is so narrow that an intermediate image would be too large.
         """
         settings = self.settings
+        # The order of the steps is that of the processors of transformers.
         if settings.get("do_align_long_axis"):
             image = _turned(image, settings["size"])
         if settings["do_resize"]:
@@ -252,6 +253,7 @@ class ImageProcessor:
             image = _thumbnail(image, settings["size"])
         order = settings.get("channel_order")
         pixels = np.asarray(image.convert("L"))[..., None] if order == "gray" else np.asarray(image)
+        # Donut pads with black before it normalizes, most others with 0 after it.
         if self.kind == "Donut" and settings["do_pad"]:
             return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
@@ -275,7 +277,8 @@ class ImageProcessor:
     def _pad(self, pixels: NDArray[np.float32], name: str) -> NDArray[np.float32]:
         """Pad normalized pixels (rows, columns, channels) as the processor does."""
         rows, columns = pixels.shape[:2]
-        if self.kind == "Swin2SR":  # there is always some
+        # Swin2SR pads even an edge that the divisor divides, by a whole divisor.
+        if self.kind == "Swin2SR":
             divisor = self.settings["size_divisor"]
             missing = [divisor - rows % divisor, divisor - columns % divisor]
             return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="symmetric")
@@ -331,11 +334,11 @@ def resize(image: Image, size: tuple[int, int], resample: int | None, name: str)
 
 
 def _turned(image: Image, size: Mapping[str, int]) -> Image:
-    """Turn an image clockwise if it lies where `size` stands, or stands where that lies."""
+    """Rotate an image by 90° clockwise if one of it and `size` is wide, and the other tall."""
     from PIL.Image import Transpose
 
-    lies, stands = image.width > image.height, image.width < image.height
-    if (size["width"] < size["height"] and lies) or (size["width"] > size["height"] and stands):
+    is_wide, is_tall = image.width > image.height, image.width < image.height
+    if (size["width"] < size["height"] and is_wide) or (size["width"] > size["height"] and is_tall):
         return image.transpose(Transpose.ROTATE_270)
     return image
 
@@ -407,11 +410,11 @@ def torchvision_crop(
 
 def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> None:
     """Raise InputError if a step would turn an image of `size` into one with too many pixels."""
-    most = max(_MAX_INTERMEDIATE_PIXELS, size[0] * size[1])
-    if width * height > most:
+    max_pixels = max(_MAX_INTERMEDIATE_PIXELS, size[0] * size[1])
+    if width * height > max_pixels:
         raise InputError(
             f"{name} has {size[0]} × {size[1]} pixels; to resize it, an image of {width} × "
-            f"{height} pixels would be needed, expected at most {most:,} pixels.",
+            f"{height} pixels would be needed, expected at most {max_pixels:,} pixels.",
             do="Crop it to about the proportions of the model's images.",
         )
 
@@ -443,7 +446,7 @@ def _parse_size(
         if "shortest_edge" in default and "longest_edge" in default:
             return {"shortest_edge": size.edge, "longest_edge": longest}
         return dict.fromkeys(default, size.edge)
-    found: dict[str, int] = size.model_dump(exclude_none=True)
-    if default is _SQUARE and found.keys() != _SQUARE.keys():
-        raise ArtifactError(f"{file}: {name} is {found}, expected a number, or height and width.")
-    return found
+    numbers: dict[str, int] = size.model_dump(exclude_none=True)
+    if default is _SQUARE and numbers.keys() != _SQUARE.keys():
+        raise ArtifactError(f"{file}: {name} is {numbers}, expected a number, or height and width.")
+    return numbers

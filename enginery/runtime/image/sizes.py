@@ -53,10 +53,10 @@ def target_size(kind: str, settings: Settings, size: PixelSize) -> PixelSize:
 
 
 def _plain(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted = settings["size"]
-    if "height" in wanted:
-        return wanted["width"], wanted["height"]
-    return _by_shortest_edge(size, wanted["shortest_edge"])
+    target = settings["size"]
+    if "height" in target:
+        return target["width"], target["height"]
+    return _by_shortest_edge(size, target["shortest_edge"])
 
 
 def _by_shortest_edge(size: PixelSize, edge: int) -> PixelSize:
@@ -73,19 +73,19 @@ def _convnext(settings: Settings, size: PixelSize) -> PixelSize:
 
 
 def _levit(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted = settings["size"]
-    if "height" in wanted:
+    target = settings["size"]
+    if "height" in target:
         return _plain(settings, size)
-    return _by_shortest_edge(size, int(256 / 224 * wanted["shortest_edge"]))
+    return _by_shortest_edge(size, int(256 / 224 * target["shortest_edge"]))
 
 
 def _pool_former(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted, share = settings["size"], settings["crop_pct"]
-    if "shortest_edge" in wanted:
-        return _by_shortest_edge(size, int(wanted["shortest_edge"] / share))
-    if wanted["height"] == wanted["width"]:
-        return _by_shortest_edge(size, int(wanted["height"] / share))
-    return int(wanted["width"] / share), int(wanted["height"] / share)
+    target, share = settings["size"], settings["crop_pct"]
+    if "shortest_edge" in target:
+        return _by_shortest_edge(size, int(target["shortest_edge"] / share))
+    if target["height"] == target["width"]:
+        return _by_shortest_edge(size, int(target["height"] / share))
+    return int(target["width"] / share), int(target["height"] / share)
 
 
 def _donut(settings: Settings, size: PixelSize) -> PixelSize:
@@ -93,14 +93,14 @@ def _donut(settings: Settings, size: PixelSize) -> PixelSize:
 
 
 def _detector(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted = settings["size"]
-    if "height" in wanted:
+    target = settings["size"]
+    if "height" in target:
         return _plain(settings, size)
-    if "max_height" in wanted:
+    if "max_height" in target:
         width, height = size
-        scale = min(wanted["max_height"] / height, wanted["max_width"] / width)
+        scale = min(target["max_height"] / height, target["max_width"] / width)
         return int(width * scale), int(height * scale)
-    return _between_edges(size, wanted["shortest_edge"], wanted["longest_edge"])
+    return _between_edges(size, target["shortest_edge"], target["longest_edge"])
 
 
 def _between_edges(
@@ -125,20 +125,20 @@ def _between_edges(
 
 
 def _yolos(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted = settings["size"]
-    if "shortest_edge" not in wanted:
+    target = settings["size"]
+    if "shortest_edge" not in target:
         return _detector(settings, size)
-    edges = wanted["shortest_edge"], wanted["longest_edge"]
+    edges = target["shortest_edge"], target["longest_edge"]
     width, height = _between_edges(size, *edges, keep_upright=False)
     return width - width % 16, height - height % 16
 
 
 def _mask_former(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted, divisor = settings["size"], settings["size_divisor"]
-    if "height" in wanted:
+    target, divisor = settings["size"], settings["size_divisor"]
+    if "height" in target:
         width, height = _plain(settings, size)
     else:
-        width, height = _to_longest_edge(size, wanted["shortest_edge"], wanted["longest_edge"])
+        width, height = _to_longest_edge(size, target["shortest_edge"], target["longest_edge"])
     if divisor > 0:
         return math.ceil(width / divisor) * divisor, math.ceil(height / divisor) * divisor
     return width, height
@@ -153,8 +153,8 @@ def _to_longest_edge(size: PixelSize, shortest: int, longest: int) -> PixelSize:
 
 
 def _dpt(settings: Settings, size: PixelSize) -> PixelSize:
-    wanted, multiple = settings["size"], settings["ensure_multiple_of"]
-    wide, high = wanted["width"] / size[0], wanted["height"] / size[1]
+    target, multiple = settings["size"], settings["ensure_multiple_of"]
+    wide, high = target["width"] / size[0], target["height"] / size[1]
     if settings["keep_aspect_ratio"]:  # as little scaling as possible
         wide = high = wide if abs(1 - wide) < abs(1 - high) else high
 

@@ -296,11 +296,11 @@ class DeviceBinding(Closeable):
         if self._session is None:
             raise ProviderError("the binding is closed.")
         with CAPTURE_LOCK.running():
-            given = self._given(feeds)
-            key = tuple(shape_of(given[spec.name]) for spec in self._inputs)
-            bucket = self._bucket(key, given)
+            values = self._read_feeds(feeds)
+            key = tuple(shape_of(values[spec.name]) for spec in self._inputs)
+            bucket = self._bucket(key, values)
             for spec in self._inputs:
-                self._bind_input(bucket, spec, given[spec.name])
+                self._bind_input(bucket, spec, values[spec.name])
             self._bind_free(bucket)
             bucket.bound.synchronize_inputs()
         try:
@@ -312,9 +312,9 @@ class DeviceBinding(Closeable):
                 self._unrecordable.add(key)
                 return self._run(feeds)
             if self._try_without_buffers(bucket):
-                return self._found(bucket)
+                return self._outputs_of(bucket)
             raise self._failure(key, error) from error
-        return self._found(bucket)
+        return self._outputs_of(bucket)
 
     def _failure(self, key: Key, error: Exception) -> InputError:
         """Discard the bucket of a failed run, whose outputs may be incomplete."""
@@ -343,12 +343,12 @@ class DeviceBinding(Closeable):
             statistics.seconds += time.perf_counter() - started
         statistics.unrecorded_runs += bucket.graph not in recorded
 
-    def _found(self, bucket: _Bucket) -> dict[str, Any]:
+    def _outputs_of(self, bucket: _Bucket) -> dict[str, Any]:
         # Outputs come in the order of binding, which is that of the graph.
         names = (spec.name for spec in self._outputs)
         return dict(zip(names, bucket.bound.get_outputs(), strict=True))
 
-    def _given(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_feeds(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checked inputs: numpy arrays on the host, OrtValues on devices."""
         names = [spec.name for spec in self._inputs]
         if unknown := [name for name in feeds if name not in names]:
@@ -359,16 +359,17 @@ class DeviceBinding(Closeable):
             )
         return {spec.name: read_value(spec, feeds[spec.name], self.device) for spec in self._inputs}
 
-    def _bucket(self, key: tuple[tuple[int, ...], ...], given: Mapping[str, Any]) -> _Bucket:
+    def _bucket(self, key: tuple[tuple[int, ...], ...], values: Mapping[str, Any]) -> _Bucket:
         if key in self._captured:
             return self._captured[key]
-        shapes = {name: shape_only_array(value) for name, value in given.items()}
+        shapes = {name: shape_only_array(value) for name, value in values.items()}
         sizes = dim_sizes(self._inputs, shapes)
         captures = self._captures(key, sizes)
         if key in self._buckets:
             if not captures:
                 self._buckets.move_to_end(key)
                 return self._buckets[key]
+            # The buffers of plain runs are not those of a recording, so the bucket is made anew.
             del self._buckets[key]
         bucket = _Bucket(self._session.io_binding(), bytes=self._bytes(key, sizes))
         self._bind_outputs(bucket, sizes, required=captures)
@@ -377,20 +378,23 @@ class DeviceBinding(Closeable):
             bucket.graph = str(self.statistics.graphs)
             bucket.zeros = {
                 name
-                for name, value in given.items()
+                for name, value in values.items()
                 if isinstance(value, np.ndarray) and not value.any()
             }
             self.statistics.buffer_bytes += bucket.bytes
             bucket.options = self._run_options(bucket)
+            # A replay uses the addresses of the recording, so this bucket is never discarded.
             self._captured[key] = bucket
             self._runs.pop(key, None)
             return bucket
         bucket.options = self._run_options(bucket)
         self._buckets[key] = bucket
         limit = min(self._limit, BUCKETS) if self.capture else self._limit
+        # The least recently used buckets go first; the present one stays even if it alone is too
+        # large.
         while len(self._buckets) > 1 and (
             len(self._buckets) > limit
-            or sum(kept.bytes for kept in self._buckets.values()) > _MAX_UNRECORDED_BYTES
+            or sum(recent.bytes for recent in self._buckets.values()) > _MAX_UNRECORDED_BYTES
         ):
             self._buckets.popitem(last=False)
         return bucket
@@ -446,8 +450,8 @@ class DeviceBinding(Closeable):
     def _bytes(self, key: Key, sizes: Mapping[str, int]) -> int:
         """Return the size of a bucket's inputs, and of its outputs of known shape."""
         shapes = [*zip(self._inputs, key, strict=True)]
-        known = ((spec, _known_shape(spec, sizes)) for spec in self._outputs)
-        shapes += [(spec, shape) for spec, shape in known if shape is not None]
+        output_shapes = ((spec, _known_shape(spec, sizes)) for spec in self._outputs)
+        shapes += [(spec, shape) for spec, shape in output_shapes if shape is not None]
         return sum(math.prod(shape) * _item_bytes(spec.dtype) for spec, shape in shapes)
 
     def _bind_outputs(

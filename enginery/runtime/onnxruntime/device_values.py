@@ -83,9 +83,9 @@ def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
             "that supports DLPack."
         )
     kind, index = (int(part) for part in value.__dlpack_device__())
-    there = Device("cuda", index) if kind == _CUDA else Device()
-    if kind not in (_CPU, _CUDA, *_READ_BY_HOST) or there not in (Device(), device):
-        name = str(there) if kind == _CUDA else f"a device of DLPack type {kind}"
+    location = Device("cuda", index) if kind == _CUDA else Device()
+    if kind not in (_CPU, _CUDA, *_READ_BY_HOST) or location not in (Device(), device):
+        name = str(location) if kind == _CUDA else f"a device of DLPack type {kind}"
         raise InputError(f"{spec.name} is on {name}, but the session is on {device}.")
     _synchronize(value)
     if isinstance(value, ort.OrtValue):
@@ -94,11 +94,11 @@ def read_value(spec: TensorSpec, value: Any, device: Device) -> Any:
         if kind in _READ_BY_HOST:
             return _checked(spec, np.ascontiguousarray(np.from_dlpack(value)))
         # ONNX Runtime does not support strides; torch can make tensors contiguous.
-        whole = value.contiguous() if hasattr(value, "contiguous") else value
-        found = _bool_tensor(whole) or ort.OrtValue.from_dlpack(whole)
+        contiguous = value.contiguous() if hasattr(value, "contiguous") else value
+        ort_value = _bool_tensor(contiguous) or ort.OrtValue.from_dlpack(contiguous)
     except Exception as error:  # each library raises other types: for a gradient, strides, a dtype
         raise InputError(f"{spec.name}: DLPack failed: {error}") from error
-    return _checked(spec, found)
+    return _checked(spec, ort_value)
 
 
 def _bool_tensor(value: Any) -> Any:

@@ -127,13 +127,13 @@ class _Check:
             for attribute in node.attributes.values():
                 for subgraph in attribute.graphs:
                     self.graph(subgraph, known)
-            made = self._made(node, known)
+            first_output = self._first_output(node, known)
             for name in node.outputs[:1]:
-                known[name] = made
+                known[name] = first_output
             for name in node.outputs[1:]:
                 known[name] = _UNKNOWN
 
-    def _made(self, node: Node, known: ChainMap[str, _Known]) -> _Known:
+    def _first_output(self, node: Node, known: ChainMap[str, _Known]) -> _Known:
         """Return the properties of a node's first output, after checking its size."""
         where = _where(node)
         for attribute in node.attributes.values():
@@ -146,14 +146,14 @@ class _Check:
             return self._constant(where, node)
         inputs = [known.get(name, _UNKNOWN) if name else _UNKNOWN for name in node.inputs]
         try:
-            made = rule(node, inputs)
+            output = rule(node, inputs)
         except (ArithmeticError, IndexError, ValueError, TypeError):
             return _UNKNOWN  # ONNX Runtime rejects such a node, or its sizes are unknown
-        if made.dims is not None:
-            self._dims(where, made.dims)
-        if made.elements > max((value.elements for value in inputs), default=0):
-            self._require_fit(where, made, made.elements)
-        return made
+        if output.dims is not None:
+            self._dims(where, output.dims)
+        if output.elements > max((value.elements for value in inputs), default=0):
+            self._require_fit(where, output, output.elements)
+        return output
 
     def _constant(self, where: str, node: Node) -> _Known:
         attributes = node.attributes
@@ -162,8 +162,8 @@ class _Check:
         if sparse := attributes.get("sparse_value", Attribute()).sparse:
             return self._sparse(where, sparse[0])
         for name, rank in (("value_int", 0), ("value_ints", 1)):
-            if found := attributes.get(name):
-                values = found.ints if rank else (found.number or 0,)
+            if attribute := attributes.get(name):
+                values = attribute.ints if rank else (attribute.number or 0,)
                 if not values:
                     continue  # too many to be read
                 dims = (len(values),) if rank else ()
@@ -178,20 +178,20 @@ class _Check:
             raise self.error(f"{self.path}: {shown}, expected fewer than 2^63 elements.", do=_DO)
         return tuple(dims)
 
-    def _require_fit(self, where: str, made: _Known, elements: int) -> None:
+    def _require_fit(self, where: str, tensor: _Known, elements: int) -> None:
         """Raise if a tensor that the graph computes is too large."""
-        needed = _bytes(made.data_type, elements)
+        needed = _bytes(tensor.data_type, elements)
         limit, of_what = self.memory_bytes, "of this machine's memory"
-        if made.constant:
+        if tensor.constant:
             limit, of_what = min(MAX_CONSTANT_BYTES, limit), "for a constant"
         if needed > limit:
-            size = f"the shape {_shown(made.dims)}" if made.dims else f"{elements} elements"
+            size = f"the shape {_shown(tensor.dims)}" if tensor.dims else f"{elements} elements"
             raise self.error(
                 f"{self.path}: {where} makes a tensor of {size}, {_gib(needed)}; expected at most "
                 f"{_gib(limit)} {of_what}.",
                 do=_DO,
             )
-        if made.constant:
+        if tensor.constant:
             self.constants_bytes += needed
             if self.constants_bytes > min(MAX_CONSTANTS_BYTES, self.memory_bytes):
                 raise self.error(
@@ -202,9 +202,9 @@ class _Check:
                 )
 
     def _sparse(self, where: str, sparse: SparseTensor) -> _Known:
-        made = _Known(sparse.data_type, self._dims(where, sparse.dims), constant=True)
-        self._require_fit(where, made, made.elements)
-        return made
+        tensor = _Known(sparse.data_type, self._dims(where, sparse.dims), constant=True)
+        self._require_fit(where, tensor, tensor.elements)
+        return tensor
 
     def _stored(self, where: str, tensor: Tensor) -> _Known:
         """Return the properties of a stored tensor, after checking that all its bytes exist."""
@@ -229,8 +229,8 @@ class _Check:
                 do=_DO,
             )
         values = tensor.values
-        whole = values is not None and len(values) == elements <= _MAX_KNOWN
-        return _Known(tensor.data_type, dims, values if whole else None, constant=True)
+        all_known = values is not None and len(values) == elements <= _MAX_KNOWN
+        return _Known(tensor.data_type, dims, values if all_known else None, constant=True)
 
     def _external_bytes(self, where: str, entries: dict[str, str], needed: int) -> int:
         name = entries.get("location", "")
@@ -240,6 +240,7 @@ class _Check:
         )
         if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
             raise self.error(outside)
+        # The manifest has hashes of its files; others are not verified.
         if self.data_files is not None and inside not in self.data_files:
             raise self.error(
                 f"{self.path}: {where} has its data in {name!r}, which the manifest does not list.",
@@ -258,6 +259,7 @@ class _Check:
             raise self.error(
                 f"{self.path}: {where} has external data at {entries}, expected whole numbers."
             ) from None
+        # The name was inside the folder, but a link may lead out of it.
         if not file.is_relative_to(self.path.parent.resolve()) or not file.is_file():
             raise self.error(outside)
         return max(0, min(length, size_bytes - offset)) if offset >= 0 else 0
@@ -281,35 +283,35 @@ def _sources(top: Graph) -> dict[int, list[list[int]]]:
     the innermost graph that has it, wherever the node is: Optimum's merged decoders use the same
     name in a branch and for the output of the If. Every name is looked up only once, at any depth.
     """
-    found: dict[int, list[list[int]]] = {}
-    makers: dict[str, list[tuple[int, int]]] = {}  # depth and node, the innermost last
-    above: list[tuple[list[list[int]], int]] = []  # the current node of each graph
+    sources_of: dict[int, list[list[int]]] = {}
+    producers: dict[str, list[tuple[int, int]]] = {}  # depth and node, the innermost last
+    enclosing: list[tuple[list[list[int]], int]] = []  # the current node of each graph
 
     def enter(graph: Graph) -> None:
         sources: list[list[int]] = [[] for _ in graph.nodes]
-        found[id(graph)] = sources
-        own = {tensor.name: -1 for tensor in (*graph.initializers, *graph.inputs)}
-        own |= {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
-        own.pop("", None)
-        for name, index in own.items():
-            makers.setdefault(name, []).append((len(above), index))
+        sources_of[id(graph)] = sources
+        own_names = {tensor.name: -1 for tensor in (*graph.initializers, *graph.inputs)}
+        own_names |= {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+        own_names.pop("", None)
+        for name, index in own_names.items():
+            producers.setdefault(name, []).append((len(enclosing), index))
         for index, node in enumerate(graph.nodes):
-            above.append((sources, index))
+            enclosing.append((sources, index))
             for name in node.inputs:
-                if made := makers.get(name):
-                    depth, maker = made[-1]
-                    if maker >= 0:
-                        there, taker = above[depth]
-                        there[taker].append(maker)
+                if stack := producers.get(name):
+                    depth, producer = stack[-1]
+                    if producer >= 0:
+                        outer_sources, consumer = enclosing[depth]
+                        outer_sources[consumer].append(producer)
             for attribute in node.attributes.values():
                 for subgraph in attribute.graphs:
                     enter(subgraph)
-            above.pop()
-        for name in own:
-            makers[name].pop()
+            enclosing.pop()
+        for name in own_names:
+            producers[name].pop()
 
     enter(top)
-    return found
+    return sources_of
 
 
 def _where(node: Node) -> str:
@@ -347,10 +349,10 @@ def _constant_of_shape(node: Node, inputs: list[_Known]) -> _Known:
     dims = _sizes(inputs[0])
     fill = node.attributes.get("value", Attribute()).tensors
     kind = fill[0].data_type if fill else _FLOAT
-    made = _Known(kind, dims, constant=True)
-    if fill and fill[0].values and all(dim >= 0 for dim in dims) and made.elements <= _MAX_KNOWN:
-        return replace(made, values=fill[0].values[:1] * made.elements)
-    return made
+    output = _Known(kind, dims, constant=True)
+    if fill and fill[0].values and all(dim >= 0 for dim in dims) and output.elements <= _MAX_KNOWN:
+        return replace(output, values=fill[0].values[:1] * output.elements)
+    return output
 
 
 def _of_size(node: Node, dims: tuple[int, ...], default: int) -> _Known:
@@ -391,8 +393,8 @@ def _expand(_node: Node, inputs: list[_Known]) -> _Known:
     source = inputs[0]
     # Some exporters write -1 for a size that does not change.
     shape = tuple(1 if size == -1 else size for size in _sizes(inputs[1]))
-    known = _broadcast_dims([source.dims, shape]) if source.dims is not None else None
-    return _grown(source, shape if 0 not in shape else (), known)
+    dims = _broadcast_dims([source.dims, shape]) if source.dims is not None else None
+    return _grown(source, shape if 0 not in shape else (), dims)
 
 
 def _tile(_node: Node, inputs: list[_Known]) -> _Known:
@@ -405,8 +407,8 @@ def _tile(_node: Node, inputs: list[_Known]) -> _Known:
 
 def _pad(node: Node, inputs: list[_Known]) -> _Known:
     source = inputs[0]
-    given = node.attributes.get("pads")
-    pads = given.ints if given else _sizes(inputs[1])
+    attribute = node.attributes.get("pads")
+    pads = attribute.ints if attribute else _sizes(inputs[1])
     half = len(pads) // 2
     grown = [before + after for before, after in zip(pads[:half], pads[half:], strict=True)]
     dims = source.dims
@@ -421,18 +423,18 @@ def _resize(node: Node, inputs: list[_Known]) -> _Known:
     source = inputs[0]
     if len(inputs) > 3 and inputs[3].values:
         sizes = _sizes(inputs[3])
-        whole = source.dims is not None and len(source.dims) == len(sizes)
-        return _grown(source, sizes, sizes if whole else None)
+        rank_is_known = source.dims is not None and len(source.dims) == len(sizes)
+        return _grown(source, sizes, sizes if rank_is_known else None)
     attribute = node.attributes.get("scales")
-    given = inputs[2 if len(inputs) > 2 else 1].values if attribute is None else attribute.floats
-    if not given:
+    scales = inputs[2 if len(inputs) > 2 else 1].values if attribute is None else attribute.floats
+    if not scales:
         raise ValueError
     dims = source.dims
-    if dims is not None and len(dims) == len(given):
-        dims = tuple(int(size * scale) for size, scale in zip(dims, given, strict=True))
+    if dims is not None and len(dims) == len(scales):
+        dims = tuple(int(size * scale) for size, scale in zip(dims, scales, strict=True))
     else:
         dims = None
-    return _grown(source, given, dims)
+    return _grown(source, scales, dims)
 
 
 def _broadcast_dims(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -445,21 +447,21 @@ def _elementwise(node: Node, inputs: list[_Known]) -> _Known:
     kind, constant = inputs[0].data_type, all(value.constant for value in inputs)
     shapes = [value.dims for value in inputs if value.dims is not None]
     dims = _broadcast_dims(shapes) if len(shapes) == len(inputs) else None
-    made = _Known(kind, dims, constant=constant)
+    output = _Known(kind, dims, constant=constant)
     combine = _ARITHMETIC.get(node.op_type)
     if combine is None or len(inputs) != 2 or dims is None:
-        return made
+        return output
     first, second = (value.values for value in inputs)
     if first is None or second is None:
-        return made
-    count = made.elements
+        return output
+    count = output.elements
     if any(len(values) not in (1, count) for values in (first, second)) or count > _MAX_KNOWN:
-        return made
+        return output
     pairs = zip(first * (count // len(first)), second * (count // len(second)), strict=True)
     values = tuple(combine(a, b) for a, b in pairs)
     if any(abs(value) > _MAX_ELEMENTS for value in values):
-        return made  # a chain of products could grow without limit
-    return replace(made, values=values)
+        return output  # a chain of products could grow without limit
+    return replace(output, values=values)
 
 
 def _divide(a: Number, b: Number) -> Number:

@@ -100,11 +100,11 @@ class Ladder:
             top = self._rounded(SEQUENCE, longest)
             lengths = [length for length in lengths if length <= top]
         batches = self.sizes[BATCH]
-        most = next((rows for rows in batches if rows >= max_rows), batches[-1])
+        largest = next((rows for rows in batches if rows >= max_rows), batches[-1])
         for length, rows in itertools.product(reversed(lengths), reversed(batches)):
-            named = {SEQUENCE: length} if length else {}
-            if rows <= min(most, self.max_rows(named)):
-                yield {BATCH: rows, **named}
+            sizes = {SEQUENCE: length} if length else {}
+            if rows <= min(largest, self.max_rows(sizes)):
+                yield {BATCH: rows, **sizes}
 
     def _rounded(self, name: str, size: int) -> int:
         rungs = self.sizes.get(name)

@@ -109,24 +109,27 @@ def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dic
     """
     graph = load_graph(model)
     for number, node in enumerate(_nodes(graph.graph, {})):
+        # The profiler reports nodes by name only.
         node.name = node.name or f"unnamed_{number}"
     types, shapes = _profiled(graph.SerializeToString(), model.parent, feeds)
-    known: dict[str, Shape] = {name: array.shape for name, array in feeds.items()}
-    nodes = list(_nodes(graph.graph, known))
+    tensor_shapes: dict[str, Shape] = {name: array.shape for name, array in feeds.items()}
+    nodes = list(_nodes(graph.graph, tensor_shapes))
     for node in nodes:
-        made = (name for name in node.output if name)
-        known.update(zip(made, shapes.get(node.name, ()), strict=False))
+        names = (name for name in node.output if name)
+        tensor_shapes.update(zip(names, shapes.get(node.name, ()), strict=False))
     work = {}
     for node in nodes:
         if node.name not in shapes:
             continue
         outputs = shapes[node.name]
         small = all(math.prod(shape) <= _SMALL for shape in outputs)
-        whole = all(dtype in _WHOLE for dtype in types[node.name])
+        integral = all(dtype in _WHOLE for dtype in types[node.name])
         work[node.name] = NodeWork(
             node.op_type,
-            multiply_adds(node.op_type, [known.get(name, ()) for name in node.input], outputs),
-            node.op_type in SHAPE_OPS and small and whole,
+            multiply_adds(
+                node.op_type, [tensor_shapes.get(name, ()) for name in node.input], outputs
+            ),
+            node.op_type in SHAPE_OPS and small and integral,
         )
     return work
 
@@ -277,14 +280,14 @@ def profiled_run(
     ]
 
 
-def _nodes(graph: Any, known: dict[str, Shape]) -> Iterator[Any]:
-    """Yield all nodes, including subgraphs, and add the shapes of stored tensors to `known`."""
+def _nodes(graph: Any, shapes: dict[str, Shape]) -> Iterator[Any]:
+    """Yield all nodes, including subgraphs, and add the shapes of stored tensors to `shapes`."""
     for tensor in graph.initializer:
-        known[tensor.name] = tuple(tensor.dims)
+        shapes[tensor.name] = tuple(tensor.dims)
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                yield from _nodes(inner, known)
+                yield from _nodes(inner, shapes)
             if node.op_type == "Constant" and attribute.name == "value":
-                known[node.output[0]] = tuple(attribute.t.dims)
+                shapes[node.output[0]] = tuple(attribute.t.dims)

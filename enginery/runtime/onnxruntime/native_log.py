@@ -85,7 +85,7 @@ class NativeLog:
 
 
 _reading = threading.Lock()
-_told: set[str] = set()
+_warned: set[str] = set()
 _telling = threading.Lock()
 
 
@@ -130,7 +130,7 @@ def reading_log() -> Iterator[NativeLog]:
 
 
 @contextmanager
-def _redirected(file: IO[bytes], kept: int) -> Iterator[None]:
+def _redirected(file: IO[bytes], original: int) -> Iterator[None]:
     """Write standard error into a file, with the logger's warnings."""
     import onnxruntime as ort
 
@@ -144,7 +144,7 @@ def _redirected(file: IO[bytes], kept: int) -> Iterator[None]:
         silence_default_logger()
         with suppress(AttributeError, OSError, ValueError):
             sys.stderr.flush()
-        os.dup2(kept, _STDERR)
+        os.dup2(original, _STDERR)
 
 
 def _parse(content: bytes) -> tuple[list[LogMessage], bytes]:
@@ -165,9 +165,9 @@ def tell_once(log: NativeLog) -> None:
     for text, count in log.warnings.items():
         kind = _NAMES.sub("", text)
         with _telling:
-            if kind in _told:
+            if kind in _warned:
                 continue
-            _told.add(kind)
+            _warned.add(kind)
         _log.warning("%s", describe_warning(text, count))
 
 

@@ -55,14 +55,14 @@ def optimized_graph(
         return None
     store, name = Store(), artifact.manifest.source.id
     try:
-        if found := store.find(GRAPHS, fingerprint, name):
-            return found.model
-        made, _ = store.obtain(
+        if stored := store.find(GRAPHS, fingerprint, name):
+            return stored.model
+        created, _ = store.obtain(
             GRAPHS, fingerprint, name, lambda out: _make(artifact, record, fingerprint, out)
         )
     except (EngineryError, OSError):  # a full or read-only store; run without the optimized graph
         return None
-    return made.model
+    return created.model
 
 
 def _fingerprint(artifact: Artifact, record: GraphRecord) -> Fingerprint | None:

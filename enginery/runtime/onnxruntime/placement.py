@@ -94,19 +94,19 @@ class Placement:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, without full stops."""
-        found = list(self.warnings)
+        notes = list(self.warnings)
         if fallen := self.fallen:
-            named = ", ".join(
+            names = ", ".join(
                 f"{node.name or 'unnamed'} ({node.op_type})" for node in fallen[:_SHOWN]
             )
             more = f" and {len(fallen) - _SHOWN} more" if len(fallen) > _SHOWN else ""
             work = f", {self.share(CPU):.1%} of the multiply-adds" if self.counted else ""
             nodes = "1 compute node is" if len(fallen) == 1 else f"{len(fallen)} compute nodes are"
-            found.append(f"{nodes} on the CPU under {short_name(self.head)}{work}: {named}{more}")
+            notes.append(f"{nodes} on the CPU under {short_name(self.head)}{work}: {names}{more}")
         if self.copies:
             copies = "1 copy" if len(self.copies) == 1 else f"{len(self.copies)} copies"
-            found.append(f"{copies} between the devices in each run")
-        return tuple(found)
+            notes.append(f"{copies} between the devices in each run")
+        return tuple(notes)
 
     def uncapturable(self) -> tuple[PlacedNode, ...]:
         """Return the nodes that prevent capturing a run as a CUDA graph.
@@ -251,21 +251,21 @@ def add_multiply_adds(placement: Placement, work: Mapping[str, NodeWork]) -> Pla
     A fused node gets the multiply-adds of the node that it is named after. A warning reports those
     of nodes that were not found.
     """
-    left = {name: node for name, node in work.items() if node.multiply_adds}
+    unmatched = {name: node for name, node in work.items() if node.multiply_adds}
     nodes = []
     for node in placement.nodes:
         name = node.name
         while name not in work and _FUSED in name:
             name = name.rpartition(_FUSED)[0]
-        found = work.get(name)
-        if found is None:
+        node_work = work.get(name)
+        if node_work is None:
             nodes.append(node)
             continue
-        done = left.pop(name, None)
-        count = done.multiply_adds if done else 0
-        nodes.append(replace(node, multiply_adds=count, for_shapes=found.for_shapes))
+        counted_work = unmatched.pop(name, None)
+        count = counted_work.multiply_adds if counted_work else 0
+        nodes.append(replace(node, multiply_adds=count, for_shapes=node_work.for_shapes))
     warnings = placement.warnings
-    if missed := sum(node.multiply_adds for node in left.values()):
+    if missed := sum(node.multiply_adds for node in unmatched.values()):
         total = sum(node.multiply_adds for node in work.values())
         share = f"{missed / total:.1%} of the multiply-adds are in nodes that were renamed"
         warnings = (*warnings, share)

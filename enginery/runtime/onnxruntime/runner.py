@@ -168,6 +168,7 @@ class OrtRunner(Closeable):
             allow_fallback=allow_fallback,
             allow_build=allow_build,
         )
+        # ONNX Runtime reaches only the first profile of an engine, so there is a session for each.
         self.profiles: list[Profile] = [reachable_profile(e.record) for e in self.engines]
         """Profile of each session; empty without engines."""
         self._limits = FeedLimits.from_artifact(artifact)
@@ -189,13 +190,16 @@ class OrtRunner(Closeable):
         self._running, self._overlapped = 0, False
         self._running_lock = threading.Lock()
         has_steps = has_fixed_cache(self.record)
+        # A decoder with a fixed cache records its steps itself, by their graph ids.
         if cuda_graph and not has_steps:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
                 self.providers,
             )
         self._open = partial(open_session, threads=threads, spinning=spinning, record=self.record)
-        kept = optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
+        optimized = (
+            optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
+        )
         if self.engines:
             self._sessions = [
                 open_engine(engine, self.providers, threads=threads, record=self.record)
@@ -206,11 +210,13 @@ class OrtRunner(Closeable):
             session = self._open_recording(path) if records or has_steps else None
             self._capture = session is not None and not has_steps
             self.records_steps = session is not None and has_steps
-            session = session or self._open(kept or path, self.providers, optimize=kept is None)
+            session = session or self._open(
+                optimized or path, self.providers, optimize=optimized is None
+            )
             self._sessions = [session]
-            if kept and lone_threads > threads and has_packed_weights(kept):
+            if optimized and lone_threads > threads and has_packed_weights(optimized):
                 self._lone_session = open_session(
-                    kept,
+                    optimized,
                     self.providers,
                     threads=lone_threads,
                     optimize=False,

@@ -61,7 +61,7 @@ def new_session(
 
     options.log_severity_level = 4  # errors come back as exceptions
     use_exact_int8(options)
-    wanted: list[tuple[str, dict[str, str]]] | None = [
+    requested: list[tuple[str, dict[str, str]]] | None = [
         (provider.name, dict(provider.options)) for provider in providers
     ]
     for provider in providers:
@@ -72,12 +72,12 @@ def new_session(
             # adds the CPU itself.
             devices = register_plugin(provider.name)
             options.add_provider_for_devices(devices, dict(provider.options))
-            wanted = None
+            requested = None
     # The CPU logs nothing, and TensorRT may build engines for minutes.
     reading = reading_log() if providers[0].name == CUDA else nullcontext(NativeLog())
     try:
         with reading as log, CAPTURE_LOCK.running():  # a GPU's session allocates memory
-            session = _opened(path, options, wanted)
+            session = _opened(path, options, requested)
     except Exception as error:
         raise ProviderError(f"{path} cannot be loaded by ONNX Runtime: {error}") from error
     tell_once(log)
@@ -86,29 +86,29 @@ def new_session(
     for provider in providers:
         if provider.name not in registered:
             name = short_name(provider.name)
-            given = ", ".join(f"{name}.{key}={value}" for key, value in provider.options.items())
+            chosen = ", ".join(f"{name}.{key}={value}" for key, value in provider.options.items())
             raise ProviderError(
                 f"{provider.name} was requested but did not register; "
                 f"the session has {', '.join(registered)}.",
                 do=f"{' '.join(log.errors) or 'ONNX Runtime does not say why.'} "
-                f"Check its options: {given}"
-                if given
+                f"Check its options: {chosen}"
+                if chosen
                 else " ".join([*log.errors, "Run: enginery doctor"]),
             )
     return session
 
 
-def _opened(path: Path, options: Any, wanted: list[tuple[str, dict[str, str]]] | None) -> Any:
+def _opened(path: Path, options: Any, requested: list[tuple[str, dict[str, str]]] | None) -> Any:
     import onnxruntime as ort
 
     try:
-        return ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+        return ort.InferenceSession(str(path), options, providers=requested, enable_fallback=0)
     except Exception as error:
         # ONNX Runtime's fusions pass FP8 tensors to kernels that only support INT8.
         if "float8" not in str(error):
             raise
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        return ort.InferenceSession(str(path), options, providers=wanted, enable_fallback=0)
+        return ort.InferenceSession(str(path), options, providers=requested, enable_fallback=0)
 
 
 _REMEDY = "The manifest belongs to another graph; make the artifact again."
@@ -129,15 +129,16 @@ def check_interface(session: Any, record: GraphRecord, path: Path) -> None:
         ("input", session.get_inputs(), record.inputs),
         ("output", session.get_outputs(), record.outputs),
     ):
-        found = {value.name: value for value in values}
+        actuals = {value.name: value for value in values}
         expected = {spec.name: spec for spec in specs}
-        if set(found) != set(expected):
+        if set(actuals) != set(expected):
             raise ArtifactError(
-                f"{path} has the {kind}s {_listed(found)}; manifest.json says {_listed(expected)}.",
+                f"{path} has the {kind}s {_listed(actuals)}; "
+                f"manifest.json says {_listed(expected)}.",
                 do=_REMEDY,
             )
         for name, spec in expected.items():
-            actual = tensor_spec(found[name])
+            actual = tensor_spec(actuals[name])
             if actual.dtype != spec.dtype or not _same_dims(actual, spec, exact=kind == "input"):
                 raise ArtifactError(
                     f"{path}: the {kind} {actual} differs from manifest.json, which says {spec}.",

@@ -57,12 +57,12 @@ class GraphTracer(Closeable):
         graph = load_graph(model)
         self.tensors = tuple(dict.fromkeys(tensors))
         self.inputs = tuple(value.name for value in graph.graph.input)
-        made = {name for node in graph.graph.node for name in node.output if name}
-        inner = expose_branches(graph.graph, {*self.tensors} - made - {*self.inputs})
+        computed = {name for node in graph.graph.node for name in node.output if name}
+        inner = expose_branches(graph.graph, {*self.tensors} - computed - {*self.inputs})
         for name in self.tensors:
-            if name not in made and name not in self.inputs and name not in inner:
+            if name not in computed and name not in self.inputs and name not in inner:
                 raise InputError(
-                    f"{model} has no tensor '{name}'{nearest(name, [*made, *self.inputs])}"
+                    f"{model} has no tensor '{name}'{nearest(name, [*computed, *self.inputs])}"
                 )
         # Two branches may have tensors with the same name; a run computes at most one of them.
         self._sources = {
@@ -90,17 +90,17 @@ class GraphTracer(Closeable):
         if self._session is None:
             raise ProviderError("the tracer is closed.")
         try:
-            found = self._session.run(self._fetched, dict(feeds)) if self._fetched else []
+            outputs = self._session.run(self._fetched, dict(feeds)) if self._fetched else []
         except Exception as error:  # ONNX Runtime raises many unrelated types
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             raise InputError(f"the graph fails on {shapes}: {error}") from error
-        values = dict(zip(self._fetched, found, strict=True))
-        given = {}
+        values = dict(zip(self._fetched, outputs, strict=True))
+        results = {}
         for name in self.tensors:
             sources = [values[source] for source in self._sources.get(name, ())]
-            taken = next((array for array in sources if array.size), None)
-            given[name] = feeds[name] if not sources else sources[0] if taken is None else taken
-        return given
+            filled = next((array for array in sources if array.size), None)
+            results[name] = feeds[name] if not sources else sources[0] if filled is None else filled
+        return results
 
     def close(self) -> None:
         """Free the session and its memory."""
@@ -135,15 +135,15 @@ def expose_branches(graph: Any, names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    exposed: dict[str, list[str]] = {}
     for node in graph.node:
         if node.op_type != "If" or node.domain not in ("", "ai.onnx"):
             continue
         branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
         for branch in branches:
             inner = _expose(branch, names, numbers)
-            made = {name: [name] for n in branch.node for name in n.output if name in names}
-            for name, sources in (*made.items(), *inner.items()):
+            own = {name: [name] for n in branch.node for name in n.output if name in names}
+            for name, sources in (*own.items(), *inner.items()):
                 for source in sources:
                     outside = f"{name}:fetched:{next(numbers)}"
                     _add_output(branch, source, f"{outside}:inside")
@@ -151,8 +151,8 @@ def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str,
                         if other is not branch:
                             _add_empty(other, f"{outside}:empty")
                     node.output.append(outside)
-                    found.setdefault(name, []).append(outside)
-    return found
+                    exposed.setdefault(name, []).append(outside)
+    return exposed
 
 
 def _add_output(branch: Any, source: str, copy: str) -> None:
@@ -210,12 +210,12 @@ def open_in_memory(
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )
-    wanted = [(provider.name, dict(provider.options)) for provider in providers]
+    requested = [(provider.name, dict(provider.options)) for provider in providers]
     try:
         return ort.InferenceSession(
             model,
             options,
-            providers=wanted,
+            providers=requested,
             enable_fallback=0,
             disabled_optimizers=[] if blocked_layout else ["NchwcTransformer"],
         )

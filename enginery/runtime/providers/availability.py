@@ -85,17 +85,19 @@ def unavailable_reason(name: str, options: Mapping[str, str] | None = None) -> U
     except ImportError as error:
         return _broken(str(error))
     if name not in available:
-        found = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
+        problem = _plugin_problem() if name == TENSORRT_RTX else _not_compiled(name)
     elif name not in (CUDA, TENSORRT):
-        found = _library_problem(name, "Install the missing library, or a build that includes it.")
+        problem = _library_problem(
+            name, "Install the missing library, or a build that includes it."
+        )
     elif sys.platform == "linux" and not (library := provider_library(name)).is_file():
-        found = Unavailable(
+        problem = Unavailable(
             f"{library.name} is not in {library.parent}",
             f"The installation is broken. {reinstall('onnxruntime-gpu')}",
         )
     else:
-        found = _driver_problem() or _library_problem(name, f"Install it: {INSTALL[name]}")
-    return found or _device_problem(name, options or {})
+        problem = _driver_problem() or _library_problem(name, f"Install it: {INSTALL[name]}")
+    return problem or _device_problem(name, options or {})
 
 
 def provider_warning(name: str) -> str:
@@ -170,15 +172,15 @@ def cuda_major() -> int:
         text = (capi_directory() / "build_and_package_info.py").read_text(encoding="utf-8")
     except OSError:
         return 0
-    found = re.search(r"^cuda_version = ['\"](\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else 0
+    match = re.search(r"^cuda_version = ['\"](\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def capi_directory() -> Path:
     """Return the folder of ONNX Runtime's shared libraries, without importing it."""
     spec = importlib.util.find_spec("onnxruntime")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0] if places else ".") / "capi"
+    locations = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(locations[0] if locations else ".") / "capi"
 
 
 def provider_library(name: str) -> Path:
@@ -318,12 +320,12 @@ def _driver_problem() -> Unavailable | None:
             f"Install the NVIDIA driver {MIN_DRIVER} or newer; "
             "in a container, give it the GPUs (docker run --gpus all).",
         )
-    wanted = cuda_major()
-    if driver.cuda_version[0] < wanted:
+    required = cuda_major()
+    if driver.cuda_version[0] < required:
         major, minor = driver.cuda_version
         return Unavailable(
             f"the NVIDIA driver supports CUDA up to {major}.{minor}, "
-            f"but this onnxruntime is built for CUDA {wanted}",
+            f"but this onnxruntime is built for CUDA {required}",
             f"Install the NVIDIA driver {MIN_DRIVER} or newer.",
         )
     return None
@@ -335,9 +337,9 @@ def _device_problem(name: str, options: Mapping[str, str]) -> Unavailable | None
     driver = gpus.cuda_driver()
     if driver.problem or int(options["device_id"]) < driver.gpus:
         return None
-    seen = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
+    visible = f"{driver.gpus} GPUs, 0 to {driver.gpus - 1}" if driver.gpus > 1 else "one GPU, 0"
     return Unavailable(
-        f"device_id is {options['device_id']}, but this process sees {seen}",
+        f"device_id is {options['device_id']}, but this process sees {visible}",
         "Choose one of them, or make more visible: CUDA_VISIBLE_DEVICES, docker run --gpus.",
     )
 
@@ -349,20 +351,22 @@ def _library_problem(name: str, do: str) -> Unavailable | None:
 
 def describe_missing(missing: Mapping[str, str]) -> str:
     """Describe missing libraries: `libnvinfer.so.10 was not found (….so.11 is installed)`."""
-    places = libraries.wheel_directories()
+    directories = libraries.wheel_directories()
     absent = [name for name, error in missing.items() if error.startswith(f"{name}: cannot open")]
     broken = [error for name, error in missing.items() if name not in absent]
-    others = [other for name in absent for other in libraries.other_versions(name, places)]
-    found = f" ({', '.join(others)} is installed)" if others else ""
+    versions = [
+        version for name in absent for version in libraries.other_versions(name, directories)
+    ]
+    installed = f" ({', '.join(versions)} is installed)" if versions else ""
     verb = "was" if len(absent) == 1 else "were"
-    words = [f"{', '.join(absent)} {verb} not found{found}"] if absent else []
+    words = [f"{', '.join(absent)} {verb} not found{installed}"] if absent else []
     return "; ".join([*words, *broken])
 
 
 def _not_compiled(name: str) -> Unavailable:
     builds = installed_onnxruntimes()
-    known = known_provider(name)
-    package = known.package
+    provider = known_provider(name)
+    package = provider.package
     imported = [build for build in builds if build.directory == builds[0].directory]
     listed = ", ".join(map(str, imported))
     if len(imported) > 1 and package in [build.name for build in imported]:
@@ -378,7 +382,7 @@ def _not_compiled(name: str) -> Unavailable:
             hidden_remedy(hidden),
         )
     reason = f"the installed onnxruntime ({listed or 'unknown'}) is built without it"
-    if wrong_platform := known.wrong_platform(sys.platform):
+    if wrong_platform := provider.wrong_platform(sys.platform):
         return Unavailable(f"{wrong_platform}, and {reason}", "Choose a provider for this system.")
     if not package:
         return Unavailable(reason, "Build ONNX Runtime from source with this provider.")

@@ -220,11 +220,12 @@ def full_name(name: str) -> str:
     Raises:
         ProviderError: there is no such provider.
     """
-    wanted = name.strip().lower()
+    lowered = name.strip().lower()
     for short, full in SHORT_NAMES.items():
-        if wanted in (short, full.lower()):
+        if lowered in (short, full.lower()):
             return full
-    near = nearest(name.strip(), [*SHORT_NAMES, *_BY_NAME]) or nearest(wanted, SHORT_NAMES)
+    suggestion = nearest(name.strip(), [*SHORT_NAMES, *_BY_NAME]) or nearest(lowered, SHORT_NAMES)
     raise ProviderError(
-        f"unknown execution provider '{name.strip()}'{near}", do=f"Known: {', '.join(SHORT_NAMES)}."
+        f"unknown execution provider '{name.strip()}'{suggestion}",
+        do=f"Known: {', '.join(SHORT_NAMES)}.",
     )

@@ -61,12 +61,12 @@ def missing_libraries(path: Path, directories: Iterable[Path] = ()) -> dict[str,
     Each library is searched in the directory of `path`, in `directories`, then by the loader. If a
     library is found but lacks another one, the other one is reported.
     """
-    places = [path.parent, *directories]
+    searched = [path.parent, *directories]
     missing = {}
     for name in needed_libraries(path):
-        if error := load_error(name, places):
-            absent = _NOT_FOUND.match(error)
-            missing[absent[1] if absent else name] = error
+        if error := load_error(name, searched):
+            match = _NOT_FOUND.match(error)
+            missing[match[1] if match else name] = error
     return missing
 
 
@@ -105,8 +105,12 @@ def wheel_directories() -> list[Path]:
     wheels outside of site-packages.
     """
     roots = dict.fromkeys(Path(entry) for entry in sys.path if entry)
-    found = [d for root in roots for d in sorted((root / "nvidia").glob("*/lib"))]
-    return found + [root / "tensorrt_libs" for root in roots if (root / "tensorrt_libs").is_dir()]
+    directories = [
+        directory for root in roots for directory in sorted((root / "nvidia").glob("*/lib"))
+    ]
+    return directories + [
+        root / "tensorrt_libs" for root in roots if (root / "tensorrt_libs").is_dir()
+    ]
 
 
 def other_versions(name: str, directories: Iterable[Path]) -> list[str]:
@@ -114,8 +118,8 @@ def other_versions(name: str, directories: Iterable[Path]) -> list[str]:
     stem, _, version = name.rpartition(".so.")
     if not stem or not version:
         return []
-    found = (file.name for d in directories for file in d.glob(f"{stem}.so.*"))
-    return sorted({other for other in found if re.fullmatch(r"\.so\.\d+", other[len(stem) :])})
+    names = (file.name for directory in directories for file in directory.glob(f"{stem}.so.*"))
+    return sorted({name for name in names if re.fullmatch(r"\.so\.\d+", name[len(stem) :])})
 
 
 def _string_at(path: Path, offset: int) -> str:

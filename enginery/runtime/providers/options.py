@@ -38,18 +38,18 @@ _MAX_INT = (1 << 31) - 1
 _MAX_SIZE = (1 << 64) - 1  # the largest size_t: no limit
 
 
-def _integer(default: int, *, least: int, most: int = _MAX_INT) -> Any:
-    return field(default=default, metadata={"least": least, "most": most})
+def _integer(default: int, *, minimum: int, maximum: int = _MAX_INT) -> Any:
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
-def _size(default: int, *, least: int = 0) -> Any:
+def _size(default: int, *, minimum: int = 0) -> Any:
     """Return a field for a size in bytes, which may be given with a unit."""
-    return field(default=default, metadata={"least": least, "most": _MAX_SIZE, "size": True})
+    return field(default=default, metadata={"minimum": minimum, "maximum": _MAX_SIZE, "size": True})
 
 
 def _address() -> Any:
     """Return a field for an address in this process's memory; 0 for none."""
-    return _integer(0, least=0, most=_MAX_SIZE)
+    return _integer(0, minimum=0, maximum=_MAX_SIZE)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class CpuOptions:
 class CudaOptions:
     """Options of CUDAExecutionProvider. Those that differ from the defaults are passed on."""
 
-    device_id: int = _integer(0, least=0)
+    device_id: int = _integer(0, minimum=0)
     """Index of the visible GPU, from 0."""
-    gpu_mem_limit: int = _size(_MAX_SIZE, least=1)
+    gpu_mem_limit: int = _size(_MAX_SIZE, minimum=1)
     """Largest GPU memory of the arena, in bytes; cuDNN and CUDA use additional memory."""
     arena_extend_strategy: Literal["kNextPowerOfTwo", "kSameAsRequested"] = "kNextPowerOfTwo"
     """Growth of the arena: by powers of two, or by the requested size."""
@@ -96,13 +96,13 @@ class CudaOptions:
     """Fuse convolution and bias with cuDNN's graph API, compiled in the first run."""
     prefer_nhwc: bool = False
     """Use the NHWC layout for images, which is faster on tensor cores."""
-    sdpa_kernel: int = _integer(0, least=0)
+    sdpa_kernel: int = _integer(0, minimum=0)
     """Allowed attention kernels, as a sum of bits; 0 lets ONNX Runtime choose."""
     tunable_op_enable: bool = False
     """Use TunableOp's kernels."""
     tunable_op_tuning_enable: bool = False
     """Tune TunableOp's kernels while running."""
-    tunable_op_max_tuning_duration_ms: int = _integer(0, least=0)
+    tunable_op_max_tuning_duration_ms: int = _integer(0, minimum=0)
     """Largest time for tuning one operation, in milliseconds; 0 for no limit."""
     use_ep_level_unified_stream: bool = False
     """Use one stream for all threads that run the session."""
@@ -128,13 +128,13 @@ class TensorrtOptions:
     of `enginery build` needs no options.
     """
 
-    device_id: int = _integer(0, least=0)
+    device_id: int = _integer(0, minimum=0)
     """Index of the visible GPU, from 0."""
     trt_max_workspace_size: int = _size(0)
     """Largest workspace of an engine, in bytes; 0 for all of the GPU's memory."""
-    trt_max_partition_iterations: int = _integer(1000, least=1)
+    trt_max_partition_iterations: int = _integer(1000, minimum=1)
     """Number of attempts to partition the graph before other providers run all of it."""
-    trt_min_subgraph_size: int = _integer(1, least=1)
+    trt_min_subgraph_size: int = _integer(1, minimum=1)
     """Smaller subgraphs run on other providers."""
     trt_fp16_enable: bool = False
     """Let TensorRT choose FP16 by itself; up to TensorRT 10, and not for a typed graph."""
@@ -148,7 +148,7 @@ class TensorrtOptions:
     """True if the table has TensorRT's format, not ONNX Runtime's."""
     trt_dla_enable: bool = False
     """Use the deep learning accelerator, if there is one."""
-    trt_dla_core: int = _integer(0, least=0)
+    trt_dla_core: int = _integer(0, minimum=0)
     """Index of the accelerator's core."""
     trt_engine_cache_enable: bool = False
     """Cache engines. ONNX Runtime's cache key is the model's file name, not its weights."""
@@ -176,9 +176,9 @@ class TensorrtOptions:
     """Choose kernels by heuristics: a faster build."""
     trt_sparsity_enable: bool = False
     """Use sparse kernels for weights in the 2:4 pattern."""
-    trt_builder_optimization_level: int = _integer(3, least=0, most=5)
+    trt_builder_optimization_level: int = _integer(3, minimum=0, maximum=5)
     """0 to 5; below 3, builds are faster and engines slower."""
-    trt_auxiliary_streams: int = _integer(-1, least=-1)
+    trt_auxiliary_streams: int = _integer(-1, minimum=-1)
     """Number of additional streams; -1 lets TensorRT choose, 0 uses the least memory."""
     trt_tactic_sources: str = ""
     """Libraries to take kernels from: `-CUDNN,+CUBLAS`."""
@@ -200,7 +200,7 @@ class TensorrtOptions:
     """Write the ONNX model that wraps the engine."""
     trt_ep_context_file_path: str = ""
     """Path of this ONNX model."""
-    trt_ep_context_embed_mode: int = _integer(0, least=0, most=1)
+    trt_ep_context_embed_mode: int = _integer(0, minimum=0, maximum=1)
     """0: the ONNX model has the engine's file name; 1: it contains the engine."""
     trt_weight_stripped_engine_enable: bool = False
     """Store engines without weights, and refit them when they are loaded."""
@@ -220,7 +220,7 @@ class TensorrtOptions:
 class TensorrtRtxOptions:
     """Options of NvTensorRTRTXExecutionProvider."""
 
-    device_id: int = _integer(0, least=0)
+    device_id: int = _integer(0, minimum=0)
     """Index of the visible GPU, from 0."""
     nv_max_workspace_size: int = _size(0)
     """Largest workspace of an engine, in bytes; 0 lets TensorRT choose."""
@@ -278,12 +278,12 @@ def is_typed(provider: str) -> bool:
     return full_name(provider) in _TYPES
 
 
-def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
+def read_options(provider: str, values: Mapping[str, Any]) -> dict[str, str]:
     """Check a provider's options and return them as ONNX Runtime's strings.
 
     Args:
         provider: short or full name of the provider.
-        given: values as text, or of the option's type.
+        values: values as text, or of the option's type.
 
     Raises:
         OptionError: for the CPU, CUDA and TensorRT, an option is unknown or a value is invalid.
@@ -292,65 +292,68 @@ def read_options(provider: str, given: Mapping[str, Any]) -> dict[str, str]:
     name = full_name(provider)
     short = short_name(name)
     kind = _TYPES.get(name)
+    # Options of other providers are passed on unchecked.
     if kind is None:
-        return {key: _untyped(short, key, value) for key, value in given.items()}
-    known = {f.name: f for f in fields(kind)}
+        return {key: _untyped(short, key, value) for key, value in values.items()}
+    options = {f.name: f for f in fields(kind)}
     hints = get_type_hints(kind)
-    read = {}
-    for key, value in given.items():
-        if key not in known:
+    texts = {}
+    for key, value in values.items():
+        if key not in options:
             raise OptionError(
-                f"unknown option '{key}' for {short}{nearest(key, known)}",
-                do=f"Known options: {', '.join(known)}.",
+                f"unknown option '{key}' for {short}{nearest(key, options)}",
+                do=f"Known options: {', '.join(options)}.",
             )
-        typed = _typed(f"option '{key}' for {short}", hints[key], known[key], value)
+        typed = _typed(f"option '{key}' for {short}", hints[key], options[key], value)
         if isinstance(typed, bool) and name != TENSORRT:
             typed = int(typed)  # TensorRT's parser takes only words, the others take 0 and 1
-        read[key] = str(typed)
-    return read
+        texts[key] = str(typed)
+    return texts
 
 
 def changed_options(options: ProviderOptions) -> tuple[str, dict[str, Any]]:
     """Return (ONNX Runtime's name of the provider, options that differ from the defaults)."""
     provider = next(name for name, kind in _TYPES.items() if isinstance(options, kind))
-    given = {f.name: getattr(options, f.name) for f in fields(options)}
-    return provider, {f.name: given[f.name] for f in fields(options) if given[f.name] != f.default}
+    values = {f.name: getattr(options, f.name) for f in fields(options)}
+    return provider, {
+        f.name: values[f.name] for f in fields(options) if values[f.name] != f.default
+    }
 
 
 def _untyped(short: str, key: str, value: Any) -> str:
     if value is None or isinstance(value, Mapping | list | tuple):
-        found = "no value" if value is None else f"a {type(value).__name__}"
-        raise OptionError(f"option '{key}' for {short}: found {found}, expected one value.")
+        description = "no value" if value is None else f"a {type(value).__name__}"
+        raise OptionError(f"option '{key}' for {short}: found {description}, expected one value.")
     return str(value)
 
 
-def _typed(what: str, hint: Any, option: Field[Any], value: Any) -> bool | int | str:
+def _typed(subject: str, hint: Any, option: Field[Any], value: Any) -> bool | int | str:
     if value is None:
-        raise OptionError(f"{what} has no value.", do="Leave it out for the default.")
+        raise OptionError(f"{subject} has no value.", do="Leave it out for the default.")
     if hint is int:
-        return _in_range(what, option.metadata, value)
+        return _in_range(subject, option.metadata, value)
     if hint is bool:
-        found = _BOOLEANS.get(str(value).strip().lower())
-        if found is None:
-            raise OptionError(f"{what}: found '{value}', expected true or false.")
-        return found
+        switch = _BOOLEANS.get(str(value).strip().lower())
+        if switch is None:
+            raise OptionError(f"{subject}: found '{value}', expected true or false.")
+        return switch
     if get_origin(hint) is Literal and value not in get_args(hint):
-        *most, last = get_args(hint)
-        raise OptionError(f"{what}: found '{value}', expected {', '.join(most)} or {last}.")
+        *choices, last = get_args(hint)
+        raise OptionError(f"{subject}: found '{value}', expected {', '.join(choices)} or {last}.")
     return str(value)
 
 
-def _in_range(what: str, limits: Mapping[str, Any], value: Any) -> int:
-    least, most, is_size = limits["least"], limits["most"], limits.get("size", False)
+def _in_range(subject: str, limits: Mapping[str, Any], value: Any) -> int:
+    minimum, maximum, is_size = limits["minimum"], limits["maximum"], limits.get("size", False)
     try:
         number = parse_size(str(value)) if is_size else parse_integer(str(value))
     except ValueError:
         expected = "a size such as 2GiB or 2147483648" if is_size else "a whole number"
-        raise OptionError(f"{what}: found '{value}', expected {expected}.") from None
-    if not least <= number <= most:
-        wide = most >= _MAX_INT  # only the limit of the type
-        span = f"{least} or more, below {most + 1}" if wide else f"{least} to {most}"
-        raise OptionError(f"{what}: found {number}, expected {span}.")
+        raise OptionError(f"{subject}: found '{value}', expected {expected}.") from None
+    if not minimum <= number <= maximum:
+        unbounded = maximum >= _MAX_INT  # only the limit of the type
+        span = f"{minimum} or more, below {maximum + 1}" if unbounded else f"{minimum} to {maximum}"
+        raise OptionError(f"{subject}: found {number}, expected {span}.")
     return number
 
 
@@ -379,10 +382,10 @@ def parse_size(text: str) -> int:
     Raises:
         ValueError: the notation is invalid, or gives no whole number of bytes.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
         return parse_integer(text)
-    size = Fraction(found["number"]) * _UNITS[found["unit"].lower()]
+    size = Fraction(match["number"]) * _UNITS[match["unit"].lower()]
     if size.denominator != 1:
         raise ValueError(text)
     return size.numerator

@@ -69,9 +69,9 @@ def _of_openvino(options: Mapping[str, str]) -> ComputePrecision:
             hint = "bf16"  # measured: both hints give the same outputs
         reason = f"OpenVINO computes in {hint.upper()}, which load_config asks for"
         return ComputePrecision(hint, reason, "" if hint == "fp32" else _HINT_REMEDY)
-    asked = options.get("precision", "")
-    if asked in _OPENVINO_OPTIONS:
-        precision, reason = _OPENVINO_OPTIONS[asked], f"which precision={asked} asks for"
+    requested = options.get("precision", "")
+    if requested in _OPENVINO_OPTIONS:
+        precision, reason = _OPENVINO_OPTIONS[requested], f"which precision={requested} asks for"
     elif device == "CPU":
         precision, reason = "fp32", "its default on the device CPU in ONNX Runtime"
     elif not on_cpu:
@@ -93,7 +93,9 @@ def _hint(device: str, load_config: str) -> str:
         config = json.loads(load_config)
     except ValueError:
         return ""  # ONNX Runtime rejects it when the session is opened
-    for name, properties in config.items() if isinstance(config, dict) else ():
+    if not isinstance(config, dict):
+        return ""
+    for name, properties in config.items():
         if name in device and isinstance(properties, dict):
             hint = str(properties.get("INFERENCE_PRECISION_HINT", "")).lower()
             if hint in _OPENVINO_HINTS:

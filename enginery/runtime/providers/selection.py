@@ -52,19 +52,20 @@ def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> l
     options = {spec.full_name: spec.options for spec in parse_providers(requested)}
     refused: dict[str, list[str]] = {}
     remedies: list[str] = []
-    for name, given in options.items():
-        unavailable = unavailable_reason(name, given)
+    for name, provider_options in options.items():
+        unavailable = unavailable_reason(name, provider_options)
         if unavailable is None:
             reason = _refusals(refused) or REQUESTED
             warning = provider_warning(name)
-            head = Provider(name, f"{reason}; {warning}" if warning else reason, given)
+            head = Provider(name, f"{reason}; {warning}" if warning else reason, provider_options)
             return [head, *_fallback_providers(name, options)]
+        # Two providers may lack the same library, which is reported once.
         refused.setdefault(unavailable.reason, []).append(short_name(name))
         remedies.append(unavailable.do)
         if not allow_fallback:
             break
-    rest = "" if allow_fallback or len(options) == 1 else " Or pass --allow-fallback."
-    raise ProviderError(f"{_refusals(refused)}.", do=remedies[0] + rest)
+    alternative = "" if allow_fallback or len(options) == 1 else " Or pass --allow-fallback."
+    raise ProviderError(f"{_refusals(refused)}.", do=remedies[0] + alternative)
 
 
 def with_dynamic_shapes(providers: Sequence[Provider], *, dynamic: bool) -> list[Provider]:
@@ -96,22 +97,22 @@ def _fallback_providers(head: str, options: Mapping[str, dict[str, str]]) -> lis
     """Return the providers for nodes that `head` does not support; `options` has all requested."""
     if head == CPU:
         return []
-    below = []
+    fallbacks = []
     missed = ""
     # With a plugin such as TensorRT for RTX, a session accepts no other providers.
     if head == TENSORRT and (CUDA in options or len(options) == 1):
         # Both must use the same GPU, because they exchange tensors.
         device = {k: v for k, v in options[head].items() if k == "device_id"}
-        wanted = {**device, **options.get(CUDA, {})}
-        unavailable = unavailable_reason(CUDA, wanted)
+        cuda_options = {**device, **options.get(CUDA, {})}
+        unavailable = unavailable_reason(CUDA, cuda_options)
         if unavailable is None:
-            below.append(
-                Provider(CUDA, f"operations that {short_name(head)} does not support", wanted)
+            fallbacks.append(
+                Provider(CUDA, f"operations that {short_name(head)} does not support", cuda_options)
             )
         else:
             missed = f"; cuda is unavailable: {unavailable.reason}"
     reason = f"operations that {short_name(head)} does not support"
     if head in (CUDA, TENSORRT, TENSORRT_RTX):
-        lowest = "CUDA" if head == CUDA or below else short_name(head)
+        lowest = "CUDA" if head == CUDA or fallbacks else short_name(head)
         reason = f"shape operations that {lowest} leaves to the CPU{missed}"
-    return [*below, Provider(CPU, reason, options.get(CPU, {}))]
+    return [*fallbacks, Provider(CPU, reason, options.get(CPU, {}))]

@@ -100,39 +100,40 @@ Providers: TypeAlias = (
 
 
 def parse_providers(
-    given: Providers = "", options: Iterable[str] = (), *, default: str = ""
+    requested: Providers = "", options: Iterable[str] = (), *, default: str = ""
 ) -> tuple[ProviderSpec, ...]:
     """Return the requested providers in order, without duplicates.
 
     Args:
-        given: text, list, mapping or file; see the module's docstring. Empty for
+        requested: text, list, mapping or file; see the module's docstring. Empty for
             `ENGINERY_PROVIDERS`.
         options: options of requested providers, such as `cuda.gpu_mem_limit=2GiB`; they override
-            those in `given`.
-        default: providers if `given` is empty and the environment variable is not set.
+            those in `requested`.
+        default: providers if `requested` is empty and the environment variable is not set.
 
     Raises:
         ProviderError: no provider was requested, or a name is unknown.
         OptionError: an option is unknown, invalid, given twice with different values, or belongs to
             a provider that was not requested; or a file does not exist or cannot be read.
     """
-    if isinstance(given, Path):
-        given = str(given)
-    if isinstance(given, str) and not given.strip():
+    if isinstance(requested, Path):
+        requested = str(requested)
+    if isinstance(requested, str) and not requested.strip():
         if text := os.environ.get(ENVIRONMENT, "").strip():
             with _about(ENVIRONMENT):
                 return parse_providers(text, options)
-        given = default
-    if isinstance(given, str) and is_file_name(given):
-        specs = _merge(_from_file(Path(given.strip()).expanduser()))
+        requested = default
+    if isinstance(requested, str) and is_file_name(requested):
+        specs = _merge(_from_file(Path(requested.strip()).expanduser()))
     else:
-        specs = _merge(_read(given))
+        specs = _merge(_read(requested))
     if not specs:
         raise ProviderError(
             "no execution provider was requested.", do="Pass one, for example: --providers cuda"
         )
     for text in options:
         name, key, value = _read_option(text, specs)
+        # These override what was requested; within one text, two values are an error.
         specs[name][key] = value
     return tuple(ProviderSpec(name, values) for name, values in specs.items())
 
@@ -142,11 +143,11 @@ def format_providers(specs: Iterable[ProviderSpec]) -> str:
 
     `cuda,cpu; cuda.gpu_mem_limit=2147483648`, or JSON if a value contains a semicolon.
     """
-    known = list(specs)
-    if any(";" in value or "\n" in value for spec in known for value in spec.options.values()):
-        return json.dumps([{spec.name: spec.options} for spec in known])
-    options = (f"{spec.name}.{key}={spec.options[key]}" for spec in known for key in spec.options)
-    return "; ".join([",".join(spec.name for spec in known), *options])
+    listed = list(specs)
+    if any(";" in value or "\n" in value for spec in listed for value in spec.options.values()):
+        return json.dumps([{spec.name: spec.options} for spec in listed])
+    options = (f"{spec.name}.{key}={spec.options[key]}" for spec in listed for key in spec.options)
+    return "; ".join([",".join(spec.name for spec in listed), *options])
 
 
 def is_file_name(text: str) -> bool:
@@ -224,18 +225,18 @@ def _spec(name: str, options: Mapping[str, Any]) -> ProviderSpec:
     return ProviderSpec(short_name(full_name(name)), read_options(name, options))
 
 
-def _read(given: Any) -> list[ProviderSpec]:
+def _read(requested: Any) -> list[ProviderSpec]:
     """Read specifications, which may contain duplicates."""
-    if isinstance(given, ProviderSpec):
-        return [_spec(given.name, given.options)]
-    if isinstance(given, str):
-        return _from_text(given)
-    if isinstance(given, Mapping):
-        return _from_mapping(given)
-    if isinstance(given, Sequence):
-        return [spec for item in given for spec in _from_item(item)]
+    if isinstance(requested, ProviderSpec):
+        return [_spec(requested.name, requested.options)]
+    if isinstance(requested, str):
+        return _from_text(requested)
+    if isinstance(requested, Mapping):
+        return _from_mapping(requested)
+    if isinstance(requested, Sequence):
+        return [spec for item in requested for spec in _from_item(item)]
     raise OptionError(
-        f"providers: found a {type(given).__name__}, expected names, a list or a mapping."
+        f"providers: found a {type(requested).__name__}, expected names, a list or a mapping."
     )
 
 
@@ -281,7 +282,7 @@ def _from_file(path: Path) -> list[ProviderSpec]:
 
 @contextmanager
 def _about(where: str) -> Iterator[None]:
-    """Put a place before the message of an error about providers."""
+    """Prefix the message of an error about providers with its source, such as a file."""
     try:
         yield
     except ProviderError as error:
@@ -304,15 +305,15 @@ def _from_yaml(text: str) -> list[ProviderSpec]:
         ) from error
 
 
-def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:
-    if "EngineConfig" in given or "onnxruntime" in given:
-        return _from_rapidocr_engines(given)
-    if any(str(key).startswith("use_") for key in given):
-        return _from_rapidocr(given)
-    if any(name in given for name in _RAPIDOCR_SECTIONS):
-        return _from_rapidocr_file(given)
+def _from_mapping(mapping: Mapping[str, Any]) -> list[ProviderSpec]:
+    if "EngineConfig" in mapping or "onnxruntime" in mapping:
+        return _from_rapidocr_engines(mapping)
+    if any(str(key).startswith("use_") for key in mapping):
+        return _from_rapidocr(mapping)
+    if any(name in mapping for name in _RAPIDOCR_SECTIONS):
+        return _from_rapidocr_file(mapping)
     specs = []
-    for name, options in given.items():
+    for name, options in mapping.items():
         if options is not None and options != "" and not isinstance(options, Mapping):
             raise OptionError(
                 f"provider '{name}': found {_describe(options)}, expected its options, "
@@ -322,27 +323,23 @@ def _from_mapping(given: Mapping[str, Any]) -> list[ProviderSpec]:
     return specs
 
 
-def _from_rapidocr_engines(given: Mapping[str, Any]) -> list[ProviderSpec]:
+def _from_rapidocr_engines(document: Mapping[str, Any]) -> list[ProviderSpec]:
     """Read a file of version 3, or its `EngineConfig` alone: the section onnxruntime counts."""
-    engines = _section(given, "EngineConfig") if "EngineConfig" in given else given
-    named = {name: _section(given, name).get("engine_type") for name in _RAPIDOCR_SECTIONS}
-    named = {name: getattr(kind, "value", kind) for name, kind in named.items() if kind}
-    for name, kind in named.items():
+    engines = _section(document, "EngineConfig") if "EngineConfig" in document else document
+    engine_types = {
+        name: _section(document, name).get("engine_type") for name in _RAPIDOCR_SECTIONS
+    }
+    engine_types = {
+        name: getattr(kind, "value", kind) for name, kind in engine_types.items() if kind
+    }
+    for name, kind in engine_types.items():
         if kind != "onnxruntime":
             raise OptionError(
                 f"{name}: engine_type is '{kind}', but enginery runs models in ONNX Runtime.",
                 do="Change it to onnxruntime, or pass only the section EngineConfig.onnxruntime.",
             )
-    # Without an engine_type, another engine may be the one that is meant.
-    for name in () if named else engines:
-        other = engines[name] if isinstance(engines[name], Mapping) else {}
-        for key, value in other.items():
-            is_device = str(key).startswith("use_") and key not in _RAPIDOCR_PRECISION
-            if name != "onnxruntime" and is_device and _switch(key, value):
-                raise OptionError(
-                    f"{name}: {key} is true, but only the section onnxruntime is read.",
-                    do=f"Turn {key} off there, or pass only the section EngineConfig.onnxruntime.",
-                )
+    if not engine_types:
+        _reject_other_devices(engines)
     section = _section(engines, "onnxruntime")
     for key in map(str, section):
         if key not in _RAPIDOCR_KEYS and not key.startswith("use_"):
@@ -353,21 +350,38 @@ def _from_rapidocr_engines(given: Mapping[str, Any]) -> list[ProviderSpec]:
     return _from_rapidocr(section)
 
 
-def _section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _reject_other_devices(engines: Mapping[str, Any]) -> None:
+    """Raise OptionError if a section other than onnxruntime's turns a device on.
+
+    Without an `engine_type`, that section's engine may be the one that is meant.
+    """
+    for name, section in engines.items():
+        if name == "onnxruntime" or not isinstance(section, Mapping):
+            continue
+        for key, value in section.items():
+            is_device = str(key).startswith("use_") and key not in _RAPIDOCR_PRECISION
+            if is_device and _switch(key, value):
+                raise OptionError(
+                    f"{name}: {key} is true, but only the section onnxruntime is read.",
+                    do=f"Turn {key} off there, or pass only the section EngineConfig.onnxruntime.",
+                )
+
+
+def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section of RapidOCR's file, which may be absent or empty."""
-    found = given.get(name)
-    if found in _NOTHING:
+    section = document.get(name)
+    if section in _NOTHING:
         return {}
-    if not isinstance(found, Mapping):
-        raise OptionError(f"{name}: found {_describe(found)}, expected a section of settings.")
-    return found
+    if not isinstance(section, Mapping):
+        raise OptionError(f"{name}: found {_describe(section)}, expected a section of settings.")
+    return section
 
 
-def _from_rapidocr_file(given: Mapping[str, Any]) -> list[ProviderSpec]:
+def _from_rapidocr_file(document: Mapping[str, Any]) -> list[ProviderSpec]:
     """Read a configuration file of version 1, whose sections must request the same providers."""
     first, requested = "", [ProviderSpec("cpu")]  # RapidOCR's default without a switch
     for name in _RAPIDOCR_SECTIONS:
-        section = _section(given, name)
+        section = _section(document, name)
         with _about(name):
             specs = _from_rapidocr(section)
         if not any(switch in section for switch in _RAPIDOCR):
@@ -382,7 +396,7 @@ def _from_rapidocr_file(given: Mapping[str, Any]) -> list[ProviderSpec]:
     return requested
 
 
-def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
+def _from_rapidocr(settings: Mapping[str, Any]) -> list[ProviderSpec]:
     """Read RapidOCR's switches, their options and those of the session; the CPU is added.
 
     Settings of its own steps are ignored.
@@ -391,33 +405,33 @@ def _from_rapidocr(given: Mapping[str, Any]) -> list[ProviderSpec]:
     for switch, (name, keys) in _RAPIDOCR.items():
         options: dict[str, str] = {}
         for key in keys:
-            value = given.get(key)
+            value = settings.get(key)
             if isinstance(value, Mapping):
                 options |= read_options(name, value)  # checked even if the switch is off
             elif value not in _NOTHING:
                 raise OptionError(
                     f"{key}: found {_describe(value)}, expected the options of {name}."
                 )
-        if _switch(switch, given.get(switch, False)):
+        if _switch(switch, settings.get(switch, False)):
             specs.append(ProviderSpec(name, options))
-    for key, value in given.items():
-        own = key in _RAPIDOCR or key in _RAPIDOCR_STEPS
-        if str(key).startswith("use_") and not own and _switch(key, value):
+    for key, value in settings.items():
+        known_key = key in _RAPIDOCR or key in _RAPIDOCR_STEPS
+        if str(key).startswith("use_") and not known_key and _switch(key, value):
             raise OptionError(
                 f"{key} is true, but no execution provider of ONNX Runtime has this switch.",
                 do=f"Leave it out. Known switches: {', '.join(_RAPIDOCR)}.",
             )
-    _reject_threads(given)
+    _reject_threads(settings)
     # RapidOCR's cpu_ep_cfg is ignored: ONNX Runtime's CPU provider has no such options.
-    arena = given.get(_ARENA)
+    arena = settings.get(_ARENA)
     cpu = {} if arena in _NOTHING else read_options("cpu", {_ARENA: arena})
     return [*specs, ProviderSpec("cpu", cpu)]
 
 
-def _reject_threads(given: Mapping[str, Any]) -> None:
+def _reject_threads(settings: Mapping[str, Any]) -> None:
     """Raise OptionError for numbers of threads; RapidOCR ignores those below 1."""
     for key in _THREADS:
-        value = given.get(key)
+        value = settings.get(key)
         if value in _NOTHING or str(value).strip() in ("-1", "0"):
             continue
         if key == "inter_op_num_threads":

@@ -84,11 +84,11 @@ class Answer(TextTask):
         A context that is split into windows gets one row per window.
         """
         pairs = [_pair(item, index) for index, item in enumerate(inputs)]
-        for part, what in enumerate(("question", "context")):
-            check_texts([pair[part] for pair in pairs], what=what)
+        for part, role in enumerate(("question", "context")):
+            check_texts([pair[part] for pair in pairs], what=role)
             for index, pair in enumerate(pairs):
                 if not pair[part].strip():
-                    raise InputError(f"{what} {index} is empty.")
+                    raise InputError(f"{role} {index} is empty.")
         rows, of_pair = [], []
         for index, encoding in enumerate(self.tokenizer.encode_pairs(pairs)):
             windows = (encoding, *encoding.overflowing)
@@ -114,12 +114,12 @@ class Answer(TextTask):
         return [
             best_answers(
                 context,
-                found,
+                context_windows,
                 top_k=options.top_k,
                 max_tokens=options.max_tokens,
                 allow_none=options.allow_none,
             )
-            for (_, context), found in zip(pairs, windows, strict=True)
+            for (_, context), context_windows in zip(pairs, windows, strict=True)
         ]
 
     def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
@@ -132,14 +132,14 @@ class Answer(TextTask):
 
     def tensors(self, results: Sequence[Any]) -> Arrays:
         """Return text, score, start and end: (n, answers) each, padded with empty answers."""
-        most = max(map(len, results))
-        none = ContextAnswer("", 0.0, 0, 0)
-        filled = [[*found, *[none] * (most - len(found))] for found in results]
+        max_answers = max(map(len, results))
+        padding = ContextAnswer("", 0.0, 0, 0)
+        rows = [[*answers, *[padding] * (max_answers - len(answers))] for answers in results]
         return {
-            "answer": string_tensor([[each.text for each in row] for row in filled]),
-            "score": np.array([[each.score for each in row] for row in filled], np.float32),
-            "start": np.array([[each.start for each in row] for row in filled], np.int64),
-            "end": np.array([[each.end for each in row] for row in filled], np.int64),
+            "answer": string_tensor([[answer.text for answer in row] for row in rows]),
+            "score": np.array([[answer.score for answer in row] for row in rows], np.float32),
+            "start": np.array([[answer.start for answer in row] for row in rows], np.int64),
+            "end": np.array([[answer.end for answer in row] for row in rows], np.int64),
         }
 
     @classmethod
@@ -147,26 +147,26 @@ class Answer(TextTask):
         """Return the columns of the best answer and, if `top_k` is not 1, of all answers."""
         import pyarrow as pa
 
-        place = [("score", pa.float32()), ("start", pa.int64()), ("end", pa.int64())]
-        best = [pa.field(name, kind) for name, kind in (("answer", pa.string()), *place)]
+        details = [("score", pa.float32()), ("start", pa.int64()), ("end", pa.int64())]
+        best = [pa.field(name, kind) for name, kind in (("answer", pa.string()), *details)]
         if options.top_k == 1:
             return best
-        return [*best, pa.field("answers", pa.list_(pa.struct([("text", pa.string()), *place])))]
+        return [*best, pa.field("answers", pa.list_(pa.struct([("text", pa.string()), *details])))]
 
     @classmethod
     def arrow_values(cls, result: Any) -> tuple[Any, ...]:
         """Return the best answer with its score, start and end, then all answers."""
         best = result[0]
-        return best.text, best.score, best.start, best.end, [vars(found) for found in result]
+        return best.text, best.score, best.start, best.end, [vars(answer) for answer in result]
 
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe the best answer to each question."""
         return [
             ResultDescription(
-                {"answer": f"{found[0].text or 'none'} {found[0].score:.2f}"},
-                {"answers": [each.to_dict() for each in found]},
+                {"answer": f"{answers[0].text or 'none'} {answers[0].score:.2f}"},
+                {"answers": [answer.to_dict() for answer in answers]},
             )
-            for found in results
+            for answers in results
         ]
 
     def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ def best_answers(
         allow_none: include "no answer", as an empty text at offset 0, among the candidates.
     """
     scores: dict[str, float] = {}
-    places: dict[str, tuple[int, int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     # The pipeline starts from 1e6 and takes the minimum over all windows.
     null_score = 1e6
     for window in windows:
@@ -228,12 +228,12 @@ def best_answers(
         # The first token stands for "no answer", so no span may start or end there.
         start[0] = end[0] = 0.0
         for first, last, score in _candidates(start, end, allowed, 2 * top_k + 10, max_tokens):
-            place = _characters(window.encoding, first, last)
-            key = context[slice(*place)].lower()
-            places.setdefault(key, place)
+            span = _characters(window.encoding, first, last)
+            key = context[slice(*span)].lower()
+            spans.setdefault(key, span)
             scores[key] = scores.get(key, 0.0) + score
     answers = [
-        ContextAnswer(context[slice(*place)], scores[key], *place) for key, place in places.items()
+        ContextAnswer(context[slice(*span)], scores[key], *span) for key, span in spans.items()
     ]
     if allow_none:
         answers.append(ContextAnswer("", null_score, 0, 0))
@@ -257,8 +257,8 @@ def _probabilities(
 
 
 def _softmax_where(logits: NDArray[Any], allowed: NDArray[np.bool_]) -> NDArray[Any]:
-    kept = np.where(allowed, logits.astype(np.float32, copy=False), np.float32(_NEVER))
-    shifted = np.exp(kept - kept.max())
+    masked = np.where(allowed, logits.astype(np.float32, copy=False), np.float32(_NEVER))
+    shifted = np.exp(masked - masked.max())
     return np.asarray(shifted / shifted.sum())
 
 

@@ -63,10 +63,10 @@ class AudioTask(MediaTask):
             processor.input_name,
             "attention_mask",
         }:
-            found = "; ".join(str(spec) for spec in record.inputs)
+            inputs = "; ".join(str(spec) for spec in record.inputs)
             raise ArtifactError(
-                f"{artifact.path}: the graph takes {found}; {processor.kind}FeatureExtractor makes "
-                f"{processor.input_name}.",
+                f"{artifact.path}: the graph takes {inputs}; "
+                f"{processor.kind}FeatureExtractor makes {processor.input_name}.",
                 do="Export the model with its own feature extractor.",
             )
         length = f"{processor.fixed_samples / processor.sampling_rate:g} seconds"
@@ -219,8 +219,8 @@ class Transcribe(AudioTask):
     def tensors(self, results: Sequence[Any]) -> Arrays:
         """Return `text` (bytes) and `score` (float32): (n,) each."""
         return {
-            "text": string_tensor([each.text for each in results]),
-            "score": np.array([each.score for each in results], np.float32),
+            "text": string_tensor([transcription.text for transcription in results]),
+            "score": np.array([transcription.score for transcription in results], np.float32),
         }
 
     @classmethod
@@ -237,7 +237,10 @@ class Transcribe(AudioTask):
 
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe each transcription."""
-        return [ResultDescription({"answer": each.text}, each.to_dict()) for each in results]
+        return [
+            ResultDescription({"answer": transcription.text}, transcription.to_dict())
+            for transcription in results
+        ]
 
 
 def example_wav(sampling_rate: int = 16_000) -> bytes:

@@ -125,8 +125,8 @@ class BatchRunner:
         """Run any number of rows, batch by batch; return outputs in the order of the rows."""
         outputs: list[Any] = [None] * len(rows)
         for batch in self.plan(rows):
-            for place, found in zip(batch, self.run([rows[i] for i in batch]), strict=True):
-                outputs[place] = found
+            for index, output in zip(batch, self.run([rows[i] for i in batch]), strict=True):
+                outputs[index] = output
         return outputs
 
     def run_stream(self, rows: Iterable[Row]) -> list[Any]:
@@ -139,14 +139,14 @@ class BatchRunner:
         waiting: dict[Any, dict[int, Row]] = {}
 
         def run(batch: dict[int, Row]) -> None:
-            for place, found in zip(batch, self.run(list(batch.values())), strict=True):
-                outputs[place] = found
+            for index, output in zip(batch, self.run(list(batch.values())), strict=True):
+                outputs[index] = output
 
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             outputs.append(None)
             key = self.task.batch_key(row)
             batch = waiting.setdefault(key, {})
-            batch[place] = row
+            batch[index] = row
             if len(batch) >= self.max_rows(row):
                 run(waiting.pop(key))
         for batch in waiting.values():
@@ -166,29 +166,32 @@ class BatchRunner:
                 8192 on a ladder, or 4096 without either.
         """
         groups: dict[Any, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(self.task.batch_key(row), []).append(place)
+        for index, row in enumerate(rows):
+            groups.setdefault(self.task.batch_key(row), []).append(index)
         engines, ladder = bool(self.runner.profiles), self.runner.ladder
         usual_tokens = sys.maxsize if engines else GPU_MAX_TOKENS if ladder else MAX_TOKENS
         largest = max_rows or (GPU_MAX_ROWS if ladder else MAX_ROWS)
+        # A graph that cannot pad has no use for rungs.
         rungs = None
         if ladder is not None and self.task.can_pad:
             rungs = Rungs(ladder.sizes[BATCH], ladder.sizes.get(SEQUENCE, ()))
         batches = []
-        for places in groups.values():
-            content = rows[places[0]].content
+        for indices in groups.values():
+            content = rows[indices[0]].content
 
+            # An engine's profile may take fewer rows of longer inputs.
             @cache
-            def most(tokens: int, content: Any = content) -> int:
+            def max_rows_at(tokens: int, content: Any = content) -> int:
                 return min(self.max_rows(Row(content, tokens)), largest)
 
             planned = plan_batches(
-                [rows[place].tokens for place in places],
-                max_rows=self.fixed_rows or (most if self.runner.pads else largest),
+                [rows[index].tokens for index in indices],
+                max_rows=self.fixed_rows or (max_rows_at if self.runner.pads else largest),
                 max_tokens=max_tokens or usual_tokens,
                 equal_lengths=not self.task.can_pad,
+                # Fixed batches and engines: the cost of a batch was not measured there.
                 batch_cost=self._batch_cost if not self.fixed_rows and not engines else 0,
                 rungs=rungs,
             )
-            batches += [[places[index] for index in batch] for batch in planned]
+            batches += [[indices[index] for index in batch] for batch in planned]
         return batches

@@ -107,8 +107,12 @@ class LabelResults:
     def tensors(self, results: Sequence[Any]) -> Arrays:
         """Return `label` (bytes) and `score` (float32): (n, labels) each."""
         return {
-            "label": string_tensor([[each.label for each in r.labels] for r in results]),
-            "score": np.array([[each.score for each in r.labels] for r in results], np.float32),
+            "label": string_tensor(
+                [[label.label for label in result.labels] for result in results]
+            ),
+            "score": np.array(
+                [[label.score for label in result.labels] for result in results], np.float32
+            ),
         }
 
     @classmethod

@@ -85,7 +85,7 @@ class Fill(TextTask):
         """
         mask_id = self._mask_id()
         return [
-            logits[[place for place, token in enumerate(row.content.ids) if token == mask_id]]
+            logits[[index for index, token in enumerate(row.content.ids) if token == mask_id]]
             for row, logits in zip(rows, self.token_outputs(rows, outputs, "logits"), strict=True)
         ]
 
@@ -111,13 +111,13 @@ class Fill(TextTask):
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token
-        found = self.tokenizer.backend.token_to_id(mask) if mask else None
-        if found is None:
+        mask_id = self.tokenizer.backend.token_to_id(mask) if mask else None
+        if mask_id is None:
             raise ArtifactError(
                 "the tokenizer has no mask token, which fill-mask needs.",
                 do="Set mask_token in tokenizer_config.json and export the model again.",
             )
-        return int(found)
+        return int(mask_id)
 
     def _fillings(self, ids: Sequence[int], logits: NDArray[Any], top_k: int) -> MaskFillings:
         """Return the fillings of the masks among `ids`; `logits` is (masks, vocabulary)."""

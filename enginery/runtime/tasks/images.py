@@ -52,9 +52,9 @@ class ImageTask(MediaTask):
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         inputs = record.inputs
         if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
-            found = "; ".join(str(spec) for spec in inputs)
+            declared = "; ".join(str(spec) for spec in inputs)
             raise ArtifactError(
-                f"{artifact.path}: the graph takes {found}; "
+                f"{artifact.path}: the graph takes {declared}; "
                 "expected one input, pixel_values (batch, 3, height, width)."
             )
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
@@ -153,8 +153,8 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image: float32 (dim,)."""
-        found = self.output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
-        return [self._vector(row.astype(np.float32, copy=False)) for row in found]
+        vectors = self.output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
+        return [self._vector(row.astype(np.float32, copy=False)) for row in vectors]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
@@ -162,13 +162,13 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
         """Return float32 (dim,) for each image."""
         return finish_vectors(outputs, options, model_normalizes=False)
 
-    def _vector(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
-        if found.ndim == 3:  # a feature map: (channels, height, width)
-            return np.asarray(found.mean(axis=(1, 2)))
-        if found.ndim == 2:  # tokens: (sequence, dim)
+    def _vector(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
+        if output.ndim == 3:  # a feature map: (channels, height, width)
+            return np.asarray(output.mean(axis=(1, 2)))
+        if output.ndim == 2:  # tokens: (sequence, dim)
             first = self.config.model_type in _FIRST_TOKEN
-            return np.asarray(found[0] if first else found.mean(axis=0))
-        return found
+            return np.asarray(output[0] if first else output.mean(axis=0))
+        return output
 
 
 def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:

@@ -172,6 +172,8 @@ class RowStream:
                         outputs = self.batches.task.outputs_for([first])
                         run = self.submit(partial(self.batches.runner, batch.feeds, outputs))
                     running.append((batch, run))
+                    # Enough batches wait; the oldest is collected first, so that windows come out
+                    # in order.
                     if len(running) > self.concurrent:
                         yield from finish()
             while running:
@@ -179,6 +181,7 @@ class RowStream:
         finally:
             for _, run in running:
                 if run is not None:
+                    # The caller has stopped or a run has failed: nobody will collect these batches.
                     run.cancel()
 
 
@@ -244,6 +247,7 @@ def read_ahead(items: Generator[Item], *, ahead: int, name: str) -> Generator[It
         try:
             with closing(items):
                 for item in items:
+                    # Bounds the memory: no item is read before there is space for it.
                     slots.acquire()
                     if is_closed.is_set():
                         break

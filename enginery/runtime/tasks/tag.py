@@ -178,7 +178,7 @@ def spans_from_logits(
         pieces = [_merge_word(word, combine) for word in _group_words(pieces)]
     tagged = [_tag(piece, names) for piece in pieces]
     groups = [[tag] for tag in tagged] if aggregation == "none" else _group_tags(tagged)
-    spans = [_span(text, group, whole=aggregation == "none") for group in groups]
+    spans = [_span(text, group, keep_prefix=aggregation == "none") for group in groups]
     return [span for span in spans if span.label != "O"]
 
 
@@ -244,9 +244,9 @@ def _entity_type(label: str) -> str:
     return label[2:] if label.startswith(("B-", "I-")) else label
 
 
-def _span(text: str, group: Sequence[_Tagged], *, whole: bool) -> TokenSpan:
+def _span(text: str, group: Sequence[_Tagged], *, keep_prefix: bool) -> TokenSpan:
     start, end = group[0].start, group[-1].end
     # The pipeline drops everything before the first hyphen from the label of a group.
-    label = group[0].label if whole else group[0].label.split("-", 1)[-1]
+    label = group[0].label if keep_prefix else group[0].label.split("-", 1)[-1]
     score = float(np.mean([tag.score for tag in group]))
     return TokenSpan(label, score, start, end, text[start:end])

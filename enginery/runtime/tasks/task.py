@@ -70,18 +70,18 @@ class TaskOptions(BaseModel):
         Raises:
             TaskOptionError: an option is unknown or has an invalid value.
         """
-        given = {name: value for name, value in values.items() if value is not None}
+        present = {name: value for name, value in values.items() if value is not None}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(present)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=True)[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            known = tuple(cls.model_fields)
+            names = tuple(cls.model_fields)
             raise TaskOptionError(
-                f"unknown option '{where}{name[:60]}'{nearest(name[:60], known)}",
+                f"unknown option '{where}{name[:60]}'{nearest(name[:60], names)}",
                 field=f"{where}{name[:60]}",
-                do=f"Known: {', '.join(known) or 'none'}.",
+                do=f"Known: {', '.join(names) or 'none'}.",
             )
         expected = expected_values(cls.schemas()[name])
         raise TaskOptionError(
@@ -98,8 +98,8 @@ class TaskOptions(BaseModel):
 
 def without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a field's JSON schema without null among its types."""
-    kinds = [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
-    return {**schema, **(kinds[0] if kinds else {})}
+    types = [option for option in schema.get("anyOf", ()) if option.get("type") != "null"]
+    return {**schema, **(types[0] if types else {})}
 
 
 def describe_value(value: Any) -> str:
@@ -121,10 +121,12 @@ def expected_values(schema: Mapping[str, Any]) -> str:
     kind = {"boolean": "true or false", "string": "a string", "integer": "a whole number"}.get(
         schema.get("type", ""), "a number"
     )
-    least, most = schema.get("minimum"), schema.get("maximum")
-    if least is None:
+    minimum, maximum = schema.get("minimum"), schema.get("maximum")
+    if minimum is None:
         return kind
-    return f"{kind} of {least} or more" if most is None else f"{kind} from {least} to {most}"
+    if maximum is None:
+        return f"{kind} of {minimum} or more"
+    return f"{kind} from {minimum} to {maximum}"
 
 
 @dataclass(frozen=True)
@@ -401,15 +403,15 @@ class MediaTask(Task):
 
     def output_rows(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
         """Return an output of the batch; raise ArtifactError unless it has one row per input."""
-        found = outputs[name]
-        if not found.ndim or len(found) != len(rows):
+        values = outputs[name]
+        if not values.ndim or len(values) != len(rows):
             raise ArtifactError(
-                f"the graph returned {name} with the shape {found.shape} for {len(rows)} inputs, "
+                f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
                 "expected one row per input.",
                 do="The output does not have the dims that manifest.json declares; export the "
                 "model again.",
             )
-        return found
+        return values
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

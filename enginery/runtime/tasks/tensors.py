@@ -95,8 +95,8 @@ class Tensors(RowTask):
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], _options: Any) -> Arrays:
         """Return the graph's outputs, by name."""
         if len(outputs) == 1:
-            found: Arrays = outputs[0]
-            return found
+            arrays: Arrays = outputs[0]
+            return arrays
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
 
     def count(self, inputs: Arrays) -> int:
@@ -146,5 +146,5 @@ class Tensors(RowTask):
         """
         size = self.tables.get(name)
         if size and array.dtype.kind in "iu" and not (array.min() >= 0 and array.max() < size):
-            found = int(array.min()) if array.min() < 0 else int(array.max())
-            raise InputError(f"{name} holds {found}, expected 0 to {size - 1}.")
+            outside = int(array.min()) if array.min() < 0 else int(array.max())
+            raise InputError(f"{name} holds {outside}, expected 0 to {size - 1}.")

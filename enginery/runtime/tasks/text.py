@@ -141,9 +141,10 @@ class TextTask(Task):
         self, rows: Sequence[Row], outputs: Mapping[str, NDArray[Any]], name: str
     ) -> list[NDArray[Any]]:
         """Return an output for each row, without padding: (tokens, …) each."""
-        found = output_rows(outputs, name, rows, tokens=True)
+        padded = output_rows(outputs, name, rows, tokens=True)
         return [
-            self.tokenizer.strip_padding(o, row.content) for o, row in zip(found, rows, strict=True)
+            self.tokenizer.strip_padding(output, row.content)
+            for output, row in zip(padded, rows, strict=True)
         ]
 
     def scan_cost(self, work: ModelInputs) -> ProcessingCost:
@@ -167,16 +168,18 @@ def output_rows(
     Raises:
         ArtifactError: the output is smaller than that.
     """
-    found = outputs[name]
-    least = (len(rows), *([max((row.tokens for row in rows), default=0)] if tokens else []))
-    if found.ndim < len(least) or any(a < b for a, b in zip(found.shape, least, strict=False)):
+    values = outputs[name]
+    min_shape = (len(rows), *([max((row.tokens for row in rows), default=0)] if tokens else []))
+    if values.ndim < len(min_shape) or any(
+        a < b for a, b in zip(values.shape, min_shape, strict=False)
+    ):
         raise ArtifactError(
-            f"the graph returned {name} with the shape {found.shape} for {len(rows)} texts, "
-            f"expected at least {' × '.join(map(str, least))}.",
+            f"the graph returned {name} with the shape {values.shape} for {len(rows)} texts, "
+            f"expected at least {' × '.join(map(str, min_shape))}.",
             do="The output does not have the dims that manifest.json declares; export the model "
             "again.",
         )
-    return found
+    return values
 
 
 def softmax(logits: NDArray[Any]) -> NDArray[Any]:

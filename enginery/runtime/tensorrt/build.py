@@ -72,11 +72,13 @@ def build_in_process(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_bytes)
         if options.weight_streaming:
             config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
+        # TensorRT for RTX has no timing cache: it times no kernels when it builds.
         timing = TimingCache()
         if flavor is CLASSIC:
             _configure_classic(trt, config, capabilities, options)
             timing = attach_timing_cache(config, options, messages)
         else:
+            # TensorRT for RTX builds for GPUs that this machine need not have.
             targets = [capability_value(trt, capability) for capability in capabilities]
             config.num_compute_capabilities = len(targets)
             for index, target in enumerate(targets):
@@ -90,6 +92,7 @@ def build_in_process(
                 f"{', '.join(capabilities) or 'any GPU'}: {last_error(messages)}",
                 do=_build_remedy(messages, inputs),
             )
+        # Only now does the cache have the timings of this build.
         timing.save(config)
         layers, memory = _layers_and_memory(trt, flavor, plan, options, messages)
         if not layers:
@@ -131,10 +134,11 @@ def _configure_classic(
         trt.BuilderFlag.SPARSE_WEIGHTS: options.sparsity,
         trt.BuilderFlag.VERSION_COMPATIBLE: options.version_compatible,
     }
-    for flag, wanted in flags.items():
-        if wanted:
+    for flag, enabled in flags.items():
+        if enabled:
             config.set_flag(flag)
         else:
+            # TF32 is on by default.
             config.clear_flag(flag)
     level = options.hardware_compatibility
     if level == "ampere-plus" and capabilities[0].startswith("7."):
@@ -209,6 +213,8 @@ def _add_profiles(
             do=f"Pass a profile, for example {example}.",
         )
     for profile in profiles:
+        # Beyond the model's own limits, TensorRT would build an engine that reads memory outside of
+        # the position embeddings.
         profile.check(inputs, limits)
     for number, profile in enumerate(profiles if names else ()):
         ranges = builder.create_optimization_profile()

@@ -36,10 +36,12 @@ def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[st
     ]
     if not words or PORTABLE in words:
         return _portable(flavor, words)
-    found = [_current(flavor) if word == CURRENT else word for word in words]
-    for capability in found:
+    capabilities = [_current(flavor) if word == CURRENT else word for word in words]
+    for capability in capabilities:
         _check(flavor, capability)
-    return tuple(sorted(dict.fromkeys(found), key=lambda name: tuple(map(int, name.split(".")))))
+    return tuple(
+        sorted(dict.fromkeys(capabilities), key=lambda name: tuple(map(int, name.split("."))))
+    )
 
 
 def current_gpu(flavor: Flavor) -> CudaGpu:

@@ -98,11 +98,11 @@ def _layer(layer: Mapping[str, Any]) -> LayerRecord:
     stored = [layer[part] for part in ("Weights", "Bias") if isinstance(layer.get(part), dict)]
     constants = _types([*stored, *layer.get("Constants", [])])
     # With dynamic shapes the type may be missing; then the weights of a product have it.
-    known = inputs or (constants[:1] if kind != "other" else ())
+    operands = inputs or (constants[:1] if kind != "other" else ())
     return LayerRecord(
         name=name,
         kind=kind,
-        precision=product_precision(name, kind, known, constants, outputs),
+        precision=product_precision(name, kind, operands, constants, outputs),
         type=kind_name,
         inputs=inputs,
         constants=constants,
@@ -118,5 +118,5 @@ def _types(tensors: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         str(next((tensor[key] for key in (*_TYPE_KEYS, "Type") if key in tensor), ""))
         for tensor in tensors
     )
-    found = (match[1].lower() for word in words if (match := _TYPE.search(word)))
-    return tuple(normalize_precision(_SAME.get(word, word)) for word in found)
+    types = (match[1].lower() for word in words if (match := _TYPE.search(word)))
+    return tuple(normalize_precision(_SAME.get(word, word)) for word in types)

@@ -77,8 +77,8 @@ def tensorrt_version(flavor: Flavor = RTX) -> str:
     spec = find_spec(flavor.module)
     if spec is None or not spec.origin:
         return ""
-    found = _VERSION.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace"))
-    return found[1] if found else str(load_tensorrt(flavor=flavor).__version__)
+    match = _VERSION.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace"))
+    return match[1] if match else str(load_tensorrt(flavor=flavor).__version__)
 
 
 def require_version(version: str, flavor: Flavor) -> None:
@@ -105,8 +105,8 @@ def _missing(purpose: str, flavor: Flavor) -> EngineryError:
 
 def capability_names(trt: Any) -> list[str]:
     """Return the compute capabilities that this TensorRT can build for: `8.9` for SM89."""
-    found = [match for name in dir(trt.ComputeCapability) if (match := _CAPABILITY.match(name))]
-    names = [(int(match["major"]), int(match["minor"])) for match in found]
+    matches = [match for name in dir(trt.ComputeCapability) if (match := _CAPABILITY.match(name))]
+    names = [(int(match["major"]), int(match["minor"])) for match in matches]
     return [f"{major}.{minor}" for major, minor in sorted(names)]
 
 
@@ -116,11 +116,11 @@ def capability_value(trt: Any, capability: str) -> Any:
     Raises:
         OptionError: this TensorRT cannot build for it.
     """
-    known = capability_names(trt)
-    if capability not in known:
+    supported = capability_names(trt)
+    if capability not in supported:
         raise OptionError(
             f"{RTX.title} {trt.__version__} does not build for compute capability '{capability}'.",
-            do=f"It builds for {', '.join(known)}.",
+            do=f"It builds for {', '.join(supported)}.",
         )
     return getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}")
 

@@ -52,13 +52,13 @@ _FLOATS = ("fp32", "fp16", "bf16")
 
 def read_layers(messages: Iterable[str]) -> tuple[LayerRecord, ...]:
     """Return the engine's layers in order; none if the log does not list them."""
-    found: list[LayerRecord] = []
+    layers: list[LayerRecord] = []
     for message in messages:
         if message.startswith("Layers:"):
-            found = [
+            layers = [
                 layer for line in message.splitlines()[1:] if (layer := read_layer(line))
             ]  # TensorRT prints a list for each engine that it builds; the last one counts
-    return tuple(found)
+    return tuple(layers)
 
 
 def read_layer(line: str) -> LayerRecord | None:
@@ -72,8 +72,8 @@ def read_layer(line: str) -> LayerRecord | None:
         for part in ("inputs", "constants", "outputs")
     )
     kind = layer_kind(name, kind_name)
-    rest = match["rest"]
-    tactic = _TACTIC.search(rest)
+    remainder = match["rest"]
+    tactic = _TACTIC.search(remainder)
     return LayerRecord(
         name=name,
         kind=kind,
@@ -82,7 +82,7 @@ def read_layer(line: str) -> LayerRecord | None:
         inputs=inputs,
         constants=constants,
         outputs=outputs,
-        nodes=onnx_nodes(rest),
+        nodes=onnx_nodes(remainder),
         tactic=tactic[1] if tactic else "",
     )
 
@@ -93,8 +93,8 @@ def layer_kind(name: str, kind_name: str) -> LayerKind:
         return "attention"
     if kind_name in _KINDS:
         return _KINDS[kind_name]
-    found = (_OPERATIONS[word] for word in _operations(name) if word in _OPERATIONS)
-    return next(found, "other")
+    kinds = (_OPERATIONS[word] for word in _operations(name) if word in _OPERATIONS)
+    return next(kinds, "other")
 
 
 def _operations(name: str) -> list[str]:
@@ -112,19 +112,19 @@ def product_precision(
     """Return the precision of a product's operands, or of another layer's output."""
     if kind == "other":
         return next(iter([*outputs, *inputs]), "")
-    taken = next(iter([*inputs, *outputs]), "")
+    operand = next(iter([*inputs, *outputs]), "")
     first = next(iter(_operations(name)), "")
-    if taken in _QUANTIZED and first and first not in _OPERATIONS:
+    if operand in _QUANTIZED and first and first not in _OPERATIONS:
         # The integers are converted to floats before the product, as in __myl_CastMulFc, so the
         # product is one of floats.
-        return next((word for word in [*constants, *outputs] if word in _FLOATS), taken)
-    return taken
+        return next((word for word in [*constants, *outputs] if word in _FLOATS), operand)
+    return operand
 
 
 def memory_bytes(messages: Iterable[str]) -> dict[str, int]:
     """Return the device memory of the engine in bytes, under `activation` and `weights`."""
-    found = (match for message in messages if (match := _SIZE.match(message)))
-    return {match[1].lower(): int(match[2]) for match in found}
+    matches = (match for message in messages if (match := _SIZE.match(message)))
+    return {match[1].lower(): int(match[2]) for match in matches}
 
 
 def onnx_nodes(metadata: str) -> tuple[str, ...]:

@@ -89,8 +89,8 @@ def capability_name(text: str) -> str:
     >>> capability_name("sm_120")
     '12.0'
     """
-    found = re.fullmatch(r"(?:sm_?)?(\d+)(\d)", text.lower())
-    return f"{found[1]}.{found[2]}" if found else text
+    match = re.fullmatch(r"(?:sm_?)?(\d+)(\d)", text.lower())
+    return f"{match[1]}.{match[2]}" if match else text
 
 
 def get_flavor(name: str) -> Flavor:
@@ -160,6 +160,7 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         changed = value != getattr(defaults, field.name)
+        # The defaults are no request, so only other values are refused.
         if flavor is RTX and changed and field.name in CLASSIC_ONLY:
             raise OptionError(
                 f"option '{field.name}' is {value}, but {CLASSIC_ONLY[field.name]} has no effect "

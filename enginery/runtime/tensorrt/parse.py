@@ -83,10 +83,10 @@ def cover_in_process(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink]
         for index, node in enumerate(nodes)
         if node.op_type == "If" and MERGED_CONDITION in node.input
     }
-    taken = {index for part in parts for index in part} - merged
+    supported = {index for part in parts for index in part} - merged
     refused = {}
     for index, node in enumerate(nodes):
-        if index in taken:
+        if index in supported:
             continue
         name = node.name or f"#{index}"
         default = _MERGED if index in merged else "TensorRT gives no reason."
@@ -98,14 +98,17 @@ def cover_in_process(path: Path, *, flavor: Flavor = RTX, follow: Sequence[Sink]
             _remedy(node.op_type, node.domain),
         )
     # The remaining nodes are in branches or functions.
-    inner = [Refusal(r.node, r.op_type, r.reason, _remedy(r.op_type)) for r in reasons.values()]
+    inner = [
+        Refusal(refusal.node, refusal.op_type, refusal.reason, _remedy(refusal.op_type))
+        for refusal in reasons.values()
+    ]
     return Coverage(
         path=str(path),
         tensorrt=trt.__version__,
         total=len(nodes),
-        taken=len(taken),
+        taken=len(supported),
         refused=(*refused.values(), *inner),
-        partitions=sum(bool(taken.intersection(part)) for part in parts),
+        partitions=sum(bool(supported.intersection(part)) for part in parts),
     )
 
 
@@ -148,12 +151,12 @@ def parse_into(network: Any, parser: Any, path: Path, messages: Messages) -> tup
 
 
 def _refusals(parser: Any) -> tuple[Refusal, ...]:
-    found = []
+    refusals = []
     for error in (parser.get_error(index) for index in range(parser.num_errors)):
         name = error.node_name() or (f"#{error.node()}" if error.node() >= 0 else "")
         reason = " ".join(_NO_DEVICE.sub("", error.desc()).split())
-        found.append(Refusal(name, error.node_operator(), reason))
-    return tuple(dict.fromkeys(found))
+        refusals.append(Refusal(name, error.node_operator(), reason))
+    return tuple(dict.fromkeys(refusals))
 
 
 def last_error(messages: Messages) -> str:

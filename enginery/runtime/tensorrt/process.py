@@ -77,8 +77,8 @@ def parse_onnx(path: Path, *, flavor: Flavor = RTX, isolated: bool = True) -> Pa
     require_tensorrt("Parsing a graph with TensorRT", flavor)
     if not isolated:
         return parse_in_process(path, flavor=flavor)
-    found = _run_worker("parse", path, flavor, {})
-    return ParseReport(**{**found, **_records(found), "warnings": tuple(found["warnings"])})
+    result = _run_worker("parse", path, flavor, {})
+    return ParseReport(**{**result, **_records(result), "warnings": tuple(result["warnings"])})
 
 
 def coverage(path: Path, *, flavor: Flavor = RTX, isolated: bool = True) -> Coverage:
@@ -100,8 +100,8 @@ def coverage(path: Path, *, flavor: Flavor = RTX, isolated: bool = True) -> Cove
     require_tensorrt("Asking TensorRT which nodes it takes", flavor)
     if not isolated:
         return cover_in_process(path, flavor=flavor)
-    found = _run_worker("cover", path, flavor, {})
-    return Coverage(**{**found, **_records(found)})
+    result = _run_worker("cover", path, flavor, {})
+    return Coverage(**{**result, **_records(result)})
 
 
 def build_plan(
@@ -162,6 +162,7 @@ def build_plan(
     }
     if plan_path is not None:
         return _build_in_child(path, flavor, request, plan_path)
+    # The plan comes back in a file: the child's result is JSON, which cannot hold bytes.
     with temporary_directory("plan") as scratch:
         written = scratch / "plan"
         built = _build_in_child(path, flavor, request, written)
@@ -172,10 +173,10 @@ def _build_in_child(
     path: Path, flavor: Flavor, request: Mapping[str, Any], plan_path: Path
 ) -> BuiltPlan:
     """Build in a child process, which writes the plan."""
-    found = _run_worker("build", path, flavor, {**request, "plan_path": str(plan_path)})
-    lists = {name: tuple(found[name]) for name in ("capabilities", "profiles", "warnings")}
-    made = {**found, **_records(found), **lists, "held": b"", "plan_path": str(plan_path)}
-    return BuiltPlan(**made)
+    result = _run_worker("build", path, flavor, {**request, "plan_path": str(plan_path)})
+    lists = {name: tuple(result[name]) for name in ("capabilities", "profiles", "warnings")}
+    values = {**result, **_records(result), **lists, "held": b"", "plan_path": str(plan_path)}
+    return BuiltPlan(**values)
 
 
 def log_path(path: Path) -> Path:
@@ -196,7 +197,7 @@ def _run_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
     )
 
 
-def _records(found: Mapping[str, Any]) -> dict[str, Any]:
+def _records(result: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the records in a child's result to dataclasses."""
     kinds = {
         "inputs": TensorSpec,
@@ -206,9 +207,9 @@ def _records(found: Mapping[str, Any]) -> dict[str, Any]:
         "refused": Refusal,
     }
     return {
-        name: tuple(kind(**_frozen(record)) for record in found[name])
+        name: tuple(kind(**_frozen(record)) for record in result[name])
         for name, kind in kinds.items()
-        if name in found
+        if name in result
     }
 
 

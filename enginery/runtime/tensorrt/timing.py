@@ -43,6 +43,7 @@ class TimingCache:
             with _lock(self.path):
                 present = self.path.read_bytes() if self.path.is_file() else b""
                 if present not in (b"", self.content):
+                    # Another build has written the file in the meantime; keep its timings as well.
                     others = config.create_timing_cache(present)
                     if others is None or not learnt.combine(others, ignore_mismatch=False):
                         self.warnings.append(_unfit(self.path))
@@ -76,12 +77,14 @@ def attach_timing_cache(config: Any, options: BuildOptions, messages: Messages) 
         ) from error
     if options.timing_cache_fixed and not content:
         raise OptionError(f"option 'timing_cache': {path} is fixed, but is missing or empty.")
+    # A fixed cache gets no path, so that it is not saved.
     if (cache := _load_matching(config, content, messages)) is not None:
         return TimingCache(cache, None if options.timing_cache_fixed else path, content)
     if options.timing_cache_fixed:
         raise ProviderError(
             f"{_unfit(path)}.", do="Pass one that was made on this machine, or let a build make it."
         )
+    # The file belongs to another TensorRT or GPU: build without its timings, and leave it as it is.
     empty = config.create_timing_cache(b"")
     config.set_timing_cache(empty, ignore_mismatch=False)
     return TimingCache(empty, warnings=[_unfit(path)])

@@ -38,9 +38,9 @@ def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
         plan_path=Path(request["plan_path"]),
         follow=[_write],
     )
-    found = asdict(built)
-    del found["held"]  # empty bytes, which JSON cannot hold: the plan is in its file
-    return found
+    result = asdict(built)
+    del result["held"]  # empty bytes, which JSON cannot hold: the plan is in its file
+    return result
 
 
 def _write(level: str, text: str) -> None:

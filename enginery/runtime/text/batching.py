@@ -69,6 +69,7 @@ def plan_batches(
         return [[0]]
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     longest = np.asarray(lengths, np.int64)[order]
+    # searchsorted needs ascending numbers.
     ascending = -longest
 
     def size_limit(tokens: int) -> int:

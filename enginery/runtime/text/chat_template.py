@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @cached_property
     def compiled(self) -> Any:
-        """The template as Jinja's.
+        """The compiled Jinja template.
 
         Raises:
             ArtifactError: the template is invalid.
@@ -118,10 +118,10 @@ class ChatTemplate:
             return json.dumps(value, ensure_ascii=False, indent=indent)
 
         def limited_range(*bounds: int) -> range:
-            found = range(*bounds)
-            if len(found) > _MAX_REPEATED:
+            values = range(*bounds)
+            if len(values) > _MAX_REPEATED:
                 raise jinja2.exceptions.SecurityError("a range is too long")
-            return found
+            return values
 
         def reject(message: str) -> NoReturn:
             raise jinja2.TemplateError(message)
@@ -179,13 +179,13 @@ class PairTemplate:
         _ = chat.compiled  # else the loop would hide that the template is invalid
         # Templates read content as a string or, like those for images, as a list of parts.
         for structured in (False, True):
-            found = cls(chat, instruction, variables, structured)
+            template = cls(chat, instruction, variables, structured)
             try:
-                prompt = found.render(*_PROBES)
+                prompt = template.render(*_PROBES)
             except ArtifactError:
                 continue
             if all(probe in prompt for probe in _PROBES):
-                return found
+                return template
         raise ArtifactError(
             f"the chat template in {chat.file} leaves out the messages of the roles 'query' and "
             "'document', which a reranker needs.",
@@ -211,7 +211,7 @@ class PairTemplate:
 
     @cached_property
     def suffix(self) -> str:
-        """What follows both texts in every prompt; long ones are cut before it."""
+        """The text behind both texts in every prompt; a long document is cut in front of it."""
         prompt = self.render(*_PROBES)
         return prompt[max(prompt.rfind(probe) + len(probe) for probe in _PROBES) :]
 

@@ -109,15 +109,15 @@ class Languages:
         Raises:
             ArtifactError: the vocabulary has languages, but not the end token.
         """
-        named = settings.tokenizer_class or config.tokenizer_class
-        name = named.removesuffix("Fast") or _CLASS_OF_TYPE.get(config.model_type, "")
+        class_name = settings.tokenizer_class or config.tokenizer_class
+        name = class_name.removesuffix("Fast") or _CLASS_OF_TYPE.get(config.model_type, "")
         if not (convention := _CONVENTIONS.get(name)):
             return cls()
-        found = (
+        matches = (
             (convention.token.fullmatch(token.removeprefix(HIDDEN)), token_id)
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
         )
-        tokens = {match[1]: token_id for match, token_id in found if match}
+        tokens = {match[1]: token_id for match, token_id in matches if match}
         if not tokens:
             return cls()
         eos = special.eos_token or _EOS
@@ -125,6 +125,7 @@ class Languages:
             raise ArtifactError(f"the tokenizer of a translation model has no end token {eos!r}.")
         placement = convention.placement
         if name == "NllbTokenizer" and settings.legacy_behaviour:
+            # As MBartTokenizer does.
             placement = Placement.BACK
         source = settings.src_lang or convention.source
         starts = name == "MBartTokenizer"
@@ -164,15 +165,17 @@ class Languages:
     def first_tokens(self, target: str) -> dict[str, int]:
         """Return the options of generation that make it translate to a language.
 
-        None for Marian, whose texts name the language.
+        Empty for Marian, whose texts name the language.
 
         Raises:
             InputError: the model does not have the language.
         """
-        found = self.target_id(target)
+        token_id = self.target_id(target)
         if self.placement is Placement.TEXT:
             return {}
-        return {"decoder_start_token_id" if self.replaces_start else "forced_bos_token_id": found}
+        return {
+            "decoder_start_token_id" if self.replaces_start else "forced_bos_token_id": token_id
+        }
 
     def require_target(self, start: int | None, forced: int | None) -> None:
         """Raise InputError if neither token of a translation is a language.
@@ -207,8 +210,8 @@ class Languages:
     def _token_id(self, role: str, code: str) -> int:
         if isinstance(code, str) and code in self.tokens:
             return self.tokens[code]
-        near = difflib.get_close_matches(str(code)[:_LONGEST_CODE], self.tokens, n=3, cutoff=0.0)
+        closest = difflib.get_close_matches(str(code)[:_LONGEST_CODE], self.tokens, n=3, cutoff=0.0)
         raise InputError(
             f"{role} language {_shown(code)} is none of the tokenizer's {len(self.tokens)}; "
-            f"the nearest are {', '.join(near)}."
+            f"the nearest are {', '.join(closest)}."
         )

@@ -243,6 +243,8 @@ class TextTokenizer:
         @cache
         def load_pair_backend() -> Any:
             tokenizer = load_tokenizer(directory)
+            # Truncation is a setting of the whole tokenizer, so the windows of pairs need one of
+            # their own, which only question answering loads.
             window = min(limit, _WINDOW)
             stride = min(window // 2, _WINDOW_OVERLAP)
             configure(tokenizer, max_length=window, stride=stride, strategy="only_second")
@@ -291,14 +293,20 @@ class TextTokenizer:
         if self.pair_template and any(isinstance(item, tuple) for item in texts):
             return self._encode_prompts(self.pair_template, texts, instruction)
         encode_batch = self.backend.encode_batch if offsets else self._fast_encoder.encode
-        most = self.limit * _CHARACTERS_PER_TOKEN
+        max_characters = self.limit * _CHARACTERS_PER_TOKEN
 
         def encode(items: Sequence[Any]) -> list[Any]:
-            cut = [
-                self._shorten(text) if isinstance(text, str) and len(text) > most else text
+            shortened = [
+                self._shorten(text)
+                if isinstance(text, str) and len(text) > max_characters
+                else text
                 for text in items
             ]
-            return encode_batch(cut) if len(cut) == 1 else self._encode_list(encode_batch, cut)
+            return (
+                encode_batch(shortened)
+                if len(shortened) == 1
+                else self._encode_list(encode_batch, shortened)
+            )
 
         try:
             return encode(texts)
@@ -323,19 +331,19 @@ class TextTokenizer:
                 [*prompts, template.suffix],
             )
         )
-        kept = max(self.limit - len(suffix), 0)
+        max_body = max(self.limit - len(suffix), 0)
         pairs = (
-            TokenIds(found)
-            if len(found) <= self.limit
-            else TokenIds([*found[:kept], *suffix], ("cut",))
-            for found in ids
+            TokenIds(prompt)
+            if len(prompt) <= self.limit
+            else TokenIds([*prompt[:max_body], *suffix], ("cut",))
+            for prompt in ids
         )
         return [next(singles if isinstance(item, str) else pairs) for item in texts]
 
     def _encode_bare(self, texts: list[Any]) -> list[Any]:
         """Encode texts with all their tokens, and without the model's special ones around them."""
-        found: list[Any] = self._untruncated.encode_batch(texts, add_special_tokens=False)
-        return found
+        encodings: list[Any] = self._untruncated.encode_batch(texts, add_special_tokens=False)
+        return encodings
 
     def encode_untruncated(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         """Encode texts without truncating them.
@@ -391,6 +399,7 @@ class TextTokenizer:
         if target_language is not None:
             languages.target_id(target_language)
             if languages.placement is Placement.TEXT:
+                # Marian's texts name the target language; others name the source by a token.
                 texts = [f">>{target_language}<< {text}" for text in texts]
         if language_id is None:
             return [
@@ -406,10 +415,10 @@ class TextTokenizer:
         if self.unk_id is None or self.unk_id not in encoding.ids:
             return encoding
         ids = list(encoding.ids)
-        for place, token in enumerate(encoding.tokens):
-            if ids[place] == self.unk_id:
+        for index, token in enumerate(encoding.tokens):
+            if ids[index] == self.unk_id:
                 hidden = self.backend.token_to_id(HIDDEN + token)
-                ids[place] = self.unk_id if hidden is None else hidden
+                ids[index] = self.unk_id if hidden is None else hidden
         return TokenIds(ids)
 
     def encode_ids(self, ids: Sequence[int], index: int = 0) -> TokenIds:
@@ -425,20 +434,27 @@ class TextTokenizer:
         before, after = self._special_tokens_around
         inner = list(ids)
         ends = len(inner) - len(after)
+        # Ids from the model's own tokenizer have the special tokens already; they are not added
+        # twice.
         if before + after and inner[: len(before)] == before and inner[ends:] == after:
             inner = inner[len(before) : ends]
-        kept = max(self.limit - len(before) - len(after), 0)
-        cut = len(inner) > kept
-        left = self.backend.truncation["direction"] == "left"
-        inner = inner[len(inner) - kept :] if cut and left else inner[:kept]
+        max_inner = max(self.limit - len(before) - len(after), 0)
+        is_cut = len(inner) > max_inner
+        keeps_end = self.backend.truncation["direction"] == "left"
+        # As the tokenizer truncates texts: only what is beside the special tokens is cut.
+        inner = inner[len(inner) - max_inner :] if is_cut and keeps_end else inner[:max_inner]
         size = self.backend.get_vocab_size(with_added_tokens=True)
-        for found in inner:
-            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+        for token_id in inner:
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < size
+            ):
                 raise InputError(
-                    f"input {index} has the token id {found!r}, expected whole numbers from 0 to "
-                    f"{size - 1}."
+                    f"input {index} has the token id {token_id!r}, expected whole numbers from "
+                    f"0 to {size - 1}."
                 )
-        return TokenIds([*before, *inner, *after], ("cut",) if cut else ())
+        return TokenIds([*before, *inner, *after], ("cut",) if is_cut else ())
 
     def _encode_list(self, encode: Encode, texts: list[Any]) -> list[Any]:
         """Encode a list of texts without blocking other Python threads.
@@ -488,14 +504,14 @@ class TextTokenizer:
         truncation = self.backend.truncation
         if len(text) <= characters or not truncation or truncation["direction"] != "right":
             return text
-        most = self.limit * _MAX_CHARACTERS_PER_TOKEN
-        while characters < min(len(text), most):
+        max_characters = self.limit * _MAX_CHARACTERS_PER_TOKEN
+        while characters < min(len(text), max_characters):
             beginning = text[:characters]
             (encoding,) = self.backend.encode_batch([beginning])
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
             characters *= 4
-        return text[:most]
+        return text[:max_characters]
 
     def prepare(self, text: str) -> str:
         """Lowercase a text if sentence_bert_config.json says so."""
@@ -524,11 +540,11 @@ class TextTokenizer:
 
     def _require_pair(self, tokenizer: Any, pair: tuple[str, str], index: int) -> None:
         """Raise InputError if a (question, context) pair cannot be tokenized."""
-        for what, text in zip(("question", "context"), pair, strict=True):
+        for role, text in zip(("question", "context"), pair, strict=True):
             try:
                 self.encode([text])
             except InputError as error:
-                message = error.message.replace("text 0", f"{what} {index}", 1)
+                message = error.message.replace("text 0", f"{role} {index}", 1)
                 raise InputError(message) from error
         try:
             tokenizer.encode_batch([pair])
@@ -568,6 +584,7 @@ class TextTokenizer:
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
             raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")
+        # Padding is refused only where it is needed: texts of one length run on any graph.
         is_padded = min(lengths) < width
         if is_padded and not self.can_pad(specs.values()):
             lacking = "tokenizer has no padding token"

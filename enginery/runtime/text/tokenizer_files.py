@@ -127,12 +127,12 @@ def length_limit(
     if config.positions:
         limits.append((config.position_limit(), "the positions of config.json"))
     # transformers writes 1e30 if a tokenizer has no limit.
-    known = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
+    usable = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
     # Nearly every text encoder is trained with 512 positions.
-    return min(known, default=(512, "default, because no file has a limit"))
+    return min(usable, default=(512, "default, because no file has a limit"))
 
 
 def special_token_id(tokenizer: Any, token: str | None) -> int | None:
     """Return the id of a special token; None if the tokenizer does not have it."""
-    found: int | None = tokenizer.token_to_id(token) if token else None
-    return found
+    token_id: int | None = tokenizer.token_to_id(token) if token else None
+    return token_id

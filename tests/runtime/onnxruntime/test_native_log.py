@@ -26,7 +26,7 @@ from enginery.runtime.providers.selection import Provider
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    monkeypatch.setattr(native_log, "_told", set())
+    monkeypatch.setattr(native_log, "_warned", set())
 
 
 def graph(unused=2):
