@@ -44,6 +44,8 @@ from enginery.serve.observability.tracing import Tracing
 
 _log = logging.getLogger("enginery.serve")
 
+_WAIT_SECONDS = 0.02
+"""Time between two looks at whether the process may listen."""
 MODELS_VARIABLE = "ENGINERY_MODELS"
 OPTION_PREFIX = "ENGINERY_SERVE_"
 SERVER_OPTIONS = frozenset(
@@ -223,6 +225,8 @@ async def _lifespan(
             draining = asyncio.create_task(lifecycle.draining.wait())
             await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
+            while not (lifecycle.may_listen() or lifecycle.draining.is_set()):
+                await asyncio.sleep(_WAIT_SECONDS)
     try:
         yield
     finally:
@@ -243,6 +247,7 @@ async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) ->
         await load(registry)
     except Exception as error:
         lifecycle.fail_startup(error)
+    lifecycle.on_loaded()
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:

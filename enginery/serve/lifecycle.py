@@ -86,6 +86,8 @@ class ProcessLifecycle:
         supervised: bool,
         startup_status: int = STARTUP_FAILURE,
         loads_first: bool = False,
+        may_listen: Callable[[], bool] = lambda: True,
+        on_loaded: Callable[[], object] = lambda: None,
         server_ends: Callable[[], bool] = lambda: True,
     ) -> None:
         """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost until then.
@@ -97,12 +99,14 @@ class ProcessLifecycle:
             supervised: a parent process replaces this one when it exits.
             startup_status: exit status for `fail_startup`.
             loads_first: load the models before the process listens.
+            may_listen: returns True once a process that `loads_first` may listen.
+            on_loaded: called once the models are loaded.
             server_ends: returns True if the whole server shuts down, not only this process.
         """
         self._server, self._sockets, self._config = server, sockets, config
         self._supervised, self._startup_status = supervised, startup_status
         self._server_ends = server_ends
-        self.loads_first = loads_first
+        self.loads_first, self.may_listen, self.on_loaded = loads_first, may_listen, on_loaded
         self.draining = asyncio.Event()
         """Set once the process drains."""
         self._status = 0

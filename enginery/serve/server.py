@@ -309,7 +309,7 @@ class Worker(Process):
         ending: mmap.mmap | None,
         *,
         others: Sequence[socket.socket] = (),
-        loads_first: bool = False,
+        is_first: bool = True,
         failures: int = -1,
     ) -> None:
         """Create the process without starting it.
@@ -319,16 +319,16 @@ class Worker(Process):
             sockets: the listening sockets.
             config: the options of the server.
             others: listening sockets of other processes, which this one closes.
-            loads_first: load the models before the process listens.
-            ending: a byte in memory shared with the parent, 1 once the server shuts down; None with
-                `spawn`.
+            is_first: the process answers health routes while the models of all load.
+            ending: two bytes in memory shared with the parent, 1 once the server shuts down and
+                once the first process has loaded its models; None with `spawn`.
             failures: number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for
                 a first worker.
         """
         super().__init__(server_config, sockets)
         self.failures = failures
         self._config, self._sockets, self._shutdown_flag = config, sockets, ending
-        self._others, self._loads_first = others, loads_first
+        self._others, self._is_first = others, is_first
         self._started_at = 0.0
         self._pinged_at: float | None = None
         # uvicorn spawns its processes. Forked ones share the parent's modules and need no resource
@@ -371,10 +371,22 @@ class Worker(Process):
             self._config,
             supervised=True,
             startup_status=startup_status,
-            loads_first=self._loads_first,
+            # Until the first process is ready it answers 503, and so would the server to some
+            # requests if others were ready before it.
+            loads_first=self._config.processes > 1 and not (self._is_first and self.failures < 0),
+            may_listen=self._first_is_ready,
+            on_loaded=self._report_loaded,
             server_ends=self._server_ends,
         )
         _run_worker(self.server, lifecycle)
+
+    def _first_is_ready(self) -> bool:
+        """Return True if the first process has loaded its models, or is this one."""
+        return self._is_first or self._shutdown_flag is None or self._shutdown_flag[1] == 1
+
+    def _report_loaded(self) -> None:
+        if self._is_first and self._shutdown_flag is not None:
+            self._shutdown_flag[1] = 1
 
     def _server_ends(self) -> bool:
         """Return True if the whole server shuts down."""
@@ -414,7 +426,7 @@ class Worker(Process):
             self._config,
             self._shutdown_flag,
             others=self._others,
-            loads_first=self._config.processes > 1,
+            is_first=self._is_first,
             failures=failures,
         )
 
@@ -483,7 +495,7 @@ class Supervisor(Multiprocess):
         super().__init__(server_config, listening)
         self._config, self._devices, self._own_sockets = config, devices, sockets
         self._interrupted = False
-        self._shutdown_flag = mmap.mmap(-1, 1) if _START_METHOD == "fork" else None
+        self._shutdown_flag = mmap.mmap(-1, 2) if _START_METHOD == "fork" else None
         self._restarts: dict[int, tuple[float, Worker]] = {}
         self.processes: list[Worker] = []  # type: ignore[assignment]
         for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
@@ -517,15 +529,13 @@ class Supervisor(Multiprocess):
             other_sockets = [
                 listener for listener in self.sockets if listener not in worker_sockets
             ]
-            # The first of several answers health routes while they load; the server is ready as
-            # soon as it is, so the others listen when they are.
             worker = Worker(
                 self.config,
                 worker_sockets,
                 self._config,
                 ending,
                 others=other_sockets,
-                loads_first=self._config.processes > 1 and index > 0,
+                is_first=index == 0,
             )
             self.processes.append(worker)
         for process in self.processes:

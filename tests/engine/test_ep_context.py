@@ -180,10 +180,11 @@ def test_every_changed_byte_of_a_record_is_detected(artifact, tmp_path):
             EngineRecord.read(tmp_path)
 
 
-def test_record_of_an_earlier_version_has_no_checksum_and_is_accepted(artifact, tmp_path):
+def test_record_without_a_checksum_is_rejected(artifact, tmp_path):
     record = engine_record(artifact)
     (tmp_path / "engine.json").write_text(record.model_dump_json(indent=2), encoding="utf-8")
-    assert EngineRecord.read(tmp_path) == record
+    with pytest.raises(ArtifactError, match="does not end with self_sha256"):
+        EngineRecord.read(tmp_path)
 
 
 def test_record_of_a_newer_version_is_rejected(artifact, tmp_path):

@@ -69,7 +69,7 @@ def quantized(tmp_path, tmp_path_factory, results):
             settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)
         data = stage.read_calibration(artifact, config, inputs)
-        key = artifact.path, data.sha256 if data else "", config
+        key = artifact.path, data.content if data else "", config
         if is_patched():
             return stage.run(artifact, config, out or tmp_path / "int8", data=data)
         if key not in results:

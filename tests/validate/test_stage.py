@@ -316,7 +316,7 @@ def test_second_validation_uses_the_verdict_until_something_changes(exported, co
     assert "nothing to do" in again(data=str(data))
     assert "seed: 0 → 1" in again(data=str(data), seed=1)
     data.write_text("the engine\n")
-    assert "data sha256: " in again(data=str(data), seed=1)
+    assert "data: txt " in again(data=str(data), seed=1)
     faults.break_graph(Artifact.open(artifact.path), faults.flip_sign)
     assert "artifact: " in again(data=str(data), seed=1)
     report = artifact.path / "reports" / "validation.json"
