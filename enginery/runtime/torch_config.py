@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import SourceError
-from enginery.core.json_file import json_bytes, read_json
+from enginery.core.json_file import read_json
 from enginery.core.model.files import ModelConfig
 from enginery.core.temporary import temporary_directory
 
@@ -181,7 +181,8 @@ def load_config(path: Path, *, trust_remote_code: bool) -> LoadedConfig:
         return LoadedConfig(AutoConfig.from_pretrained(str(path), **options))
     translation = translate(document)
     with temporary_directory("config") as folder:
-        (folder / ModelConfig.FILE).write_bytes(json_bytes(translation.document))
+        # `json_bytes` would write null for infinity.
+        (folder / ModelConfig.FILE).write_text(json.dumps(translation.document), encoding="utf-8")
         for code in path.glob("*.py"):  # remote code is found beside the file
             shutil.copyfile(code, folder / code.name)
         config = AutoConfig.from_pretrained(str(folder), **options)
