@@ -61,15 +61,15 @@ class TorchDecoder:
             states = tensors.get(ENCODER_STATES)
             states = self._unread_states(tensors) if states is None else states
             arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
-        found = self._model(
+        output = self._model(
             **arguments,
             past_key_values=_make_cache(past) if past else None,
             use_cache=any(map(is_present, self._names)),
             return_dict=True,
         )
-        outputs = self._with_last_logits(dict(found.items()))
+        outputs = self._with_last_logits(dict(output.items()))
         for name in filter(is_present, self._names):
-            outputs[name] = _read_cache(found.past_key_values, name)
+            outputs[name] = _read_cache(output.past_key_values, name)
         return outputs
 
     def decode(self, tensors: Tensors, *, resume: bool) -> dict[str, Any]:
@@ -94,16 +94,16 @@ class TorchDecoder:
         if self._encoder_outputs is not None:
             arguments["encoder_outputs"] = self._encoder_outputs
         past, self._cache = self._cache, None
-        found = self._model(**arguments, past_key_values=past, use_cache=True, return_dict=True)
-        if found.get("past_key_values") is None:
+        output = self._model(**arguments, past_key_values=past, use_cache=True, return_dict=True)
+        if output.get("past_key_values") is None:
             raise ValueError(f"{type(self._model).__name__} returns no past_key_values")
-        self._cache = found.past_key_values
+        self._cache = output.past_key_values
         if self._has_encoder and self._encoder_outputs is None:
             self._encoder_outputs = BaseModelOutput(
-                last_hidden_state=found.encoder_last_hidden_state
+                last_hidden_state=output.encoder_last_hidden_state
             )
         return self._with_last_logits(
-            {name: value for name, value in found.items() if name != "past_key_values"}
+            {name: value for name, value in output.items() if name != "past_key_values"}
         )
 
     def encode(self, tensors: Tensors) -> dict[str, Any]:
@@ -114,10 +114,10 @@ class TorchDecoder:
         """
         rows = next(iter(tensors.values())).shape[0]
         start = torch.zeros(rows, 1, dtype=torch.long, device=self._model.device)
-        found = self._model(**tensors, decoder_input_ids=start, use_cache=True, return_dict=True)
+        output = self._model(**tensors, decoder_input_ids=start, use_cache=True, return_dict=True)
         return {
-            "last_hidden_state": found.encoder_last_hidden_state,
-            **{n: _read_cache(found.past_key_values, n) for n in self._names if is_present(n)},
+            "last_hidden_state": output.encoder_last_hidden_state,
+            **{n: _read_cache(output.past_key_values, n) for n in self._names if is_present(n)},
         }
 
     def check_cache(self, tensors: Tensors) -> None:
@@ -130,12 +130,12 @@ class TorchDecoder:
             ValueError: the model's cache has another layout.
             Exception: PyTorch fails.
         """
-        found = self.run(tensors)
+        outputs = self.run(tensors)
         for name, past in tensors.items():
             if is_past(name) and not is_cross_attention(name):
                 expected = [*past.shape]
                 expected[-2] += tensors["input_ids"].shape[1]
-                actual = [*found[present_name(name)].shape]
+                actual = [*outputs[present_name(name)].shape]
                 if actual != expected:
                     raise ValueError(
                         f"the cache has the shape {actual} after {name}, not {expected}"
@@ -191,5 +191,5 @@ def _read_cache(cache: Any, name: str) -> Any:
     _, layer, *_, part = name.split(".")
     if part not in ("key", "value"):
         raise ValueError(f"{name} is neither a key nor a value")
-    found = cache.layers[int(layer)]
-    return found.keys if part == "key" else found.values
+    layer_cache = cache.layers[int(layer)]
+    return layer_cache.keys if part == "key" else layer_cache.values

@@ -182,8 +182,8 @@ class TorchReference(Closeable):
             InputError: transformers cannot load the tokenizer, or it cannot encode a text.
             UntrustedModelError: the tokenizer attempted an operation that none needs.
         """
-        found: list[list[int]] = self._request("tokenize", texts=list(texts))["ids"]
-        return found
+        ids: list[list[int]] = self._request("tokenize", texts=list(texts))["ids"]
+        return ids
 
     def generation_config(self) -> dict[str, Any]:
         """Return the options that the model's `generate` has without any arguments.
@@ -191,8 +191,8 @@ class TorchReference(Closeable):
         Raises:
             InputError: the model's class does not generate.
         """
-        found: dict[str, Any] = self._request("generation_config")["options"]
-        return found
+        options: dict[str, Any] = self._request("generation_config")["options"]
+        return options
 
     def weights(self, directory: Path) -> TorchWeights:
         """Describe every parameter and buffer; samples pass through a file in `directory`.
@@ -201,15 +201,15 @@ class TorchReference(Closeable):
             EngineryError: the file cannot be written.
         """
         file = directory / "samples.npz"
-        found = self._request("list_weights", file=str(file))
+        answer = self._request("list_weights", file=str(file))
         with np.load(file, allow_pickle=False) as stored:
-            samples = [stored[str(index)] for index in range(len(found["weights"]))]
+            samples = [stored[str(index)] for index in range(len(answer["weights"]))]
         file.unlink()
         weights = {
             name: TorchWeight(name, tuple(shape), sample)
-            for (name, shape), sample in zip(found["weights"], samples, strict=True)
+            for (name, shape), sample in zip(answer["weights"], samples, strict=True)
         }
-        return TorchWeights(weights, frozenset(found["linear"]), found["batch_norms"])
+        return TorchWeights(weights, frozenset(answer["linear"]), answer["batch_norms"])
 
     def weight(self, name: str, directory: Path) -> NDArray[Any]:
         """Return all elements of a weight, through a file in `directory`.
@@ -411,9 +411,9 @@ class _Child:
         return outputs
 
     def tokenize(self, request: WorkerResult) -> WorkerResult:
-        found = self._runner.tokenize(request["texts"])
+        ids = self._runner.tokenize(request["texts"])
         self._require_harmless()
-        return {"ids": found}
+        return {"ids": ids}
 
     def generation_config(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
         return {"options": self._runner.generation_config()}

@@ -389,11 +389,13 @@ class TorchRunner(Closeable):
                 prompt = tensors["decoder_input_ids"].shape[1]
                 # Whisper's own makes the prompt itself.
                 generate = partial(GenerationMixin.generate, self._model)
-            found = generate(**tensors, **options, return_dict_in_generate=True, output_scores=True)
-            outputs = {"tokens": found.sequences[0, prompt:]}
-            if "sequences_scores" in found:
-                return {**outputs, "score": found.sequences_scores[0]}
-            return {**outputs, "scores": torch.cat(found.scores)}
+            output = generate(
+                **tensors, **options, return_dict_in_generate=True, output_scores=True
+            )
+            outputs = {"tokens": output.sequences[0, prompt:]}
+            if "sequences_scores" in output:
+                return {**outputs, "score": output.sequences_scores[0]}
+            return {**outputs, "scores": torch.cat(output.scores)}
 
         with self._threads_for_steps():
             found = self._attempt(run, feeds)
@@ -425,15 +427,15 @@ class TorchRunner(Closeable):
         config = getattr(self._model, "generation_config", None)
         if config is None:
             raise InputError(f"{type(self._model).__name__} does not generate.")
-        found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-        return found
+        values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+        return values
 
     def _call(self, run: _RunModel, feeds: Feeds) -> Outputs:
-        found = self._attempt(run, feeds)
+        outputs = self._attempt(run, feeds)
         return {
-            spec.name: _array(found[spec.name])
+            spec.name: _array(outputs[spec.name])
             for spec in self.record.outputs
-            if spec.name in found
+            if spec.name in outputs
         }
 
     def _attempt(self, run: _RunModel, feeds: Feeds) -> dict[str, Any]:
@@ -452,12 +454,12 @@ class TorchRunner(Closeable):
 
         A parametrized weight, such as one with weight normalization, is there as it is used, too.
         """
-        found = dict(self._model.named_parameters(remove_duplicate=False))
-        found |= self._model.named_buffers(remove_duplicate=False)
+        tensors = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors |= self._model.named_buffers(remove_duplicate=False)
         for prefix, module in self._model.named_modules():
             if torch.nn.utils.parametrize.is_parametrized(module):
-                found |= {f"{prefix}.{n}": getattr(module, n) for n in module.parametrizations}
-        return {name: _array(tensor) for name, tensor in found.items()}
+                tensors |= {f"{prefix}.{n}": getattr(module, n) for n in module.parametrizations}
+        return {name: _array(tensor) for name, tensor in tensors.items()}
 
     def linear_modules(self) -> list[str]:
         """Return the names of modules whose weight is (outputs, inputs)."""
@@ -545,16 +547,16 @@ class TorchRunner(Closeable):
     def _run_whole(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if type(self._model).__module__.startswith("timm"):
             return {"logits": self._model(tensors["pixel_values"])}
-        found = dict(self._model(**tensors, return_dict=True).items())
-        lacking = [o.name for o in self.record.outputs if not torch.is_tensor(found.get(o.name))]
+        outputs = dict(self._model(**tensors, return_dict=True).items())
+        lacking = [o.name for o in self.record.outputs if not torch.is_tensor(outputs.get(o.name))]
         if lacking and Path(self.record.file).stem in self._find_submodels():
             note = (
                 f"{self.record.file}: the reference of {', '.join(lacking)} is PyTorch through "
                 "Optimum's submodel, because the model has no outputs of these names"
             )
             self.notes = [*dict.fromkeys([*self.notes, note])]
-            found |= self._run_submodel(tensors)
-        return found
+            outputs |= self._run_submodel(tensors)
+        return outputs
 
     def _find_submodels(self) -> Mapping[str, tuple[Any, Any]]:
         """Return Optimum's submodels, by the graphs' file stems; none for other exporters."""
