@@ -195,17 +195,17 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
-        given = _like_optimum_cli(list(arguments))
-        commands(given)(given, exit_on_error=False, print_error=False)
+        words = _like_optimum_cli(list(arguments))
+        commands(words)(words, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
     except ImportError as error:
-        missing = missing_package(error, f"enginery {shlex.join(given[:1])}")
+        missing = missing_package(error, f"enginery {shlex.join(arguments[:1])}")
         if missing is None:
             raise
         failure = missing
     except MissingArgumentError as error:
-        failure = _missing_arguments(given, error)
+        failure = _missing_arguments(words, error)
     except CycloptsError as error:
         failure = OptionError(str(error), do=f"See: {_help_of(error)}")
     except OSError as error:  # a full disk, a directory that may not be written

@@ -39,8 +39,8 @@ def optimize(
     from enginery.cli.render import show_new_artifact
 
     console = output.console()
-    made = optimize_model(artifact, out=out, force=force, progress=console, config=config)
-    show_new_artifact(console, made, "Optimized")
-    verdict = made.manifest.verdict("optimize")
+    optimized = optimize_model(artifact, out=out, force=force, progress=console, config=config)
+    show_new_artifact(console, optimized, "Optimized")
+    verdict = optimized.manifest.verdict("optimize")
     if verdict and not verdict.passed:
-        raise CheckFailedError(f"{made.path}: {verdict.summary}")
+        raise CheckFailedError(f"{optimized.path}: {verdict.summary}")

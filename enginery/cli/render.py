@@ -232,11 +232,12 @@ def report_lines(report: ValidationReport) -> list[str]:
     weights = report.weights
     lines.append(f"weights: {weights.describe()}")
     lines += [
-        f"weight {found.weight} of {found.graph} differs: {found.parameter}: {found.problem}"
-        for found in weights.differences[:_LISTED_WEIGHTS]
+        f"weight {differing.weight} of {differing.graph} differs: {differing.parameter}: "
+        f"{differing.problem}"
+        for differing in weights.differences[:_LISTED_WEIGHTS]
     ]
     if weights.untraced:
-        names = [found.weight for found in weights.untraced[:_LISTED_WEIGHTS]]
+        names = [untraced.weight for untraced in weights.untraced[:_LISTED_WEIGHTS]]
         lines.append(f"weights that are none of {report.reference_name}'s: {', '.join(names)}")
     if skipped := [case for case in report.cases if case.skipped]:
         rejecting = f"{report.reference_name} rejects"

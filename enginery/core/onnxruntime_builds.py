@@ -56,8 +56,8 @@ def _build_name(dist: metadata.Distribution) -> str:
     modules = dist.read_text("top_level.txt")
     if modules is not None and _MODULE not in modules.split():
         return ""
-    found = _NAME.search(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "")
-    name = found[1].lower().replace("_", "-") if found else ""
+    match = _NAME.search(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "")
+    name = match[1].lower().replace("_", "-") if match else ""
     if modules is not None:
         return name
     is_build = name == _MODULE or name.startswith(f"{_MODULE}-")

@@ -34,7 +34,7 @@ def by_content(default: Any = "", *, default_factory: Callable[[], Any] | None =
 def not_in_key(default: Any = "", *, default_factory: Callable[[], Any] | None = None) -> Any:
     """Declare an option that has no part in the key: it leaves the result as it is.
 
-    The reason stands beside the option. Any other option counts by its value.
+    Give the reason in a comment. An option that is not declared so counts by its value.
     """
     return _field("nothing", default, default_factory)
 

@@ -238,11 +238,11 @@ def serve_requests(handle: Callable[[WorkerResult], WorkerResult]) -> NoReturn:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         try:
-            found = handle(json.loads(line))
+            answer = handle(json.loads(line))
         except Exception as error:
-            found = _error(error, "it")
+            answer = _error(error, "it")
         with suppress(BrokenPipeError):  # the parent has ended, and so will this process
-            results.write(json.dumps(found) + "\n")
+            results.write(json.dumps(answer) + "\n")
             results.flush()
     os._exit(0)  # unloading large modules takes time, and TensorRT may crash in it
 

@@ -327,16 +327,17 @@ def _convert_providers(stage: str, value: Any, base: Path) -> str:
     """Read providers as text, a list, a mapping with their options, or a file with any of them."""
     if isinstance(value, str) and is_file_name(value):
         value = _resolve(value.strip(), base)
-    place: tuple[int | str, ...] = (stage, "providers")
+    location: tuple[int | str, ...] = (stage, "providers")
     try:
-        for index, item in enumerate(value if isinstance(value, list) else ()):
-            place = (stage, "providers", index)
-            parse_providers(item)
-        place = (stage, "providers")
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                location = (stage, "providers", index)
+                parse_providers(item)
+            location = (stage, "providers")
         return format_providers(parse_providers(value))
     except EngineryError as error:
         error.do = error.do or "See: enginery provider-options"
-        raise _wrap_error(error, *place) from error
+        raise _wrap_error(error, *location) from error
 
 
 def _one_or_several(value: Any) -> Any:

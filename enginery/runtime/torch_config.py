@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,13 +94,12 @@ _SCALING = frozenset(
     }
 )
 """Parameters of scaled rotary positions."""
-_LAYER_NAMES = {
-    "granitemoehybrid": ("layer_types", "attention"),
-    "zamba": ("layers_block_type", "attention"),
-    "zamba2": ("layers_block_type", "attention"),
+_REFUSED = {
+    "granitemoehybrid": "layer_types",
+    "zamba": "layers_block_type",
+    "zamba2": "layers_block_type",
 }
-"""The key of the layers' kinds, and version 4's name for `full_attention`; Mamba layers are `mamba`
-there in place of `linear_attention`."""
+"""Keys of which version 4 has other values, by model type: no translation of them was compared."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +175,19 @@ def load_config(path: Path, *, trust_remote_code: bool) -> LoadedConfig:
 
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     document = read_json(path / ModelConfig.FILE, error=SourceError)
-    if not is_newer(document):
-        return LoadedConfig(AutoConfig.from_pretrained(str(path), **options))
+    saved_by = f"transformers {document.get('transformers_version') or 'of a newer version'}"
+    newer = is_newer(document)
+    has_code = trust_remote_code and "AutoConfig" in (document.get("auto_map") or {})
+    if has_code or not newer:
+        config = AutoConfig.from_pretrained(str(path), **options)
+        note = f"config.json of {saved_by} is read by the model's own code, which was not compared"
+        return LoadedConfig(config, notes=(note,) if newer else ())
     translation = translate(document)
     with temporary_directory("config") as folder:
         # `json_bytes` would write null for infinity.
         (folder / ModelConfig.FILE).write_text(json.dumps(translation.document), encoding="utf-8")
-        for code in path.glob("*.py"):  # remote code is found beside the file
-            shutil.copyfile(code, folder / code.name)
         config = AutoConfig.from_pretrained(str(folder), **options)
     config.name_or_path = str(path)
-    saved_by = f"transformers {document.get('transformers_version', 'of a newer version')}"
     notes = []
     if translation.changes:
         notes.append(f"config.json of {saved_by} was translated: {'; '.join(translation.changes)}")
@@ -248,15 +248,19 @@ def _tensor(path: Path, name: str) -> Any:
 def is_newer(document: Mapping[str, Any]) -> bool:
     """Return True if a newer major version of transformers has saved a config.json.
 
-    A file without a version is newer if it has settings that only newer versions read.
+    Version 4 never writes rotary positions without their base under its own name, so that a file
+    without it is newer, whatever version it names.
     """
     import transformers
 
-    version = str(document.get("transformers_version") or "").partition(".")[0]
     installed = int(transformers.__version__.partition(".")[0])
-    if version.isdecimal():
-        return int(version) > installed
-    return installed < 5 and any(_ROPE in part for part in _parts(document))
+    version = str(document.get("transformers_version") or "").partition(".")[0]
+    if version.isdecimal() and int(version) > installed:
+        return True
+    parts = [part for part in _parts(document) if part.get(_ROPE)]
+    return installed < 5 and any(
+        not version.isdecimal() or _rope_keys(part).theta not in part for part in parts
+    )
 
 
 def translate(document: Mapping[str, Any]) -> Translation:
@@ -304,7 +308,7 @@ def _translate_positions(translation: Translation, part: Document) -> None:
     if not isinstance(parameters, dict):
         raise _refusal(part, _ROPE, parameters)
     kind = str(part.get("model_type", ""))
-    keys = _ROPE_KEYS.get(kind, _RopeKeys())
+    keys = _rope_keys(part)
     by_layer = {name: value for name, value in parameters.items() if isinstance(value, dict)}
     if not by_layer:
         if keys.local_theta:  # both kinds of layers have a base of their own
@@ -367,6 +371,10 @@ def _set_positions(
     translation.set(part, _ROPE, **values)
 
 
+def _rope_keys(part: Mapping[str, Any]) -> _RopeKeys:
+    return _ROPE_KEYS.get(str(part.get("model_type", "")), _RopeKeys())
+
+
 def _rope_type(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
@@ -414,12 +422,8 @@ def _translate_layers(translation: Translation, part: Document) -> None:
     if kind.startswith("modernbert") and "layer_types" in part:
         every = _full_attention_interval(part)
         translation.set(part, "layer_types", global_attn_every_n_layers=every)
-    if kind in _LAYER_NAMES:
-        key, attention = _LAYER_NAMES[kind]
-        names = {"linear_attention": "mamba", "full_attention": attention}
-        layers = part.get(key)
-        if isinstance(layers, list):
-            translation.set(part, key, **{key: [names.get(str(name), name) for name in layers]})
+    if (key := _REFUSED.get(kind, "")) in part:
+        raise _refusal(part, key, part[key])
 
 
 def _full_attention_interval(part: Document) -> int:
@@ -450,24 +454,14 @@ def _translate_backbone(translation: Translation, part: Document) -> None:
     backbone = part.get("backbone_config")
     if part.get("model_type") not in _data()["timm_backbones"] or not isinstance(backbone, dict):
         return
-    if backbone.get("model_type") != "timm_backbone":
-        translation.set(
-            part,
-            "backbone_config",
-            use_timm_backbone=False,
-            use_pretrained_backbone=False,
-            backbone=None,
-        )
-        return
-    indices = backbone.get("out_indices")
+    if backbone.get("model_type") == "timm_backbone":
+        raise _refusal(part, "backbone_config", backbone)
     translation.set(
         part,
         "backbone_config",
-        use_timm_backbone=True,
+        use_timm_backbone=False,
         use_pretrained_backbone=False,
-        backbone=backbone.get("backbone"),
-        backbone_kwargs={"out_indices": indices} if indices else None,
-        backbone_config=None,
+        backbone=None,
     )
 
 

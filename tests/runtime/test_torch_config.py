@@ -93,7 +93,13 @@ def test_stored_answers_depend_on_the_positions(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "has_theta", "expected"),
-    [("5.24.0", True, True), ("6.0.0", False, True), ("4.57.6", False, False), (None, False, True)],
+    [
+        ("5.24.0", True, True),
+        ("6.0.0", False, True),
+        ("4.57.6", True, False),
+        ("4.57.6", False, True),  # version 4 always writes the base
+        (None, False, True),
+    ],
 )
 def test_files_of_newer_versions_are_translated(version, has_theta, expected):
     document = rope(rope_theta=100.0) | {"transformers_version": version}
@@ -180,9 +186,11 @@ def test_longrope_keeps_the_factor_of_attention():
             "layer_types",
         ),
         ({**rope(rope_theta=77.0), "model_type": "no_such_type"}, "rope_parameters"),
+        ({"model_type": "zamba2", "layers_block_type": ["linear_attention"]}, "layers_block_type"),
+        ({"model_type": "detr", "backbone_config": {"model_type": "timm_backbone"}}, "backbone"),
     ],
 )
-def test_positions_that_version_4_cannot_express_are_refused(document, key):
+def test_settings_that_version_4_cannot_express_are_refused(document, key):
     with pytest.raises(SourceError, match=rf"config.json sets {key}.*cannot express"):
         translate(document)
 
@@ -229,14 +237,10 @@ def test_infinity_is_a_number(tmp_path):
     assert list(load(tmp_path, document).config.time_step_limit) == [0.0, math.inf]
 
 
-def test_layers_keep_their_kinds():
-    layers = ["linear_attention", "full_attention"]
-    translated = translate({"model_type": "granitemoehybrid", "layer_types": layers}).document
-    assert translated["layer_types"] == ["mamba", "attention"]
-    interval = translate(
-        {"model_type": "modernbert", "layer_types": ["full_attention", "sliding_attention"] * 2}
-    ).document
-    assert interval["global_attn_every_n_layers"] == 2
+def test_layers_of_modernbert_keep_their_kinds():
+    layers = ["full_attention", "sliding_attention"] * 2
+    translated = translate({"model_type": "modernbert", "layer_types": layers}).document
+    assert translated["global_attn_every_n_layers"] == 2
 
 
 def test_backbone_of_a_detector_is_its_own(tmp_path):
@@ -302,3 +306,23 @@ def test_keys_without_effect_are_noted(tmp_path):
 def test_unknown_key_of_an_unknown_version_is_refused(tmp_path):
     with pytest.raises(SourceError, match="query_scale to 2"):
         load(tmp_path, {**LLAMA, "transformers_version": "5.99.0", "query_scale": 2})
+
+
+def test_configuration_of_trusted_code_reads_the_file_itself(tmp_path):
+    code = (
+        "from transformers import PretrainedConfig\n"
+        "class OwnConfig(PretrainedConfig):\n"
+        "    model_type = 'own-rotary'\n"
+    )
+    (tmp_path / "configuration_own.py").write_text(code)
+    document = {
+        **rope(rope_theta=100.0),
+        "model_type": "own-rotary",
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
+    }
+    write(tmp_path, document)
+    loaded = load_config(tmp_path, trust_remote_code=True)
+    assert loaded.config.rope_parameters == document["rope_parameters"]
+    assert "read by the model's own code" in loaded.notes[0]
+    with pytest.raises(SourceError, match="cannot express for own-rotary"):
+        load_config(tmp_path, trust_remote_code=False)

@@ -57,6 +57,18 @@ def model_code(config_class: Any) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("model*.py")))
 
 
+def data_text(document: dict[str, Any]) -> str:
+    """Return the JSON of the data, with a line for each model type."""
+    sections = []
+    for name, value in sorted(document.items()):
+        if isinstance(value, dict):
+            lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(value.items())]
+            sections.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+        else:
+            sections.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
 def dump(out: Path) -> None:
     """Write the keys and defaults of all model types of the installed version."""
     types = {
@@ -101,7 +113,7 @@ def compare(dumped: Path, out: Path) -> None:
         "rope_defaults": positions,
         "timm_backbones": timm,
     }
-    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    out.write_text(data_text(document))
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ import torch
 
 from enginery.core.errors import SourceError
 from enginery.runtime import torch_config
+from tests.transformers5.keys import data_text
 from tests.transformers5.models import answers, auto_class
 
 DATA = Path(torch_config.__file__).with_name("transformers5.json")
@@ -89,7 +90,7 @@ def main() -> None:
             names.remove("longrope")
     if options.write:
         document["rope_types"] = proved
-        DATA.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        DATA.write_text(data_text(document))
 
 
 if __name__ == "__main__":

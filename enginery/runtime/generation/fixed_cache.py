@@ -316,7 +316,7 @@ class FixedCacheDecoder:
         free_bytes = _IDLE_BYTES
         for length in sorted({length_rung(length, self._limit) for length in _USUAL_LENGTHS}):
             count = 1
-            # Buffers have a power of two of rows, so the last of these has room for all rows.
+            # The number of rows is a power of two; the last one holds `rows` or more.
             while count < 2 * rows:
                 sizes = BufferSizes(count, length, encoder)
                 free_bytes -= count * bytes_per_row(self._record, sizes)
