@@ -217,6 +217,12 @@ def test_keys_of_gpt_neox_have_other_names(tmp_path):
     assert config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
+def test_default_positions_replace_a_scaling_that_is_the_types_default(tmp_path):
+    document = {**rope(rope_theta=77.0), "model_type": "gpt_oss", "num_hidden_layers": 2}
+    assert transformers.GptOssConfig().rope_scaling is not None
+    assert load(tmp_path, document).config.rope_scaling is None
+
+
 def test_type_that_was_never_compared_may_have_its_own_default():
     default = {"rope_type": "axial", "rope_theta": 10_000.0}
     part = {"model_type": "pixtral", "rope_parameters": default}
