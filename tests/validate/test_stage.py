@@ -104,11 +104,10 @@ def test_sequence_to_sequence_model_passes_in_every_graph(exported):
     assert len(logits) == len(later)
 
 
-def test_fp16_tolerance_follows_the_noise_of_fp16(exported, tmp_path):
+def test_fp16_tolerance_follows_the_noise_of_fp16(exported):
     noise_floors = {}
     for dtype in ("fp16", "fp32"):
-        artifact = exported(*TEXT, dtype=dtype).copy_to(tmp_path / dtype)
-        report = validate_model(artifact, force=True)
+        report = validate_model(exported(*TEXT, dtype=dtype), effort="quick")
         assert report.passed, report.summary
         (noise_floors[dtype],) = {o.noise_floor for case in report.cases for o in case.outputs}
     assert 1e-4 < noise_floors["fp16"] < 0.1
@@ -450,8 +449,7 @@ def test_full_disk_is_an_error_with_a_remedy(exported, copied, monkeypatch):
 def test_memory_mapped_outputs_give_the_same_result(exported, copied, monkeypatch):
     from enginery.validate import reference
 
-    artifact = copied(exported(*TEXT))
-    before = validate_model(artifact)
+    before = validate_model(exported(*TEXT), effort="quick")
     monkeypatch.setattr(reference, "_IN_MEMORY_BYTES", 0)
-    after = validate_model(artifact.path, force=True)
+    after = validate_model(copied(exported(*TEXT)), effort="quick")
     assert [case.outputs for case in after.cases] == [case.outputs for case in before.cases]
