@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Characters that the terminal's encoding lacks are escaped instead of failing.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_signals(words):
-        status = _run(words)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with _unwinding_on_signals(argv):
+        status = _run(argv)
     sys.exit(status)
 
 
