@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ExportError
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import Tolerance
@@ -183,7 +183,7 @@ def _require_repeatable(
     path: Path, name: str, outputs: Sequence[str], batches: Sequence[Feeds]
 ) -> None:
     """Raise ExportError if a graph draws random numbers that its outputs depend on."""
-    notes = read_structure(path).random_notes(name)
+    notes = random_notes(read_structure(path).op_types(), name)
     if not notes or not batches:
         return
     with GraphTracer(path, outputs) as trace:  # another session would start from the same seed
