@@ -28,6 +28,7 @@ from enginery.core.json_file import read_document
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes, padded_sizes
 from enginery.runtime.tasks import require_task
+from enginery.runtime.tasks.results import is_finite, result_tensors
 from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.batching import fill_rows
@@ -100,9 +101,9 @@ class TextSteps:
         _require_finite(parts, names)
         results = self.task.postprocess(work, parts, options)
         for index, result in enumerate(results):
-            if not self.task.is_finite(result):
+            if not is_finite(result):
                 raise CheckFailedError(f"result {index} is NaN or infinite.", do=_NOT_FINITE)
-        return self.task.tensors(results)
+        return result_tensors(self.task.result_type, results)
 
     def _preprocess(
         self, inputs: Arrays, parameters: Mapping[str, Any]

@@ -20,19 +20,15 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
+from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
     MediaTask,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
     TaskOptions,
-    are_finite,
     require_outputs,
-    string_tensor,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -154,7 +150,7 @@ class AudioTask(MediaTask):
 
 
 @dataclass
-class ClassifyAudio(LabelResults, AudioTask):  # type: ignore[misc]
+class ClassifyAudio(LabelResults, AudioTask):
     """Classify sounds, speakers, spoken words or languages."""
 
     verb = "classify_audio"
@@ -185,7 +181,6 @@ class Transcribe(AudioTask):
     verb = "transcribe"
     purpose = "transcribes speech"
     tasks = ("automatic-speech-recognition",)
-    outputs = (OutputTensor("text", "string", 1), OutputTensor("score", "float32", 1))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = Transcription
 
@@ -212,35 +207,9 @@ class Transcribe(AudioTask):
         """Return a `Transcription` for each input."""
         return [Transcription(self.decoder.decode(ids), float(score)) for ids, score in outputs]
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if the score is finite."""
-        return are_finite([result.score])
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `text` (bytes) and `score` (float32): (n,) each."""
-        return {
-            "text": string_tensor([transcription.text for transcription in results]),
-            "score": np.array([transcription.score for transcription in results], np.float32),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the columns of the text and its score."""
-        import pyarrow as pa
-
-        return [pa.field("text", pa.string()), pa.field("score", pa.float32())]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the text and its score."""
-        return result.text, result.score
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each transcription."""
-        return [
-            ResultDescription({"answer": transcription.text}, transcription.to_dict())
-            for transcription in results
-        ]
+    def describe(self, result: Transcription) -> str:
+        """Return the text."""
+        return result.text
 
 
 def example_wav(sampling_rate: int = 16_000) -> bytes:

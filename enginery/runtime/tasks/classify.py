@@ -12,19 +12,15 @@ from pydantic import Field
 
 from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
+from enginery.runtime.tasks.results import Ranked, Result
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
     InputField,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
     TaskOptionError,
     TaskOptions,
-    are_finite,
-    string_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
 from enginery.runtime.text.tokenizer import check_texts
@@ -54,7 +50,7 @@ class Classification(Result):
     {'labels': [{'label': 'angry', 'score': 0.9}, {'label': 'calm', 'score': 0.1}]}
     """
 
-    labels: tuple[Label, ...]
+    labels: Annotated[tuple[Label, ...], Ranked("scores")]
 
     @property
     def label(self) -> str:
@@ -86,7 +82,6 @@ class LabelResults:
     """Mixin for tasks whose results are labels."""
 
     result_type = Classification
-    outputs = (OutputTensor("label", "string", 2), OutputTensor("score", "float32", 2))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 2}
     config: ModelConfig
 
@@ -100,49 +95,10 @@ class LabelResults:
             np.stack(outputs), self.config, options.activation, top_k=options.top_k
         )
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(label.score for label in result.labels)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `label` (bytes) and `score` (float32): (n, labels) each."""
-        return {
-            "label": string_tensor(
-                [[label.label for label in result.labels] for result in results]
-            ),
-            "score": np.array(
-                [[label.score for label in result.labels] for result in results], np.float32
-            ),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, _dim: int) -> list[Any]:
-        """Return the columns of the best label and, if `top_k` is not 1, of all labels."""
-        import pyarrow as pa
-
-        best = [pa.field("label", pa.string()), pa.field("score", pa.float32())]
-        if options.top_k == 1:
-            return best
-        return [*best, pa.field("scores", pa.list_(pa.struct(best)))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the best label, its score, then all labels."""
-        return result.label, result.score, [vars(label) for label in result.labels]
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe the best labels of each input."""
-        return [
-            ResultDescription(
-                {
-                    "answer": ", ".join(
-                        f"{x.label} {x.score:.2f}" for x in r.labels[:_MAX_DESCRIBED]
-                    )
-                },
-                r.to_dict(),
-            )
-            for r in results
-        ]
+    def describe(self, result: Classification) -> str:
+        """Describe the best labels of an input."""
+        best = result.labels[:_MAX_DESCRIBED]
+        return ", ".join(f"{label.label} {label.score:.2f}" for label in best)
 
 
 PAIR = (InputField("text"), InputField("text_pair"))
@@ -151,7 +107,7 @@ EXAMPLE_PAIR = ("Who built the bridge?", "The bridge was built by the engineers 
 
 
 @dataclass
-class Classify(LabelResults, TextTask):  # type: ignore[misc]
+class Classify(LabelResults, TextTask):
     """Classify texts, or pairs of texts for models that compare two."""
 
     verb = "classify"

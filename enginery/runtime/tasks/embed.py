@@ -18,8 +18,6 @@ from enginery.core.model.files import SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    OutputTensor,
-    ResultDescription,
     Row,
     RowValues,
     TaskOptionError,
@@ -58,7 +56,6 @@ class VectorResults:
     """Mixin for tasks whose results are vectors: float32 (dim,)."""
 
     result_type = Vectors
-    outputs = (OutputTensor("embedding", "float32", 2),)
 
     def check_dimensions(self, options: VectorOptions) -> None:
         """Raise TaskOptionError if `dimensions` is larger than the graph's vectors.
@@ -78,33 +75,13 @@ class VectorResults:
             return results
         return np.stack(results) if len(results) else np.empty((0, self.graph_dim), np.float32)
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every number of the vector is finite."""
-        return bool(np.isfinite(result).all())
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `embedding`: float32 (n, dim)."""
-        return {"embedding": np.stack(results).astype(np.float32, copy=False)}
-
-    @classmethod
-    def arrow_fields(cls, _options: Any, dim: int) -> list[Any]:
-        """Return one column of vectors."""
-        import pyarrow as pa
-
-        return [pa.field("embedding", pa.list_(pa.float32(), dim))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the vector."""
-        return (result,)
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each input by its nearest neighbour among the others."""
-        return _describe_neighbours(inputs, self.collect(results))
+    def describe(self, result: Vectors) -> str:
+        """Return the number of dims."""
+        return f"{len(result)} dims"
 
 
 @dataclass
-class Embed(VectorResults, TextTask):  # type: ignore[misc]
+class Embed(VectorResults, TextTask):
     """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
 
     verb = "embed"
@@ -309,24 +286,3 @@ def unit_vectors(vectors: Vectors) -> Vectors:
     return np.divide(
         vectors, lengths[:, None], out=np.empty(vectors.shape, np.float32), casting="same_kind"
     )
-
-
-def _describe_neighbours(
-    inputs: Sequence[str], vectors: NDArray[np.float32]
-) -> list[ResultDescription]:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
-    cosines = units @ units.T
-    dims = int(vectors.shape[1])
-    described = []
-    for index in range(len(inputs)):
-        words = {"embedding": f"{dims} dims"}
-        values: dict[str, Any] = {"dims": dims}
-        others = [other for other in range(len(inputs)) if other != index]
-        if others:
-            best = max(others, key=lambda other: cosines[index, other])
-            cosine = float(cosines[index, best])
-            words |= {"nearest": inputs[best], "cosine": f"{cosine:.3f}"}
-            values |= {"nearest": inputs[best], "cosine": round(cosine, 6)}
-        described.append(ResultDescription(words, values))
-    return described

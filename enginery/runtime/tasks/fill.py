@@ -11,16 +11,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    OutputTensor,
     ProcessingCost,
-    Result,
-    ResultDescription,
     Row,
-    are_finite,
-    json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
 
@@ -43,7 +39,7 @@ class Filling(Result):
 class MaskFillings(Result):
     """The best tokens for each mask of one text, in the order of the masks."""
 
-    masks: tuple[tuple[Filling, ...], ...]
+    masks: Annotated[tuple[tuple[Filling, ...], ...], Nested("masks", "fillings")]
 
 
 class FillOptions(TextOptions):
@@ -60,7 +56,6 @@ class Fill(TextTask):
     verb = "fill"
     purpose = "fills masks"
     tasks = ("fill-mask",)
-    outputs = (OutputTensor("fillings", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = MaskFillings
     example = ("The engine is {mask}.",)
@@ -137,48 +132,12 @@ class Fill(TextTask):
             masks.append(tuple(row))
         return MaskFillings(tuple(masks))
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(filling.score for mask in result.masks for filling in mask)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `fillings`: a JSON object for each text."""
-        return {"fillings": json_tensor([result.to_dict() for result in results])}
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return one column, with a list of fillings per mask."""
-        import pyarrow as pa
-
-        filling = pa.struct(
-            [
-                ("token", pa.string()),
-                ("token_id", pa.int64()),
-                ("score", pa.float32()),
-                ("sequence", pa.string()),
-            ]
-        )
-        return [pa.field("masks", pa.list_(pa.list_(filling)))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the fillings of each mask."""
-        return ([[vars(filling) for filling in mask] for mask in result.masks],)
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+    def describe(self, result: MaskFillings) -> str:
         """Describe the best fillings of each mask."""
-        return [
-            ResultDescription(
-                {
-                    "answer": " | ".join(
-                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_MAX_DESCRIBED])
-                        for mask in result.masks
-                    )
-                },
-                result.to_dict(),
-            )
-            for result in results
-        ]
+        return " | ".join(
+            "; ".join(f"{filling.token} {filling.score:.2f}" for filling in mask[:_MAX_DESCRIBED])
+            for mask in result.masks
+        )
 
     def example_input(self) -> str:
         """Return the example with the tokenizer's mask token."""

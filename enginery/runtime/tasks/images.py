@@ -104,7 +104,7 @@ class ImageTask(MediaTask):
 
 
 @dataclass
-class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
+class ClassifyImages(LabelResults, ImageTask):
     """Classify images."""
 
     verb = "classify_images"
@@ -120,7 +120,7 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
 
 
 @dataclass
-class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
+class EmbedImages(VectorResults, ImageTask):
     """Embed images; `notes` states which output of the graph the vectors come from."""
 
     verb = "embed_images"

@@ -15,14 +15,11 @@ calls, and in other threads.
 
 from __future__ import annotations
 
-import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -137,15 +134,6 @@ class InputField:
     optional: bool = False
 
 
-@dataclass(frozen=True)
-class OutputTensor:
-    """The name and type of a result tensor, for the Open Inference Protocol and Triton."""
-
-    name: str
-    dtype: Literal["float32", "int64", "string"]
-    rank: int
-
-
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
@@ -169,23 +157,6 @@ class ModelInputs:
     rows: list[Row]
     context: Any = None
     """What `postprocess` needs besides the rows, such as the texts."""
-
-
-@dataclass(frozen=True)
-class ResultDescription:
-    """A result as text for people and as plain values for programs, by name."""
-
-    words: dict[str, str]
-    values: dict[str, Any]
-
-
-class Result:
-    """Base of results that are dataclasses."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as dicts, lists, strings and numbers."""
-        plain: dict[str, Any] = _lists(asdict(self))  # type: ignore[call-overload]
-        return plain
 
 
 @dataclass
@@ -305,11 +276,10 @@ class Task(RowTask):
     takes_pairs: ClassVar[bool] = False
     """True if an input may have two parts, named by `inputs`."""
     inputs: ClassVar[tuple[InputField, ...]]
-    outputs: ClassVar[tuple[OutputTensor, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
-    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
+    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
     example: ClassVar[tuple[str, ...]]
     """A text for each required part of one input, for model cards and published models; `{mask}`
     stands for the tokenizer's mask. Empty for images and audio."""
@@ -335,31 +305,8 @@ class Task(RowTask):
         """Return a synthetic row, of `tokens` tokens or an image, for warm-up and timing."""
 
     @abstractmethod
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every number of a result is finite."""
-
-    @abstractmethod
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return results as the tensors declared in `outputs`; strings as UTF-8 bytes."""
-
-    @classmethod
-    @abstractmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the `pyarrow.Field` of each column of a table of results.
-
-        Args:
-            options: options of the task.
-            dim: size of vectors; other tasks ignore it.
-        """
-
-    @classmethod
-    @abstractmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return a result's values in the order of `arrow_fields`; further ones are ignored."""
-
-    @abstractmethod
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each result."""
+    def describe(self, result: Any) -> str:
+        """Describe a result in a few words, for people."""
 
     def fields(self) -> tuple[InputField, ...]:
         """Return the parts of an input of this model; `inputs` has those of the class."""
@@ -431,31 +378,3 @@ def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) 
                 f"{record.file} has the output {specs[name]}; {task} expects {rank} dims.",
                 do="Export the model again for its task.",
             )
-
-
-def are_finite(scores: Iterable[float]) -> bool:
-    """Return True if all scores are finite."""
-    return all(map(math.isfinite, scores))
-
-
-def string_tensor(texts: Sequence[Any]) -> NDArray[Any]:
-    """Convert strings, or equally long lists of strings, to an object array of UTF-8 bytes."""
-    shape = (len(texts),) if texts and isinstance(texts[0], str) else (len(texts), len(texts[0]))
-    flat = texts if len(shape) == 1 else [text for row in texts for text in row]
-    array = np.empty(len(flat), dtype=object)
-    array[:] = [text.encode() for text in flat]
-    return array.reshape(shape)
-
-
-def json_tensor(values: Sequence[Any]) -> NDArray[Any]:
-    """Convert values to an object array of JSON documents in UTF-8."""
-    return string_tensor([json.dumps(value, ensure_ascii=False) for value in values])
-
-
-def _lists(value: Any) -> Any:
-    """Convert tuples to lists, at every depth, as JSON would."""
-    if isinstance(value, dict):
-        return {name: _lists(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_lists(item) for item in value]
-    return value

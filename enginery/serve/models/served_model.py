@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
     ProcessingCost,
     Row,
@@ -223,7 +224,7 @@ class ServedModel(ABC):
                 )
         finally:
             self._requests -= 1
-        if isinstance(task, Task) and not all(map(task.is_finite, results)):
+        if isinstance(task, Task) and not all(map(is_finite, results)):
             raise UnavailableError(
                 "the model's outputs are NaN or infinite.",
                 do="They may overflow the model's precision; run `enginery validate` to check it.",

@@ -11,17 +11,18 @@ import orjson
 import pyarrow as pa
 import pytest
 
+from enginery.cli.demo import describe_results
 from enginery.deploy.triton.models import _task_outputs
 from enginery.deploy.triton.text_format import config_text
 from enginery.predict.columns import OutputColumns
 from enginery.predict.generation import Generate
-from enginery.publish.pyfunc import _to_plain
 from enginery.runtime.generation.generator import Generation
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification, Label
 from enginery.runtime.tasks.fill import Filling, MaskFillings
+from enginery.runtime.tasks.results import is_finite, to_plain
 from enginery.runtime.tasks.tag import TokenSpan
 from enginery.serve.api.endpoints import json_response
 from enginery.serve.api.oip_tensors import task_metadata, tensors_from_results
@@ -381,7 +382,7 @@ def test_tensors_of_the_open_inference_protocol(verb):
         {"name": name, "datatype": datatype, "shape": shape, "parameters": {"of": "task"}}
         for name, datatype, shape in OUTPUTS[verb]
     ]
-    tensors = tensors_from_results(_bare(verb), RESULTS[verb])
+    tensors = tensors_from_results(TASKS[verb], RESULTS[verb])
     assert [
         (tensor.name, tensor.datatype, tensor.shape, np.asarray(tensor.values).ravel().tolist())
         for tensor in tensors
@@ -406,7 +407,7 @@ def test_json_of_the_server_and_of_mlflow(verb):
     for result, expected in zip(RESULTS[verb], JSON[verb], strict=True):
         assert json_response(result).body == expected.encode()
         if not isinstance(result, np.ndarray):
-            assert orjson.dumps(_to_plain(result)) == expected.encode()
+            assert orjson.dumps(to_plain(result)) == expected.encode()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
@@ -447,23 +448,18 @@ NOT_FINITE: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("verb", RESULTS)
 def test_nan_and_infinity_are_noticed(verb):
-    assert all(is_finite(verb, result) for result in RESULTS[verb])
-    assert not any(is_finite(verb, result) for result in NOT_FINITE[verb])
+    assert all(map(is_finite, RESULTS[verb]))
+    assert not any(map(is_finite, NOT_FINITE[verb]))
 
 
 def test_score_of_a_generated_text_may_be_missing():
-    assert Generate.is_finite([Generation("warm", (1,), "stop", None)])
-    assert not Generate.is_finite([Generation("warm", (1,), "stop", math.nan)])
+    assert is_finite([Generation("warm", (1,), "stop", None)])
+    assert not is_finite([Generation("warm", (1,), "stop", math.nan)])
 
 
 def describe(verb: str, inputs: list[str]) -> Any:
-    return _bare(verb).describe(inputs, RESULTS[verb])
-
-
-def is_finite(verb: str, result: Any) -> bool:
-    return bool(_bare(verb).is_finite(result))
-
-
-def _bare(verb: str) -> Any:
-    """Return a task without the files of a model, which these methods do not read."""
-    return object.__new__(TASKS[verb])
+    """Describe the results by a task without the files of a model, which that does not need."""
+    results = RESULTS[verb]
+    if verb.startswith("embed"):
+        results = np.stack(results)
+    return describe_results(object.__new__(TASKS[verb]), inputs, results)
