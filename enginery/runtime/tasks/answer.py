@@ -23,11 +23,10 @@ from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
     ModelInputs,
-    ProcessingCost,
     Row,
     TaskOptions,
 )
-from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.text import TextTask, scan_cost
 from enginery.runtime.text.tokenizer import check_texts
 
 MAX_ANSWER_TOKENS = 15
@@ -84,7 +83,7 @@ class Answer(TextTask):
             windows = (encoding, *encoding.overflowing)
             rows += [Row(window, len(window)) for window in windows]
             of_pair += [index] * len(windows)
-        return ModelInputs(rows, (pairs, of_pair))
+        return ModelInputs(rows, (pairs, of_pair), postprocess_cost=scan_cost(rows))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -111,10 +110,6 @@ class Answer(TextTask):
             )
             for (_, context), context_windows in zip(pairs, windows, strict=True)
         ]
-
-    def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
-        """Return the cost of scoring every token."""
-        return self.scan_cost(work)
 
     def describe(self, result: Sequence[ContextAnswer]) -> str:
         """Describe the best answer to a question."""

@@ -15,7 +15,6 @@ from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    ProcessingCost,
     Row,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
@@ -66,9 +65,14 @@ class Fill(TextTask):
         work = super().preprocess(inputs, options)
         mask, mask_id = self.tokenizer.mask_token, self._mask_id()
         for index, row in enumerate(work.rows):
-            if mask_id not in row.content.ids:
+            masks = row.content.ids.count(mask_id)
+            work.decoded += options.top_k * masks
+            if not masks:
                 where = f" in its first {row.tokens} tokens" if row.truncated else ""
                 raise InputError(f"text {index} has no {mask}{where}.", do=f"Write {mask} in it.")
+        # Never light, because a tokenizer's decoder is untrusted.
+        tokens = options.top_k * sum(row.tokens for row in work.rows)
+        work.postprocess_cost = "medium" if tokens <= _LIGHT_TOKENS else "heavy"
         return work
 
     def split(
@@ -92,17 +96,6 @@ class Fill(TextTask):
             self._fillings(row.content.ids, logits, options.top_k)
             for row, logits in zip(work.rows, outputs, strict=True)
         ]
-
-    def count_decoded(self, work: ModelInputs, options: FillOptions) -> int:
-        """Return the number of fillings of all masks together."""
-        mask_id = self._mask_id()
-        masks: int = sum(row.content.ids.count(mask_id) for row in work.rows)
-        return options.top_k * masks
-
-    def postprocess_cost(self, work: ModelInputs, options: FillOptions) -> ProcessingCost:
-        """Return the cost of decoding; never light, because a tokenizer's decoder is untrusted."""
-        tokens = options.top_k * sum(row.tokens for row in work.rows)
-        return "medium" if tokens <= _LIGHT_TOKENS else "heavy"
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token

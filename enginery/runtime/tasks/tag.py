@@ -17,10 +17,9 @@ from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    ProcessingCost,
     Row,
 )
-from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
+from enginery.runtime.tasks.text import TextOptions, TextTask, scan_cost, softmax
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
@@ -61,7 +60,8 @@ class Tag(TextTask):
     def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:
         """Tokenize each text into one row, with offsets."""
         check_texts(inputs)
-        return ModelInputs(self.encode(inputs, options, offsets=True), inputs)
+        rows = self.encode(inputs, options, offsets=True)
+        return ModelInputs(rows, inputs, postprocess_cost=scan_cost(rows))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -80,10 +80,6 @@ class Tag(TextTask):
             )
             for text, row, logits in zip(work.context, work.rows, outputs, strict=True)
         ]
-
-    def postprocess_cost(self, work: ModelInputs, options: TagOptions) -> ProcessingCost:
-        """Return the cost of scoring every token."""
-        return self.scan_cost(work)
 
     def describe(self, result: Sequence[TokenSpan]) -> str:
         """Describe the spans of a text."""

@@ -157,6 +157,9 @@ class ModelInputs:
     rows: list[Row]
     context: Any = None
     """What `postprocess` needs besides the rows, such as the texts."""
+    decoded: int = 0
+    """Number of texts that `postprocess` has to decode."""
+    postprocess_cost: ProcessingCost = "light"
 
 
 @dataclass
@@ -239,26 +242,6 @@ class RowTask(ABC):
     def can_pad(self) -> bool:
         """True if rows of different lengths can share a batch."""
         return True
-
-    def count(self, inputs: Any) -> int:
-        """Return the number of inputs."""
-        return len(inputs)
-
-    def count_decoded(self, work: ModelInputs, options: Any) -> int:
-        """Return the number of texts that postprocessing has to decode."""
-        return 0
-
-    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
-        """Return the cost class of preprocessing these inputs."""
-        return "heavy"
-
-    def postprocess_cost(self, work: ModelInputs, options: Any) -> ProcessingCost:
-        """Return the cost class of postprocessing."""
-        return "light"
-
-    def characters(self, inputs: Any) -> int:
-        """Return the number of characters of all texts among the inputs."""
-        return 0
 
 
 @dataclass
@@ -359,6 +342,26 @@ class MediaTask(Task):
                 "model again.",
             )
         return values
+
+
+def count_inputs(inputs: Any) -> int:
+    """Return the number of inputs of a task; of tensors by name, the largest batch size."""
+    if isinstance(inputs, Mapping):
+        return max((len(array) for array in inputs.values() if array.ndim), default=1)
+    return len(inputs)
+
+
+def count_characters(inputs: Any) -> int:
+    """Return the number of characters of texts and pairs of texts; a token id counts as one."""
+    if isinstance(inputs, Mapping):
+        return 0
+    total = 0
+    for item in inputs:
+        if isinstance(item, tuple):
+            total += sum(len(part) for part in item if isinstance(part, str))
+        elif isinstance(item, str | list):
+            total += len(item)
+    return total
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

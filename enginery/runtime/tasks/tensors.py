@@ -16,7 +16,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
+from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, RowTask
 
 
 @dataclass
@@ -98,14 +98,6 @@ class Tensors(RowTask):
             arrays: Arrays = outputs[0]
             return arrays
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
-
-    def count(self, inputs: Arrays) -> int:
-        """Return the largest batch size among the inputs."""
-        return max((len(array) for array in inputs.values() if array.ndim), default=1)
-
-    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
-        """Return `light`: inputs are only checked."""
-        return "light"
 
     def _row(self, tensors: Arrays) -> Row:
         # An image counts as one token, however many pixels it has.
