@@ -102,7 +102,7 @@ class PooledBatchRunner(BatchRunner):
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
         feeds = self.feeds(rows)
-        run = partial(self.runner, feeds, self.task.outputs_for(rows))
+        run = partial(self.runner, feeds, self.task.outputs_read(raw=rows[0].reads_raw))
         return list(self.split(rows, feeds, self._pool.call(run)))
 
 

@@ -17,6 +17,7 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec, profile_shapes
 from enginery.deploy.triton.options import TritonConfig
+from enginery.deploy.triton.steps import graph_outputs
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
 from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries, parameters
 from enginery.runtime.tasks.results import output_tensors
@@ -153,7 +154,7 @@ def step_model(
         inputs = task_inputs
         outputs = [tensor_fields(spec, batched=False) for spec in info.record.inputs]
     else:
-        needed = task.outputs_read(info.record)
+        needed = graph_outputs(task)
         specs = [spec for spec in info.record.outputs if spec.name in needed]
         inputs = [*task_inputs, *(tensor_fields(spec, batched=False) for spec in specs)]
         outputs = _task_outputs(task)
@@ -184,7 +185,7 @@ def ensemble_model(task: Task, info: GraphInfo, name: str) -> TritonModel:
     record = info.record
     inputs = {field.name: field.name for field in task.inputs}
     tokens = {spec.name: f"graph.{spec.name}" for spec in record.inputs}
-    outputs = {n: f"graph.{n}" for n in task.outputs_read(record)}
+    outputs = {n: f"graph.{n}" for n in graph_outputs(task)}
     answers = {tensor.name: tensor.name for tensor in output_tensors(task.result_type)}
     steps = [
         _step(f"{name}-{TOKENIZER}", inputs, tokens),

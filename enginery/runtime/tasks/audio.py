@@ -6,7 +6,7 @@ import base64
 import io
 import math
 import wave
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -134,15 +134,6 @@ class AudioTask(MediaTask):
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of the features: only rows of one length share a batch."""
-        return (type(self), *(array.shape for array in row.content.values()))
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the shape of the graph's first input, without the batch."""
-        shape: tuple[int, ...] = row.content[self.record.inputs[0].name].shape
-        return shape
 
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return the graph's inputs: (len(rows), …) each."""

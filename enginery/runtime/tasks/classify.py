@@ -140,27 +140,25 @@ class Classify(LabelResults, TextTask):
         encodings = self.tokenizer.encode(inputs, instruction=options.instruction)
         return self._model_inputs(self.rows(encodings, options), options)
 
-    @property
-    def final_output(self) -> str:
-        """`scores` if the graph has this output."""
-        return SCORES if any(spec.name == SCORES for spec in self.record.outputs) else ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return `scores` if the graph has this output, else `logits`; see `RowTask`."""
+        return (SCORES,) if self._has_scores and not raw else tuple(self.graph_outputs)
 
     @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """The output of logits."""
-        return tuple(self.graph_outputs)
+    def _has_scores(self) -> bool:
+        return any(spec.name == SCORES for spec in self.record.outputs)
 
     def _model_inputs(self, rows: list[Row], options: ClassifyOptions) -> ModelInputs:
         """Mark the rows whose activation is not the one of the graph's scores."""
         for row in rows:
-            row.reads_raw = bool(self.final_output) and options.activation != "auto"
+            row.reads_raw = self._has_scores and options.activation != "auto"
         return ModelInputs(rows)
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
     ) -> list[Classification]:
         """Return a `Classification` for each input."""
-        if not outputs or not self.final_output or work.rows[0].reads_raw:
+        if not outputs or not self._has_scores or work.rows[0].reads_raw:
             return super().postprocess(work, outputs, options)
         return classify_logits(np.stack(outputs), self.config, "none", top_k=options.top_k)
 
@@ -182,7 +180,7 @@ class Classify(LabelResults, TextTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits or, from a graph that has them, the scores of each row: (labels,)."""
-        raw = not self.final_output or rows[0].reads_raw
+        raw = not self._has_scores or rows[0].reads_raw
         return list(output_rows(outputs, "logits" if raw else SCORES, rows))
 
 

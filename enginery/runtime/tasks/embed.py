@@ -125,33 +125,24 @@ class Embed(VectorResults, TextTask):
             "default_prompt": sentence.default_prompt_name,
         }
 
-    @classmethod
-    def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the name of the graph output that vectors are computed from."""
-        names = [spec.name for spec in record.outputs]
-        return [next(name for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS) if name in names)]
-
     @property
     def graph_dim(self) -> int:
         """The size of a vector as the graph declares it; 0 if it does not."""
-        (name,) = self.outputs_read(self.record)
+        (name,) = self.outputs_read()
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
-        modes = len(self.pooling.modes) if self.pooling and not self.final_output else 1
+        modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
         return last * modes if isinstance(last, int) else 0
 
-    @property
-    def final_output(self) -> str:
-        """`sentence_embedding` if the graph pools."""
-        return SENTENCE_OUTPUT if SENTENCE_OUTPUT in self._names else ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
+        if self._graph_pools and not raw:
+            return (SENTENCE_OUTPUT,)
+        names = [spec.name for spec in self.record.outputs]
+        return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
 
     @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """The output of token vectors."""
-        return tuple(name for name in TOKEN_OUTPUTS if name in self._names)[:1]
-
-    @property
-    def _names(self) -> list[str]:
-        return [spec.name for spec in self.record.outputs]
+    def _graph_pools(self) -> bool:
+        return any(spec.name == SENTENCE_OUTPUT for spec in self.record.outputs)
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
@@ -174,7 +165,7 @@ class Embed(VectorResults, TextTask):
         # The graph's vectors are normalized if the model's are.
         reads_raw = bool(
             options.normalize is False
-            and self.final_output
+            and self._graph_pools
             and self.pooling is not None
             and self.pooling.normalize
         )
@@ -206,7 +197,7 @@ class Embed(VectorResults, TextTask):
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> list[Vectors] | Vectors:
         """Return float32 (dim,) for each text; an array if `outputs` is one."""
-        own = self.pooling is not None and self.pooling.normalize and not self.final_output
+        own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
         return finish_vectors(outputs, options, model_normalizes=own)
 
     def _prompt(self, name: str) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -88,15 +88,6 @@ class ImageTask(MediaTask):
             dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
         )
         return base64.b64encode(example_png(height, width)).decode()
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shape of the pixels: only images of one size share a batch."""
-        return (type(self), row.content.shape)
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return (channels, height, width)."""
-        shape: tuple[int, ...] = row.content.shape
-        return shape
 
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return pixel_values: (len(rows), channels, height, width)."""

@@ -16,7 +16,7 @@ calls, and in other threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -193,7 +193,7 @@ class RowTask(ABC):
 
     @abstractmethod
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
-        """Return the feeds for rows of one `batch_key`, padded to at least `width` tokens."""
+        """Return the feeds for the rows of a batch, padded to at least `width` tokens."""
 
     @abstractmethod
     def split(
@@ -209,34 +209,13 @@ class RowTask(ABC):
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
         """Return the results, from the outputs of each row as `split` returned them."""
 
-    @property
-    def final_output(self) -> str:
-        """Name of the graph output after the last step, such as pooling; empty if there is none."""
-        return ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return the names of the graph outputs that `split` needs; empty for all.
 
-    @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """Names of the outputs before the last step; empty for all outputs."""
+        Args:
+            raw: for rows with `reads_raw`.
+        """
         return ()
-
-    def outputs_for(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """Return the names of the graph outputs that `split` needs for a batch; empty for all."""
-        if self.final_output and not rows[0].reads_raw:
-            return (self.final_output,)
-        return self.raw_outputs
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return a key; only rows of equal keys may share a batch."""
-        return (type(self), row.reads_raw)
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the sizes of a row that are padded for engines; empty for no padding."""
-        return (max(row.tokens, 1),)
-
-    @property
-    def has_rows(self) -> bool:
-        """True if the graph's first axis is the batch, so that rows can share one."""
-        return True
 
     @property
     def can_pad(self) -> bool:
@@ -266,11 +245,6 @@ class Task(RowTask):
     example: ClassVar[tuple[str, ...]]
     """A text for each required part of one input, for model cards and published models; `{mask}`
     stands for the tokenizer's mask. Empty for images and audio."""
-
-    @classmethod
-    def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the names of the graph outputs that the task reads."""
-        return list(cls.graph_outputs)
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:

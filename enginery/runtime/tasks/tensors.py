@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -62,16 +62,6 @@ class Tensors(RowTask):
                 for index in range(count)
             ]
         )
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of a row; without a batch axis the row itself, which is unique."""
-        if not self.has_rows:
-            return row
-        return (type(self), *sorted((n, a.shape[1:]) for n, a in row.content.items()))
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return an empty tuple: a client's tensors are not padded."""
-        return ()
 
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Concatenate the tensors of the rows along the batch axis."""

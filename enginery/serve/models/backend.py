@@ -240,7 +240,7 @@ class ModelBackend(ModelFiles):
             QueueEntry(
                 None,
                 index,
-                (type(task), task.batch_key(row)),
+                batches.batch_key(row),
                 batches.padded_length(row) if pads else row.tokens,
                 row,
                 batches,
