@@ -21,6 +21,7 @@ from enginery.core.progress import SILENT, Progress
 from enginery.recipe import Recipe
 from enginery.runtime.model import Model, load_model
 from enginery.runtime.tasks import TASKS, manifest_task
+from enginery.runtime.tasks.examples import inputs_from_sentences
 from enginery.runtime.tasks.results import VECTOR, named_values
 from enginery.runtime.tasks.task import Task
 
@@ -61,7 +62,7 @@ def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[
     except EngineryError as error:
         progress.say(f"ask: skipped, {error.message}")
         return ()
-    return opened.sample_inputs(Recipe.default().ask)
+    return inputs_from_sentences(opened, Recipe.default().ask)
 
 
 def predict_samples(

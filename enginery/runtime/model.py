@@ -111,12 +111,12 @@ class Model(Closeable):
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.collect(task.postprocess(ModelInputs([]), outputs, read))
+            return task.postprocess(ModelInputs([]), outputs, read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
-            return task.collect(self._run_windows(inputs, read))
+            return self._run_windows(inputs, read)
         work = task.preprocess(inputs, read)
         outputs = self._batches.run_all([self._count(row) for row in work.rows])
-        return task.collect(task.postprocess(work, outputs, read))
+        return task.postprocess(work, outputs, read)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == self.__dict__.get("method"):

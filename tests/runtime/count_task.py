@@ -41,7 +41,6 @@ class Count(TextTask):
     tasks = ("token-counting",)
     graph_outputs: ClassVar[Mapping[str, int]] = {"last_hidden_state": 3}
     result_type = Counted
-    example = ("The engine is warm.",)
     Options = CountOptions
 
     def split(

@@ -60,11 +60,12 @@ class Answer(TextTask):
     verb = "answer"
     purpose = "answers questions"
     tasks = ("question-answering",)
-    takes_pairs = True
-    inputs = (InputField("question"), InputField("context"))
+    inputs = (
+        InputField("question", "Where did Ada live?"),
+        InputField("context", "Ada lived in London."),
+    )
     graph_outputs: ClassVar[Mapping[str, int]] = {"start_logits": 2, "end_logits": 2}
     result_type = Annotated[list[ContextAnswer], Ranked("answers")]
-    example = ("Where did Ada live?", "Ada lived in London.")
     Options = AnswerOptions
 
     def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> ModelInputs:
@@ -114,10 +115,6 @@ class Answer(TextTask):
     def describe(self, result: Sequence[ContextAnswer]) -> str:
         """Describe the best answer to a question."""
         return f"{result[0].text or 'none'} {result[0].score:.2f}"
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return nothing: the built-in sentences are not pairs of question and context."""
-        return ()
 
 
 def _pair(item: Any, index: int) -> tuple[str, str]:

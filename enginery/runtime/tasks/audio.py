@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import wave
@@ -28,6 +27,7 @@ from enginery.runtime.tasks.task import (
     ModelInputs,
     Row,
     TaskOptions,
+    media_outputs,
     require_outputs,
 )
 
@@ -119,17 +119,6 @@ class AudioTask(MediaTask):
                     do="Export the model with the feature extractor that it was trained with.",
                 )
 
-    def probe(self, tokens: int) -> Row:
-        """Return a row of a tone of `tokens` positions."""
-        rate = self.processor.sampling_rate
-        return self.read_row(
-            (_tone(max(tokens / _TOKENS_PER_SECOND, _EXAMPLE_SECONDS), rate), rate)
-        )
-
-    def example_input(self) -> str:
-        """Return a short tone as a WAV file in base64."""
-        return base64.b64encode(example_wav(self.processor.sampling_rate)).decode()
-
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
@@ -153,7 +142,7 @@ class ClassifyAudio(LabelResults, AudioTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each row: (labels,)."""
-        return list(self.output_rows(outputs, "logits", rows))
+        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass(frozen=True)
@@ -185,7 +174,7 @@ class Transcribe(AudioTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the best token of each frame of a row, and their mean probability."""
-        logits = self.output_rows(outputs, "logits", rows).astype(np.float32, copy=False)
+        logits = media_outputs(outputs, "logits", rows).astype(np.float32, copy=False)
         best = logits.argmax(axis=-1)
         with np.errstate(all="ignore"):  # NaN or infinity, see `is_finite`
             shifted = logits - logits.max(axis=-1, keepdims=True)

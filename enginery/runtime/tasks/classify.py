@@ -101,11 +101,6 @@ class LabelResults:
         return ", ".join(f"{label.label} {label.score:.2f}" for label in best)
 
 
-PAIR = (InputField("text"), InputField("text_pair"))
-EXAMPLE_PAIR = ("Who built the bridge?", "The bridge was built by the engineers of the city.")
-"""A query and a document for a reranker."""
-
-
 @dataclass
 class Classify(LabelResults, TextTask):
     """Classify texts, or pairs of texts for models that compare two."""
@@ -113,9 +108,7 @@ class Classify(LabelResults, TextTask):
     verb = "classify"
     purpose = "classifies texts"
     tasks = ("text-classification",)
-    takes_pairs = True
-    inputs = (InputField("text"), InputField("text_pair", optional=True))
-    example = ("The engine is warm.",)
+    inputs = (*TextTask.inputs, InputField("text_pair", optional=True))
     Options = ClassifyOptions
 
     def preprocess(
@@ -161,20 +154,6 @@ class Classify(LabelResults, TextTask):
         if not outputs or not self._has_scores or work.rows[0].reads_raw:
             return super().postprocess(work, outputs, options)
         return classify_logits(np.stack(outputs), self.config, "none", top_k=options.top_k)
-
-    def fields(self) -> tuple[InputField, ...]:
-        """Return the text and, for a model that compares two, the other one."""
-        return PAIR if self.tokenizer.pair_template else self.inputs
-
-    def example_input(self) -> Any:
-        """Return one input as JSON has it, for a first request."""
-        if self.tokenizer.pair_template is None:
-            return super().example_input()
-        return dict(zip((part.name for part in PAIR), EXAMPLE_PAIR, strict=True))
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences unchanged; nothing for a model that takes only pairs."""
-        return () if self.tokenizer.pair_template else tuple(sentences)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -52,43 +52,15 @@ class EmbedOptions(TextOptions, VectorOptions):
     """Name of a prompt in config_sentence_transformers.json; empty for the model's default."""
 
 
-class VectorResults:
-    """Mixin for tasks whose results are vectors: float32 (dim,)."""
-
-    result_type = Vectors
-
-    def check_dimensions(self, options: VectorOptions) -> None:
-        """Raise TaskOptionError if `dimensions` is larger than the graph's vectors.
-
-        If the graph does not declare their size, `postprocess` raises the error.
-        """
-        require_dimensions(options, self.graph_dim)
-
-    @property
-    def graph_dim(self) -> int:
-        """The size of a vector as the graph declares it; 0 if it does not."""
-        return 0
-
-    def collect(self, results: RowValues) -> NDArray[np.float32]:
-        """Return float32 (len(results), dim)."""
-        if isinstance(results, np.ndarray):
-            return results
-        return np.stack(results) if len(results) else np.empty((0, self.graph_dim), np.float32)
-
-    def describe(self, result: Vectors) -> str:
-        """Return the number of dims."""
-        return f"{len(result)} dims"
-
-
 @dataclass
-class Embed(VectorResults, TextTask):
+class Embed(TextTask):
     """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
 
     verb = "embed"
     purpose = "embeds texts"
     tasks = ("feature-extraction",)
-    takes_token_ids = True
-    example = ("The engine is warm.",)
+    inputs = (replace(TextTask.inputs[0], takes_token_ids=True),)
+    result_type = Vectors
     Options = EmbedOptions
 
     pooling: Pooling | None
@@ -149,7 +121,7 @@ class Embed(VectorResults, TextTask):
     ) -> ModelInputs:
         """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
         if options.dimensions:
-            self.check_dimensions(options)
+            require_dimensions(options, self.graph_dim)
         texts = [item for item in inputs if isinstance(item, str)]
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
@@ -195,10 +167,14 @@ class Embed(VectorResults, TextTask):
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
-    ) -> list[Vectors] | Vectors:
-        """Return float32 (dim,) for each text; an array if `outputs` is one."""
+    ) -> Vectors:
+        """Return float32 (texts, dim)."""
         own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
-        return finish_vectors(outputs, options, model_normalizes=own)
+        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
+
+    def describe(self, result: Vectors) -> str:
+        """Return the number of dims."""
+        return f"{len(result)} dims"
 
     def _prompt(self, name: str) -> tuple[str, int]:
         """Return the text of a prompt and the number of leading tokens that it takes up."""
@@ -222,8 +198,9 @@ def finish_vectors(
     vectors: RowValues,
     options: VectorOptions,
     *,
+    dim: int,
     model_normalizes: bool,
-) -> list[Vectors] | Vectors:
+) -> Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
     A vector of zeros is returned unchanged.
@@ -231,25 +208,26 @@ def finish_vectors(
     Args:
         vectors: (dim,) each, or an array (n, dim).
         options: the request's options.
+        dim: the size of a vector, if there are none.
         model_normalizes: the model's own files specify vectors of length 1.
 
     Returns:
-        float32 (dim,) each, or (dimensions,) each; an array if `vectors` is one.
+        float32 (n, dim), or (n, dimensions).
 
     Raises:
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
     if not len(vectors):
-        return []
+        return np.empty((0, dim), np.float32)
     finished = np.asarray(vectors, np.float32)
     if options.normalize is None and model_normalizes:
         finished = unit_vectors(finished)
     if options.dimensions:
         require_dimensions(options, finished.shape[1])
-        finished = finished[:, : options.dimensions]
+        finished = np.ascontiguousarray(finished[:, : options.dimensions])
     if options.normalize:
         finished = unit_vectors(finished)
-    return finished if isinstance(vectors, np.ndarray) else list(finished)
+    return finished
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:

@@ -14,6 +14,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
+    InputField,
     ModelInputs,
     Row,
 )
@@ -55,9 +56,9 @@ class Fill(TextTask):
     verb = "fill"
     purpose = "fills masks"
     tasks = ("fill-mask",)
+    inputs = (InputField("text", "The engine is {mask}."),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = MaskFillings
-    example = ("The engine is {mask}.",)
     Options = FillOptions
 
     def preprocess(self, inputs: Sequence[str], options: FillOptions) -> ModelInputs:
@@ -131,12 +132,3 @@ class Fill(TextTask):
             "; ".join(f"{filling.token} {filling.score:.2f}" for filling in mask[:_MAX_DESCRIBED])
             for mask in result.masks
         )
-
-    def example_input(self) -> str:
-        """Return the example with the tokenizer's mask token."""
-        return self.example[0].replace("{mask}", self.tokenizer.mask_token)
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences with their last word replaced by the tokenizer's mask token."""
-        mask = self.tokenizer.mask_token
-        return tuple(f"{sentence.rpartition(' ')[0]} {mask}." for sentence in sentences)

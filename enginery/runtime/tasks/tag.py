@@ -16,6 +16,7 @@ from enginery.runtime.tasks.classify import label_names
 from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
+    InputField,
     ModelInputs,
     Row,
 )
@@ -54,7 +55,7 @@ class Tag(TextTask):
     tasks = ("token-classification",)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = Annotated[list[TokenSpan], Nested("spans", "entities")]
-    example = ("Ada Lovelace lived in London.",)
+    inputs = (InputField("text", "Ada Lovelace lived in London."),)
     Options = TagOptions
 
     def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:

@@ -131,7 +131,12 @@ class InputField:
     """A named part of an input: a column of a table, or a tensor of a request."""
 
     name: str
+    example: str = ""
+    """A text, with `{mask}` for the tokenizer's mask; empty for an optional part, an image or
+    audio."""
     optional: bool = False
+    takes_token_ids: bool = False
+    """True if a list of token ids is accepted in place of a text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -233,59 +238,27 @@ class Task(RowTask):
     """What a model of this task does, for messages, such as `embeds texts`."""
     tasks: ClassVar[tuple[str, ...]]
     """Names of the transformers tasks that this class implements."""
-    takes_token_ids: ClassVar[bool] = False
-    """True if a list of token ids is accepted in place of a text."""
-    takes_pairs: ClassVar[bool] = False
-    """True if an input may have two parts, named by `inputs`."""
     inputs: ClassVar[tuple[InputField, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
-    example: ClassVar[tuple[str, ...]]
-    """A text for each required part of one input, for model cards and published models; `{mask}`
-    stands for the tokenizer's mask. Empty for images and audio."""
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
         """Return a result for each input, from the outputs of each row as `split` returned them.
 
-        If those of all batches were arrays, `outputs` is an array (rows, …).
+        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array.
         """
-
-    def collect(self, results: RowValues) -> Any:
-        """Return results as a call of `Model` returns them: a list, or one array for vectors."""
-        return list(results)
-
-    @abstractmethod
-    def probe(self, tokens: int) -> Row:
-        """Return a synthetic row, of `tokens` tokens or an image, for warm-up and timing."""
 
     @abstractmethod
     def describe(self, result: Any) -> str:
         """Describe a result in a few words, for people."""
 
-    def fields(self) -> tuple[InputField, ...]:
-        """Return the parts of an input of this model; `inputs` has those of the class."""
-        return self.inputs
-
-    def example_input(self) -> Any:
-        """Return one input as JSON has it, for a first request: texts by name, or one text."""
-        names = [part.name for part in self.fields() if not part.optional]
-        if len(names) == 1:
-            return self.example[0]
-        return dict(zip(names, self.example, strict=True))
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Turn built-in sentences into inputs of this task; empty if the task takes no texts."""
-        return ()
-
 
 @dataclass
 class MediaTask(Task):
     """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
-
-    example = ()
 
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Read each input into one row."""
@@ -305,17 +278,18 @@ class MediaTask(Task):
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Read one input; error messages refer to it by `index`."""
 
-    def output_rows(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
-        """Return an output of the batch; raise ArtifactError unless it has one row per input."""
-        values = outputs[name]
-        if not values.ndim or len(values) != len(rows):
-            raise ArtifactError(
-                f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
-                "expected one row per input.",
-                do="The output does not have the dims that manifest.json declares; export the "
-                "model again.",
-            )
-        return values
+
+def media_outputs(outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+    """Return an output of the batch; raise ArtifactError unless it has one row per input."""
+    values = outputs[name]
+    if not values.ndim or len(values) != len(rows):
+        raise ArtifactError(
+            f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
+            "expected one row per input.",
+            do="The output does not have the dims that manifest.json declares; export the "
+            "model again.",
+        )
+    return values
 
 
 def count_inputs(inputs: Any) -> int:

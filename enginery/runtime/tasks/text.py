@@ -25,8 +25,6 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.text.tokenizer import TextTokenizer, TokenIds, check_texts
 
-TEXT = (InputField("text"),)
-
 _LIGHT_TOKENS = 2000
 """Number of tokens whose scores are processed in about a millisecond."""
 
@@ -43,7 +41,7 @@ class TextOptions(TaskOptions):
 class TextTask(Task):
     """Base of tasks on texts: a graph with its tokenizer and config.json."""
 
-    inputs: ClassVar[tuple[InputField, ...]] = TEXT
+    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text", "The engine is warm."),)
     Options: ClassVar[type[TaskOptions]] = TextOptions
 
     tokenizer: TextTokenizer
@@ -130,10 +128,6 @@ class TextTask(Task):
             self.tokenizer.strip_padding(output, row.content)
             for output, row in zip(padded, rows, strict=True)
         ]
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences unchanged."""
-        return tuple(sentences)
 
 
 def scan_cost(rows: Sequence[Row]) -> ProcessingCost:

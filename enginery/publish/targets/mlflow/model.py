@@ -10,10 +10,10 @@ from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.version import __version__
-from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import example_wav
+from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.text.pooling import Vectors
 
