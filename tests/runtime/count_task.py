@@ -1,4 +1,4 @@
-"""A new task in one module, as a developer would add it."""
+"""A new task in one module and its method of `Model`, as a developer would add them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.runtime.model import Model
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
@@ -89,3 +90,11 @@ class Count(TextTask):
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Return both numbers."""
         return [ResultDescription({"answer": f"{r.tokens} tokens"}, r.to_dict()) for r in results]
+
+
+def count(
+    model: Model, texts: Sequence[str], *, truncate: bool | None = None, vowels: str = "aeiou"
+) -> list[Counted]:
+    """Count the tokens and vowels of texts; a method of `Model`."""
+    counts: list[Counted] = model._run_task("count", texts, truncate=truncate, vowels=vowels)
+    return counts
