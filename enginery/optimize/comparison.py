@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginery.core.model.feeds import Feeds
 from enginery.core.tolerance import Tolerance
 from enginery.passes.cast.low_precision import low_precision_type
 from enginery.passes.cast.simulation import round_tensor
@@ -26,7 +27,6 @@ from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.op_types import FLOAT
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
-Feeds = Mapping[str, NDArray[Any]]
 Batches = list[dict[str, NDArray[Any]]]
 """The outputs of each batch, by name."""
 

@@ -93,22 +93,14 @@ def optimize_graphs(
             _clean(source, fp32, result)
         else:
             fp32 = externalize_weights(fp32, scratch / "fused-outside")
-        batches, origin = range_feeds(artifact, record, config)
+        feeds = range_feeds(artifact, record, config)
         # Before the cast, whose error is measured against the prepared graph.
-        _compare_with_source(source, record, fp32, batches, config, result)
+        _compare_with_source(source, record, fp32, feeds.batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
         guard = None
         if config.precision != "fp32":
-            guard = cast_guarded(
-                fp32,
-                out,
-                config.precision,
-                batches,
-                config,
-                feeds_origin=origin,
-                progress=progress,
-            )
+            guard = cast_guarded(fp32, out, config.precision, feeds, config, progress=progress)
             result.records.append(guard)
             result.notes.append(guard.describe())
             data_files = guard.data_files
