@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from enginery.core.figures import save_figure
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch, BeyondLayers
 from enginery.quantize.calibration.cache import CalibrationCache
-from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig, residual_precision
+from enginery.quantize.job import QuantizeJob
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "
@@ -82,25 +82,22 @@ class QuantizedGraph:
 
 
 def make_report(
+    job: QuantizeJob,
     graphs: Sequence[QuantizedGraph],
     answers: QuantizedGraph,
     cache: CalibrationCache,
-    config: QuantizeConfig,
-    data: CalibrationData | None,
     notes: Sequence[str],
-    fields: Mapping[str, str],
 ) -> QuantizationReport:
     """Return the report.
 
     Args:
+        job: the options, and the calibration inputs if no ranges were reused.
         graphs: all graphs.
         answers: the one of them that computes the answers.
         cache: what was calibrated for all of them.
-        config: the options.
-        data: the calibration inputs; None if ranges were reused.
         notes: notes of the stage.
-        fields: fields of the stage's fingerprint.
     """
+    config, data = job.config, job.data
     quantized = [name for graph in graphs for name in graph.quantized]
     held_out, named = data is None or data.has_held_out_rows, len(graphs) > 1
     others = [graph for graph in graphs if graph is not answers]
@@ -130,7 +127,7 @@ def make_report(
             n: e for graph in graphs for n, e in graph.builtin_layer_errors.items()
         },
         notes=list(notes),
-        fields=dict(fields),
+        fields=dict(job.fields),
     )
 
 
