@@ -39,7 +39,7 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         {"model": str(source), "files": files, "level": level, "out": str(fused)},
         log=log,
         description=f"fusing {artifact.name}",
-        error=ExportError,
+        error_classes=(ExportError,),
     )
     if missing := [file for file in files if not (fused / file).is_file()]:
         raise ExportError(
