@@ -101,6 +101,7 @@ def find_divergences(
     broken = [c for c in candidates if math.isinf(c.error) and math.isfinite(c.before)]
     if broken:
         return broken
+    # Behind a node that adds an error, errors are large, too: what counts is what a node adds.
     added = [c for c in candidates if c.error > c.before and math.isfinite(c.error)]
     return sorted(added, key=lambda c: c.before - c.error)
 

@@ -115,15 +115,17 @@ def optimize_graphs(
             answer, note = append_answer(artifact, record, out)
             if answer is not None:
                 result.answers[record.file] = answer
-            result.notes += [note] if note else []
+            if note:
+                result.notes.append(note)
         if wants_fixed_cache(artifact, record, config):
             # It is cast as its decoder was.
-            fp32_nodes = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
-            fixed = add_fixed_cache(
-                artifact, DecoderFiles(record, fp32, out, frozenset(fp32_nodes)), config
-            )
+            fp32_nodes = frozenset(config.keep_fp32)
+            if guard is not None:
+                fp32_nodes |= frozenset(guard.island_names())
+            fixed = add_fixed_cache(artifact, DecoderFiles(record, fp32, out, fp32_nodes), config)
             result.notes.append(fixed.note)
-            result.added += [] if fixed.record is None else [fixed.record]
+            if fixed.record is not None:
+                result.added.append(fixed.record)
             data_files = fixed.data_files
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)

@@ -183,7 +183,7 @@ def cast_guarded(
                 f"optimize: {len(fp32_nodes)} nodes exceed FP16's range on {feeds.origin} and stay "
                 "FP32"
             )
-        # The sessions below hold the weights as well.
+        # The sessions below have weights of their own.
         del model
         _require_repeatable(fp32, out.name, outputs, feeds.batches[:1])
         rounds, agreements, unrepaired = _repair(

@@ -503,8 +503,8 @@ def _search(
                 advance=advance,
             )
 
-        # On the CPU, what joins convolutions decides whether INT8 is faster: it is searched with
-        # the layers. For TensorRT, residual additions are tried on what the search has chosen.
+        # For the CPU, rounding what joins convolutions costs accuracy, so it is part of the search.
+        # For TensorRT, residual additions are tried on what the search has chosen.
         if scheme.unsigned:
             result, beyond_layers = _search_for_cpu(search, weights)
         else:

@@ -47,6 +47,7 @@ def quantize_dynamic(job: QuantizeJob) -> QuantizeResult:
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
+    # ONNX Runtime's quantizer skips a product without a constant weight, and raises nothing.
     if not any(products.values()):
         unquantizable = "that 'exclude' leaves" if config.exclude else "with a constant weight"
         raise ArtifactError(

@@ -103,6 +103,7 @@ def _insert_toggles(
     nodes = {node.name: node for node in model.graph}
     for layer in layers:
         node = nodes[layer.name]
+        # A graph input, so that one session measures every combination of layers.
         toggle = ir.Value(
             name=toggles[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL)
         )
@@ -119,6 +120,7 @@ def _insert_toggles(
         switch.outputs[0].name = f"{stem}_output"
         switch.outputs[0].type, switch.outputs[0].shape = output.type, output.shape
         model.graph.insert_before(node, switch)
+        # A copy, because a use that is replaced leaves the collection.
         for use in list(output.uses()):
             use.node.replace_input_with(use.idx, switch.outputs[0])
         for index, value in enumerate(model.graph.outputs):

@@ -100,6 +100,7 @@ def make_report(
     config, data = job.config, job.data
     quantized = [name for graph in graphs for name in graph.quantized]
     held_out, named = data is None or data.has_held_out_rows, len(graphs) > 1
+    # An encoder is reported beside its decoder, which computes the answers.
     others = [graph for graph in graphs if graph is not answers]
     return QuantizationReport(
         summary="; ".join(g.summarize(config, held_out=held_out, named=named) for g in graphs),
@@ -119,6 +120,7 @@ def make_report(
         activations=_activations(cache),
         engines=[trial for graph in graphs for trial in graph.trials],
         multiply_adds=_multiply_adds(graphs),
+        # With reused ranges, nothing was searched and no accuracy was measured.
         search=_search(answers.measured) if answers.measured else None,
         accuracy=answers.accuracy,
         encoder_accuracy=others[0].accuracy if others else None,
@@ -199,13 +201,13 @@ _AXES = {
 
 def _activations(cache: CalibrationCache) -> dict[str, Any]:
     """Return scale and smoothing of each activation; the vectors are only in ranges.json."""
-    return {
-        name: {
-            "scale": params.scale,
-            **(asdict(cache.smoothed[name]) if name in cache.smoothed else {}),
-        }
-        for name, params in cache.ranges.items()
-    }
+    activations: dict[str, Any] = {}
+    for name, params in cache.ranges.items():
+        activations[name] = {"scale": params.scale}
+        # A tensor whose numbers are only moved has no smoothing of its own.
+        if name in cache.smoothed:
+            activations[name] |= asdict(cache.smoothed[name])
+    return activations
 
 
 def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:

@@ -248,6 +248,7 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
             "quantize: calibrated on random inputs; do not use this artifact in production"
         )
     records = source.manifest.graphs
+    # The files with FP32's outputs have the same names for each graph.
     jobs = [job.in_folder(f"graph-{index}") for index in range(len(records))]
     graphs = []
     for graph_job, record in zip(jobs, records, strict=True):
@@ -261,6 +262,7 @@ def _quantize_static(job: QuantizeJob) -> QuantizeResult:
         _quantize_graph(graph_job, graph, reused)
         for graph_job, graph in zip(jobs, graphs, strict=True)
     ]
+    # One file, from which all graphs can be quantized again.
     cache = CalibrationCache.merge([graph.cache for graph in quantized], _digest(graphs))
     answers = quantized[records.index(answer_graph(records))]
     if config.target == "cpu":

@@ -303,8 +303,10 @@ class _Rewriter:
         total = self._input(TOTAL, ir.DataType.INT32, [1])
         query, (key, value) = attention.query, new
         tables = list[ir.Value]()
+        # ONNX Runtime's kernel rotates at the positions that it writes to.
         if self.rotary and (rotated := self._rotary(query, key, width)) is not None:
             query, key, tables = rotated
+        # GroupQueryAttention takes the heads of a token side by side: (batch, sequence, hidden).
         counts = (heads, kv_heads, kv_heads)
         rows = [
             self.build.merge_heads(part, count * width)

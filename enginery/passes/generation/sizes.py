@@ -198,7 +198,8 @@ class DecoderSizes:
         model = self._part(names, sizes)
         input_names = [value.name or "" for value in model.graph.inputs]
         feeds = self.feeds(sizes, names=input_names)
-        feeds |= {name: array for name, array in (extra or {}).items() if name in input_names}
+        if extra:
+            feeds |= {name: array for name, array in extra.items() if name in input_names}
         ir.external_data.load_to_model(model)
         session = open_in_memory(
             ir.to_proto(model).SerializeToString(),

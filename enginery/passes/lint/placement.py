@@ -117,6 +117,7 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
         shape = value.shape
         if shape is None or not -len(shape) <= axis < len(shape):
             continue
+        # Such a node is invalid; in the other cases, the layer is only slow.
         if isinstance(shape[axis], int) and shape[axis] != scale.size:
             yield LintFinding(
                 "channel-axis",
