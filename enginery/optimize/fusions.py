@@ -45,6 +45,7 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         raise ExportError(
             f"fusing {artifact.name} did not write {missing[0]}.", do=f"See the log: {log}"
         )
+    # Optimum does not say what it has fused, and may fuse nothing.
     for file in files:
         ops = fused_ops(fused / file)
         result["notes"].append(

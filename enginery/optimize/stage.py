@@ -206,6 +206,7 @@ def _graph_record(record: GraphRecord, directory: Path, optimized: OptimizedGrap
         outputs.append(answer)
     return record.model_copy(
         update={
+            # That of the file: preparing the graph may have changed it.
             "opset": next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")),
             "inputs": tuple(typed(spec) for spec in record.inputs),
             "outputs": tuple(outputs),

@@ -258,6 +258,7 @@ def excluded_layers(
     reasons = {}
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
+        # A product with one row reads each weight once: memory limits it, not arithmetic.
         vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
         on_cpu = scheme.unsigned and not layer.linear
         # A small size matters to tensor cores alone.

@@ -150,6 +150,7 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
     ):
         if value is not None:
             words += f", {value:.1%} of the {name} agree"
+    # With a few hundred rows, the share of equal neighbours is uncertain by several percent.
     if accuracy.neighbour_agreement is not None:
         same = round(accuracy.neighbour_agreement * accuracy.rows)
         low, high = wilson_interval(same, accuracy.rows)
@@ -184,6 +185,7 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
             label="chosen",
         )
         minimum = budget.reference - budget.allowed
+        # A line far below all points would squeeze them together.
         if minimum > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(minimum, color="black", linestyle="--", linewidth=1, label="budget")
         axes.set(xlabel=f"multiply-adds in {scheme.upper()}, %", ylabel=_AXES[budget.kind])

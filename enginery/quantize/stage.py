@@ -108,6 +108,7 @@ def fingerprint(
         STAGE_VERSION,
         {
             "artifact": source.content_sha256(),
+            # With `auto`, speeds on this machine decide.
             **(_machine() if config.scheme == "auto" else {}),
         },
         option_fields(

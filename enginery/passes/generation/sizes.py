@@ -160,6 +160,7 @@ class DecoderSizes:
                 array: Array = ids
             elif name == "position_ids":
                 array = positions
+            # All ones: rows without padding show which sizes follow from the inputs.
             elif name == "attention_mask":
                 array = np.ones((sizes.batch, sizes.total))
             elif name == "encoder_attention_mask":

@@ -74,6 +74,7 @@ def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
 
 def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding]:
     first, second = constant_value(input_at(quantize, 1)), constant_value(input_at(dequantize, 1))
+    # Scales that the graph computes are unknown here.
     if first is None or second is None:
         return
     if first.dtype != second.dtype:
