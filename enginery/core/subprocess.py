@@ -1,7 +1,7 @@
 """Run work in a child process, which frees its memory, may crash, and never outlives its parent.
 
     run_in_subprocess("enginery.export.worker", request, log=log, description="exporting minilm",
-                      error=ExportError)
+                      error_classes=(ExportError,))
 
 The child reads its request from one JSON file and writes its result or its error into another. What
 it prints goes to the log, except the phases that it reports:
@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,8 +51,7 @@ def run_in_subprocess(
     *,
     log: Path,
     description: str,
-    error: type[EngineryError],
-    reraise: tuple[type[EngineryError], ...] = (),
+    error_classes: Sequence[type[EngineryError]],
     on_phase: Callable[[str], object] = lambda _: None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and return its result.
@@ -62,13 +61,12 @@ def run_in_subprocess(
         request: values that JSON can hold.
         log: file for the child's standard output and standard error.
         description: start of the message if the child ends without a result: `exporting minilm`.
-        error: class of the error to raise, unless the child raised one of `reraise`, or
-            MissingPackageError.
-        reraise: classes of errors to raise as the child raised them.
+        error_classes: classes of errors that are raised as the child raised them, besides
+            MissingPackageError. The first one replaces all others, and is raised for a crash.
         on_phase: called with each phase that the child reports; see `report_phase`.
 
     Raises:
-        EngineryError: the child failed or crashed; `error` or one of `reraise`, with the child's
+        EngineryError: the child failed or crashed; one of `error_classes`, with the child's
             message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -92,14 +90,14 @@ def run_in_subprocess(
         if status == 0 and result_file.is_file():
             result = json.loads(result_file.read_text(encoding="utf-8"))
     if not result:
-        raise error(
+        raise error_classes[0](
             f"{description}: the process {describe_exit(status)}.",
             do=f"The last line of its log: {last_line[:_LINE]} The whole log: {log}",
         )
     if "error" in result:
         details = result["error"]
-        error_classes: tuple[type[EngineryError], ...] = (MissingPackageError, *reraise)
-        error_class = {kind.__name__: kind for kind in error_classes}.get(details["type"], error)
+        kinds: tuple[type[EngineryError], ...] = (MissingPackageError, *error_classes)
+        error_class = {kind.__name__: kind for kind in kinds}.get(details["type"], error_classes[0])
         raise error_class(details["message"], do=details["do"] or f"The whole log: {log}")
     return result
 

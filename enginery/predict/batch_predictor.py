@@ -46,6 +46,7 @@ from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.row_stream import Window
 from enginery.runtime.tasks.task import Modality, RowValues
 
@@ -292,8 +293,8 @@ class BatchPredictor(Closeable):
                 answers: dict[int, Any] = {}
                 self._bisect_failures(rows, selected.inputs, error, answers, errors, stats)
                 rows, results = list(answers), list(answers.values())
-        for row, is_finite in zip(rows, self._finite(results), strict=True):
-            if not is_finite:
+        for row, finite in zip(rows, self._finite(results), strict=True):
+            if not finite:
                 errors[row] = "the model returned NaN or infinity"
         if errors:
             # Bad rows were left out before the run: put the results back into the window's order.
@@ -321,7 +322,7 @@ class BatchPredictor(Closeable):
         if isinstance(results, np.ndarray):
             finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(results), axis=1)
             return list(finite)
-        return map(self._model.task.is_finite, results)
+        return map(is_finite, results)
 
     def _bisect_failures(
         self,

@@ -7,15 +7,15 @@ runner(["The engine"], WindowStats())[0].text
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.runtime.generation.generator import Generation, TextGenerator
+from enginery.runtime.tasks.results import Alternatives
 from enginery.runtime.tasks.task import InputField, Modality
 
 
@@ -26,29 +26,7 @@ class Generate:
     modality: ClassVar[Modality] = "text"
     inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
     notes: ClassVar[tuple[str, ...]] = ()
-
-    @staticmethod
-    def arrow_fields(options: Any, _: int) -> list[Any]:
-        """Return the columns: `generated`, why it ended, and the score of beam search."""
-        import pyarrow as pa
-
-        names = {"generated": pa.string(), "finish": pa.string(), "score": pa.float32()}
-        if _results(options) > 1:
-            names = {name: pa.list_(dtype) for name, dtype in names.items()}
-        return [pa.field(name, dtype) for name, dtype in names.items()]
-
-    @staticmethod
-    def arrow_values(result: Sequence[Generation]) -> tuple[Any, ...]:
-        """Return a row's values; lists if `num_return_sequences` is above 1."""
-        values = [(generation.text, generation.finish, generation.score) for generation in result]
-        return values[0] if len(values) == 1 else tuple(map(list, zip(*values, strict=True)))
-
-    @staticmethod
-    def is_finite(result: Sequence[Generation]) -> bool:
-        """Return True if the scores are finite."""
-        return all(
-            generation.score is None or math.isfinite(generation.score) for generation in result
-        )
+    result_type: ClassVar[Any] = Annotated[list[Generation], Alternatives()]
 
 
 class GenerateFromImages(Generate):
@@ -140,8 +118,3 @@ class GenerationRunner(Closeable):
     def close(self) -> None:
         """Free the sessions."""
         self._generator.close()
-
-
-def _results(options: Any) -> int:
-    """Return the number of results of a row."""
-    return int(options.get("num_return_sequences") or 1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,34 +221,40 @@ class ModelStructure:
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
-    def random_ops(self) -> list[str]:
-        """Return the ops with which the graph draws random numbers, sorted; none if it does not."""
-        ops: set[str] = set()
+    def op_types(self) -> Iterator[str]:
+        """Yield the op types of ONNX's own domain in the graph, its subgraphs and functions."""
         graphs = [self.graph, *self.functions]
         while graphs:
             for node in graphs.pop().nodes:
-                if node.op_type in RANDOM_OPS and not node.domain:
-                    ops.add(node.op_type)
+                if not node.domain:
+                    yield node.op_type
                 for attribute in node.attributes.values():
                     graphs += attribute.graphs
-        return sorted(ops)
-
-    def random_notes(self, name: str) -> list[str]:
-        """Return a note if the graph draws random numbers; `name` is what it calls the file."""
-        ops = ", ".join(self.random_ops())
-        note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
-        return [note] if ops else []
 
 
-RANDOM_OPS = (
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
+RANDOM_OPS = frozenset(
+    (
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+    )
 )
 _RANDOM_INPUT = "enginery.random"
+
+
+def random_notes(op_types: Iterable[str], name: str) -> list[str]:
+    """Return a note if a graph with these op types draws random numbers.
+
+    Args:
+        op_types: op types of ONNX's own domain.
+        name: what the note calls the file.
+    """
+    ops = ", ".join(sorted(RANDOM_OPS.intersection(op_types)))
+    note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
+    return [note] if ops else []
 
 
 def random_input(index: int, distribution: str) -> str:
