@@ -176,7 +176,7 @@ def _read_inputs(
     """Yield the name and the feeds of each image, sound or file of arrays.
 
     Raises:
-        InputError: the input is none of these, or the graph does not take it.
+        InputError: the input is of another kind, or the graph does not take it.
     """
     if holds_arrays(source):
         return _read_arrays(record, source)

@@ -169,7 +169,7 @@ def run(
     """Validate an artifact and write the report and the verdict. A failure is not an exception.
 
     Raises:
-        OptionError: an option is invalid, or the artifact is no classifier of labelled texts.
+        OptionError: an option is invalid, or the artifact does not classify labelled texts.
         SourceError: the source is missing or has changed, or does not fit the artifact.
         ProviderError: the provider is not available, or cannot load the graph.
         ShapeError: a profile does not fit.

@@ -163,7 +163,7 @@ class DeviceBinding(Closeable):
         self.capture = capture
         self._session: Any = session
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        # numpy has no bfloat16, whose arrays are none of ours.
+        # numpy lacks bfloat16, so such an input never comes as an array of ours.
         self._dtypes = [
             (spec.name, np.dtype(spec.dtype)) for spec in inputs if spec.dtype != "bfloat16"
         ]

@@ -564,7 +564,7 @@ class OrtRunner(Closeable):
         )
 
     def _open_other_session(self) -> Any:
-        """Return the session for inputs that are no rung, whose shapes are new.
+        """Return the session for inputs beside the ladder, whose shapes are new.
 
         cuDNN's attention plans each new shape for tens of milliseconds, so that kernels without
         plans are faster there. The user's own choice of kernels applies to every shape.

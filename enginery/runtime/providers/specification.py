@@ -438,7 +438,7 @@ def _reject_threads(settings: Mapping[str, Any]) -> None:
             do = "Set it to -1: it has no effect, because nodes run one after the other."
         else:
             do = f"Set it to -1; serve and bench take --threads {value}, Python threads={value}."
-        raise OptionError(f"{key} is {value}, but it is no option of a provider.", do=do)
+        raise OptionError(f"{key} is {value}, but it is not an option of a provider.", do=do)
 
 
 def _switch(key: str, value: Any) -> bool:

@@ -237,7 +237,7 @@ def to_plain(value: Any) -> Any:
 
 
 def named_values(result_type: Any, result: Any) -> dict[str, Any]:
-    """Return a result that is no vector as plain values by name; a list has its column's name."""
+    """Return a result other than a vector as plain values by name; a list has its column's name."""
     plain = to_plain(result)
     layout = _format_of(result_type).layout
     if isinstance(plain, list) and isinstance(layout, Ranked | Nested):

@@ -216,7 +216,9 @@ def _add_profiles(
         # Beyond the model's own limits, TensorRT would build an engine that reads memory outside of
         # the position embeddings.
         profile.check(inputs, limits)
-    for number, profile in enumerate(profiles if names else ()):
+    if not names:
+        return
+    for number, profile in enumerate(profiles):
         ranges = builder.create_optimization_profile()
         for spec in inputs:
             ranges.set_shape(spec.name, *profile_shapes(spec, profile))

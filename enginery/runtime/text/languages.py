@@ -212,6 +212,6 @@ class Languages:
             return self.tokens[code]
         closest = difflib.get_close_matches(str(code)[:_LONGEST_CODE], self.tokens, n=3, cutoff=0.0)
         raise InputError(
-            f"{role} language {_shown(code)} is none of the tokenizer's {len(self.tokens)}; "
+            f"{role} language {_shown(code)} is not one of the tokenizer's {len(self.tokens)}; "
             f"the nearest are {', '.join(closest)}."
         )

@@ -101,7 +101,7 @@ class Use:
 
     @property
     def inputs_first(self) -> bool | None:
-        """True if the node needs the weight as (inputs, outputs), None if it is no product."""
+        """True if the node needs the weight as (inputs, outputs), None for another operator."""
         op, node = self.node.op_type, self.node
         if self.index != 1 or op not in _PRODUCTS:
             return None
