@@ -11,10 +11,10 @@ under the lock of their cache key; `out` gets a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
 from enginery.bench.config import BenchConfig
 from enginery.core.artifact.artifact import Artifact
@@ -38,6 +38,18 @@ if TYPE_CHECKING:
     from enginery.core.artifact.reports import BenchResult, ValidationReport
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
+    from enginery.keywords import (
+        BenchKeywords,
+        BuildKeywords,
+        ExportKeywords,
+        KserveKeywords,
+        OptimizeKeywords,
+        PredictKeywords,
+        PublishKeywords,
+        QuantizeKeywords,
+        TritonKeywords,
+        ValidateKeywords,
+    )
     from enginery.passes.lint.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
@@ -54,7 +66,7 @@ def export_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: ExportConfig | None = None,
-    **options: Any,
+    **options: Unpack[ExportKeywords],
 ) -> Artifact:
     """Export a model to an ONNX artifact, or take the finished one.
 
@@ -82,7 +94,7 @@ def optimize_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: OptimizeConfig | None = None,
-    **options: Any,
+    **options: Unpack[OptimizeKeywords],
 ) -> Artifact:
     """Optimize an artifact for CUDA, TensorRT or the CPU, or take the finished one.
 
@@ -112,7 +124,7 @@ def quantize_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: QuantizeConfig | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Artifact:
     """Quantize an artifact to INT8 or FP8 for TensorRT, or take the finished one.
 
@@ -148,7 +160,7 @@ def build_engine(
     force: bool = False,
     progress: Progress = SILENT,
     config: BuildConfig | None = None,
-    **options: Any,
+    **options: Unpack[BuildKeywords],
 ) -> Artifact:
     """Build TensorRT engines of an artifact's graphs, or take the finished ones.
 
@@ -176,7 +188,7 @@ def validate_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: ValidateConfig | None = None,
-    **options: Any,
+    **options: Unpack[ValidateKeywords],
 ) -> ValidationReport:
     """Compare an artifact with PyTorch and mark it, or take the verdict that still holds.
 
@@ -223,7 +235,7 @@ def bench_model(
     out: str | Path = "",
     progress: Progress = SILENT,
     config: BenchConfig | None = None,
-    **options: Any,
+    **options: Unpack[BenchKeywords],
 ) -> BenchResult:
     """Measure models, and compare them with one another, PyTorch, ONNX Runtime and Optimum.
 
@@ -255,7 +267,7 @@ def predict_file(
     force: bool = False,
     progress: Progress = SILENT,
     config: PredictConfig | None = None,
-    **options: Any,
+    **options: Unpack[PredictKeywords],
 ) -> PredictReport:
     """Predict every row of a file, in its order; an interrupted run continues where it stopped.
 
@@ -289,7 +301,7 @@ def publish_model(
     variants: Sequence[Artifact | str | Path] = (),
     progress: Progress = SILENT,
     config: PublishConfig | None = None,
-    **options: Any,
+    **options: Unpack[PublishKeywords],
 ) -> Published:
     """Publish an artifact with a model card; the same content is the same version.
 
@@ -350,7 +362,7 @@ def export_triton(
     *,
     progress: Progress = SILENT,
     config: TritonConfig | None = None,
-    **options: Any,
+    **options: Unpack[TritonKeywords],
 ) -> TritonExport:
     """Write an artifact's models into a model repository of NVIDIA Triton.
 
@@ -378,7 +390,7 @@ def export_kserve(
     *,
     progress: Progress = SILENT,
     config: KserveConfig | None = None,
-    **options: Any,
+    **options: Unpack[KserveKeywords],
 ) -> KserveExport:
     """Write the manifest of a KServe InferenceService for an artifact.
 
@@ -552,7 +564,9 @@ def _open(artifact: Artifact | str | Path) -> Artifact:
     return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
 
 
-def _config(kind: type[Config], stage: str, config: Config | None, options: Any) -> Config:
+def _config(
+    kind: type[Config], stage: str, config: Config | None, options: Mapping[str, object]
+) -> Config:
     """Return the stage's options, given as `config` or as keywords.
 
     Raises:
