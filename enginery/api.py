@@ -472,7 +472,7 @@ def run_recipe(
     check_recipe(plan)
     stages: list[StageResult] = []
     refused: list[str] = []
-    made: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     copies: dict[Path, Path] = {}
     for step in plan.steps:
         options = step.options
@@ -482,7 +482,7 @@ def run_recipe(
             continue
         if allow_failed and step.stage != "publish" and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
-        source = made.get(step.source)
+        source = paths.get(step.source)
         artifact = Artifact.open(source) if source else stages[-1].artifact if stages else None
         if artifact is None:
             result = run_cached(plan.model, options, force=force, progress=progress)
@@ -492,13 +492,13 @@ def run_recipe(
             result = run_validate(artifact, options, force=force, progress=progress)
         else:
             names = options.variants if step.stage == "publish" else ()
-            variants = [Artifact.open(made[name]) for name in names]
+            variants = [Artifact.open(paths[name]) for name in names]
             result = _run_consumer(
                 artifact, step.stage, options, variants=variants, force=force, progress=progress
             )
         stages.append(result)
         if step.stage in ARTIFACT_STAGES:
-            made[step.stage] = result.artifact.path
+            paths[step.stage] = result.artifact.path
             if step.out:
                 copies[Path(step.out)] = result.artifact.path
     if plan.out:
@@ -526,20 +526,20 @@ def _run_consumer(
 ) -> StageResult:
     """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
-    made: Any
+    result: Any
     worked, problem = True, ""
     values = dict(vars(options))
     if stage == "lint":
-        made = lint_model(artifact, **values)
-        problem = next((report.problem for report in made if not report.passed), "")
+        result = lint_model(artifact, **values)
+        problem = next((report.problem for report in result if not report.passed), "")
     elif stage == "bench":
         from enginery.bench import stage as bench
 
         out = values.pop("out")
-        made = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
-        worked = made is None
-        if made is None:
-            made = bench_model(artifact, out=out, progress=progress, **values)
+        result = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        worked = result is None
+        if result is None:
+            result = bench_model(artifact, out=out, progress=progress, **values)
             artifact = Artifact.open(artifact.path)
         else:
             progress.say(
@@ -547,17 +547,17 @@ def _run_consumer(
             )
     elif stage == "predict":
         files = values.pop("input"), values.pop("out")
-        made = predict_file(artifact, *files, force=force, progress=progress, **values)
-        worked = made.worked
+        result = predict_file(artifact, *files, force=force, progress=progress, **values)
+        worked = result.worked
     elif stage == "publish":
         values["variants"] = variants
-        made = publish_model(artifact, values.pop("url"), progress=progress, **values)
-        worked = made.is_new
+        result = publish_model(artifact, values.pop("url"), progress=progress, **values)
+        worked = result.is_new
     else:
         export = export_triton if stage == "export-triton" else export_kserve
-        made = export(artifact, values.pop("out"), progress=progress, **values)
+        result = export(artifact, values.pop("out"), progress=progress, **values)
     seconds = time.monotonic() - started
-    return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
+    return StageResult(stage, artifact, worked, seconds, made=result, problem=problem)
 
 
 def _open(artifact: Artifact | str | Path) -> Artifact:
