@@ -46,7 +46,14 @@ from enginery.runtime.tasks.row_stream import (
     run_here,
 )
 from enginery.runtime.tasks.tag import Aggregation, TokenSpan
-from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row, RowValues, Task, TaskOptions
+from enginery.runtime.tasks.task import (
+    MediaTask,
+    ModelInputs,
+    Row,
+    RowValues,
+    TaskOptions,
+    count_characters,
+)
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 
@@ -120,12 +127,12 @@ class Model(Closeable):
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.collect(task.postprocess(ModelInputs([]), outputs, read))
+            return task.postprocess(ModelInputs([]), outputs, read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
-            return task.collect(self._run_windows(inputs, read))
+            return self._run_windows(inputs, read)
         work = task.preprocess(inputs, read)
         outputs = self._batches.run_all([self._count(row) for row in work.rows])
-        return task.collect(task.postprocess(work, outputs, read))
+        return task.postprocess(work, outputs, read)
 
     def embed(
         self,
@@ -359,7 +366,7 @@ class Model(Closeable):
         preprocess = partial(task.preprocess, options=options)
         stream = RowStream(batches, preprocess, plan, run_here, concurrent=0)
         prepared = read_ahead(
-            stream.prepare(_windows(task, inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
+            stream.prepare(_windows(inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
         )
         results: list[RowValues] = []
         finishing: deque[Future[RowValues]] = deque()
@@ -393,12 +400,12 @@ class Model(Closeable):
         return row
 
 
-def _windows(task: Task, inputs: Sequence[Any]) -> Generator[Window[None]]:
+def _windows(inputs: Sequence[Any]) -> Generator[Window[None]]:
     """Yield windows of the inputs. The first ones are small, so that the model soon has work."""
     first, size = 0, _FIRST_WINDOW
     while first < len(inputs):
         items = inputs[first : first + size]
-        while len(items) > 1 and task.characters(items) > _WINDOW_CHARACTERS:
+        while len(items) > 1 and count_characters(items) > _WINDOW_CHARACTERS:
             items = items[: len(items) // 2]
         yield Window(items, None)
         first += len(items)

@@ -206,28 +206,18 @@ def test_every_task_has_all_class_attributes():
         assert task.verb == verb
         assert not inspect.isabstract(task)
         assert all(find_task(name, modality=task.modality) is task for name in task.tasks)
-        required = [field.name for field in task.inputs if not field.optional]
-        assert len(task.example) == (len(required) if task.modality == "text" else 0)
+        for field in task.inputs:
+            assert bool(field.example) == (task.modality == "text" and not field.optional)
         assert task.result_type is not None
     assert find_task("feature-extraction", modality="image").verb == "embed_images"
     assert len(set(supported_tasks())) == len(supported_tasks())
 
 
-@pytest.mark.parametrize(
-    ("kind", "task"),
-    [
-        ("bert", "feature-extraction"),
-        ("bert", "fill-mask"),
-        ("vit", "feature-extraction"),
-        ("vit", "image-classification"),
-        ("wav2vec2", "audio-classification"),
-        ("wav2vec2", "automatic-speech-recognition"),
-    ],
-)
-def test_probe_row_runs(tiny, kind, task):
-    with load_model(tiny.artifact(kind, task)) as model:
+@pytest.mark.parametrize("task", ["feature-extraction", "fill-mask"])
+def test_probe_row_runs(tiny, task):
+    with load_model(tiny.artifact("bert", task)) as model:
         row = model.definition.probe(5)
-        assert row.tokens == (1 if model.definition.modality == "image" else 5)
+        assert row.tokens == 5
         (found,) = model._batches.run([row])
         assert all(np.isfinite(each).all() for each in found)
 
