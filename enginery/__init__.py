@@ -81,10 +81,12 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'enginery' has no attribute '{name}'")
+if not TYPE_CHECKING:  # with this function a checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'enginery' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
