@@ -82,14 +82,19 @@ def predict_samples(
         return []
     task = manifest_task(artifact.manifest)
     if task is None or not _is_single(task):
-        single = (name for each in TASKS.values() if _is_single(each) for name in each.tasks)
+        single = (
+            name
+            for definition in TASKS.values()
+            if _is_single(definition)
+            for name in definition.tasks
+        )
         raise InputError(
             f"inputs were given to ask, but {artifact.manifest.task} takes more than single texts, "
             "images or audio.",
             do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
-    # The task has a definition, so it is no generator.
+    # The task has a definition, which generators do not have.
     with cast("Model", load_model(artifact, allow_failed=allow_failed)) as model:
         results = model(list(inputs))
         samples = describe_results(model.definition, inputs, results)

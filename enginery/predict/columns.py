@@ -45,7 +45,7 @@ class OutputColumns:
         task: PredictedTask,
         options: TaskOptions | dict[str, Any],
         kept: Any,
-        taken: Sequence[str],
+        input_names: Sequence[str],
         *,
         prefix: str,
         dim: int,
@@ -56,7 +56,7 @@ class OutputColumns:
             task: the model's task.
             options: options of the task.
             kept: `pyarrow.Schema` of the columns that are kept of the input.
-            taken: names of the input's columns.
+            input_names: names of the input's columns.
             prefix: prefix of the names of the prediction's columns.
             dim: length of an embedding; not used by other tasks.
 
@@ -69,7 +69,7 @@ class OutputColumns:
         columns.append(pa.field(ERROR, pa.string()))
         fields = [field.with_name(prefix + field.name) for field in columns]
         names = tuple(field.name for field in fields)
-        check_column_names(names, taken, prefix)
+        check_column_names(names, input_names, prefix)
         return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
 
     def batch(self, kept: Any, answers: RowValues, errors: Mapping[int, str]) -> Any:
@@ -83,8 +83,8 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        first = kept.num_columns
-        fields = [self.schema.field(first + index) for index in range(len(self.predicted))]
+        offset = kept.num_columns
+        fields = [self.schema.field(offset + index) for index in range(len(self.predicted))]
         if isinstance(answers, np.ndarray):
             arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
         else:
@@ -107,8 +107,8 @@ def _items(options: TaskOptions | dict[str, Any]) -> int:
 
 def check_column_names(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:
     """Raise InputError if the input has a column with the name of a column of the prediction."""
-    if taken := [name for name in answers if name in names]:
+    if duplicates := [name for name in answers if name in names]:
         raise InputError(
-            f"the input has a column '{taken[0]}', and the prediction would have one, too.",
+            f"the input has a column '{duplicates[0]}', and the prediction would have one, too.",
             do=f"Give the prediction's columns a prefix: --prefix predicted_{prefix}",
         )

@@ -58,7 +58,7 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
     Raises:
         OptionError: one is not of the form NAME=VALUE.
     """
-    found = {}
+    options = {}
     for text in config.generation:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -68,10 +68,10 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
                 option="generation",
             )
         try:
-            found[name.strip()] = json.loads(value)
+            options[name.strip()] = json.loads(value)
         except ValueError:
-            found[name.strip()] = value.strip()
-    return found
+            options[name.strip()] = value.strip()
+    return options
 
 
 class GenerationRunner(Closeable):
@@ -92,10 +92,10 @@ class GenerationRunner(Closeable):
         self._generator = generator
         self._options = {"num_return_sequences": 1, **options}
         try:
-            chosen = generator.read_options(self._options)[1]
+            generation_options = generator.read_options(self._options)[1]
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
-        self._batch_rows = max(1, batch_rows // chosen.num_beams)
+        self._batch_rows = max(1, batch_rows // generation_options.num_beams)
 
     def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
         """Return the results of each input; rows of similar length run together.
@@ -103,15 +103,15 @@ class GenerationRunner(Closeable):
         Raises:
             InputError: an input cannot be used.
         """
-        length = len if all(isinstance(each, str) for each in inputs) else (lambda _: 0)
+        length = len if all(isinstance(value, str) for value in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
-        found = self._generator.generate(
+        generations = self._generator.generate(
             [inputs[index] for index in order], batch_size=self._batch_rows, **self._options
         )
-        each = len(found) // len(inputs)
+        per_input = len(generations) // len(inputs)
         results: list[list[Generation]] = [[] for _ in inputs]
-        for place, index in enumerate(order):
-            results[index] = found[place * each : (place + 1) * each]
+        for position, index in enumerate(order):
+            results[index] = generations[position * per_input : (position + 1) * per_input]
             stats.tokens += sum(len(result.tokens) for result in results[index])
         return results
 

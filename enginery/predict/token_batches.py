@@ -207,14 +207,14 @@ class WindowRunner:
             name="enginery-prepare",
         )
         is_stopped = threading.Event()
-        done = read_ahead(
+        collected = read_ahead(
             stream.run(_until(is_stopped, prepared)),
             ahead=1 if self._on_cpu else _GPU_WINDOWS,
             name="enginery-collect",
         )
-        with closing(done), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
+        with closing(collected), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
             try:
-                for window in done:  # noqa: UP028  `yield from` would close it before `finally`
+                for window in collected:  # noqa: UP028  `yield from` would close it before `finally`
                     yield window
             finally:
                 is_stopped.set()  # the rest of a window may take long

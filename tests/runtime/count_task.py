@@ -1,4 +1,4 @@
-"""A new task in one module, as a developer would add it."""
+"""A new task in one module and its method of `Model`, as a developer would add them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from numpy.typing import NDArray
 
+from enginery.runtime.model import Model
 from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
@@ -61,3 +62,11 @@ class Count(TextTask):
     def describe(self, result: Counted) -> str:
         """Return the number of tokens."""
         return f"{result.tokens} tokens"
+
+
+def count(
+    model: Model, texts: Sequence[str], *, truncate: bool | None = None, vowels: str = "aeiou"
+) -> list[Counted]:
+    """Count the tokens and vowels of texts; a method of `Model`."""
+    counts: list[Counted] = model._run_task("count", texts, truncate=truncate, vowels=vowels)
+    return counts

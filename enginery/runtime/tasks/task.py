@@ -2,7 +2,8 @@
 
 A task (embed, classify, tag, …) is one class in one module of this package. `load_model`, the
 server, `predict`, the MLflow model, Triton's Python steps and the sample predictions of a recipe
-all use it. To add a task, add a module and a line in `enginery.runtime.tasks.TASKS`.
+all use it. To add a task, add a module, a line in `enginery.runtime.tasks.TASKS` and a method of
+`enginery.runtime.model.Model`.
 
     task = Embed.open(artifact, record)
     work = task.preprocess(["The engine is warm."], task.Options())
