@@ -16,11 +16,12 @@ from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.profiles.buckets import LengthBuckets
-from enginery.engine.profiles.lengths import profiles_from_data
+from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
 from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
+from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+from enginery.runtime.tensorrt.engine_key import key_fields
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.options import check_options, get_flavor
-from enginery.runtime.tensorrt.process import key_fields, resolve_capabilities
 
 ENGINE_VERSION = "1"
 """Incremented when the same inputs give a different engine; part of the cache key."""
@@ -120,9 +121,7 @@ def _profiles(
             artifact,
             graphs[0],
             Path(config.data).expanduser(),
-            column=config.column,
-            count=config.count,
-            batch=config.batch,
+            BucketOptions(column=config.column, count=config.count, batch=config.batch),
         )
         return {graphs[0].file: text_profiles}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)

@@ -35,7 +35,7 @@ from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
-from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.compare import ComparisonLimits, GraphComparison
 from enginery.validate.config import Effort
 from enginery.validate.reference import ReferenceRun
 
@@ -305,9 +305,8 @@ class ConsistencyScan:
             for name, floor in generated.items()
         }
         confirmed = replace(confirmed, noise_floors=floors, generated_floors=floors)
-        results = compare_graph(
-            self._run, self._record, listed, confirmed, limits, progress=progress
-        )
+        comparison = GraphComparison(confirmed, limits, progress=progress)
+        results = comparison.compare(self._run, self._record, listed)
         if quantized:
             # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))
