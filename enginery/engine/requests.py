@@ -61,9 +61,13 @@ class RequestedEngines:
     requests: tuple[EngineRequest, ...]
     buckets: LengthBuckets | None
     """Buckets of the lengths in `data`, or None."""
+    force: bool
+    """Build even if the store has the engines."""
 
 
-def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngines:
+def resolve_requests(
+    artifact: Artifact, config: BuildConfig, *, force: bool = False
+) -> RequestedEngines:
     """Resolve the options of a build into engine requests, in the order of the graphs.
 
     Raises:
@@ -96,7 +100,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
             }
             key = Fingerprint(flavor.name, fields)
             requests.append(EngineRequest(graph, tuple(group), checked, capabilities, digest, key))
-    return RequestedEngines(tuple(requests), buckets)
+    return RequestedEngines(tuple(requests), buckets, force)
 
 
 def size_limits(artifact: Artifact) -> dict[str, int]:

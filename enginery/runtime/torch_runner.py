@@ -111,10 +111,7 @@ class TorchOptions:
     """The attention implementation; empty for transformers' default."""
 
 
-DEFAULTS = TorchOptions()
-
-
-def load_pytorch(path: Path, task: str, options: TorchOptions = DEFAULTS) -> Any:
+def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) -> Any:
     """Load a model from a directory, in evaluation mode. Call this inside `guarded`.
 
     Loads only the weights that `find_weights` found; pickled ones with PyTorch's restricted
@@ -296,7 +293,7 @@ class TorchRunner(Closeable):
         self,
         source: ModelSource,
         manifest: Manifest,
-        options: TorchOptions = DEFAULTS,
+        options: TorchOptions = TorchOptions(),
         *,
         graph: str = "",
         vocoder: Path | None = None,

@@ -24,6 +24,28 @@ _CHUNK = 1024
 """Texts to tokenize at a time; an encoding takes far more memory than its length."""
 
 
+@dataclass(frozen=True)
+class BucketOptions:
+    """How texts are read, and how their lengths are split into profiles."""
+
+    column: str = "text"
+    """Column of the data with the texts."""
+    rows: int = 10_000
+    """Number of rows to read, evenly spread over the file."""
+    count: int = 3
+    """Maximum number of profiles."""
+    batch: str = "1:8:32"
+    """min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed."""
+    multiple_of: int = 8
+    """Buckets end at multiples of this."""
+    last: Literal["limit", "data"] = "limit"
+    """Where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer than all
+    in the data still fit. `data` is the longest in the data, which takes less memory."""
+    cost: Literal["tokens", "arithmetic"] = "tokens"
+    """What the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
+    including attention, which grows with the square of the length."""
+
+
 def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]:
     """Count the tokens of each text with special tokens, before truncation.
 
@@ -44,33 +66,11 @@ def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]
     return np.array(lengths, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class BucketOptions:
-    """How texts are read and their lengths split into profiles."""
-
-    column: str = "text"
-    """Column of the data with the texts."""
-    rows: int = 10_000
-    """Number of rows to read, evenly spread over the file."""
-    count: int = 3
-    """Maximum number of profiles."""
-    batch: str = "1:8:32"
-    """min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed."""
-    multiple_of: int = 8
-    """Buckets end at multiples of this."""
-    last: Literal["limit", "data"] = "limit"
-    """Where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer than all
-    in the data still fit. `data` is the longest in the data, which takes less memory."""
-    cost: Literal["tokens", "arithmetic"] = "tokens"
-    """What the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
-    including attention, which grows with the square of the length."""
-
-
-DEFAULTS = BucketOptions()
-
-
 def profiles_from_data(
-    artifact: Artifact, record: GraphRecord, data: Path, options: BucketOptions = DEFAULTS
+    artifact: Artifact,
+    record: GraphRecord,
+    data: Path,
+    options: BucketOptions = BucketOptions(),
 ) -> tuple[list[Profile], LengthBuckets]:
     """Return one profile per bucket of token lengths, each tuned for the bucket's upper end.
 
@@ -78,7 +78,7 @@ def profiles_from_data(
         artifact: has the tokenizer, whose limit is the maximum sequence length.
         record: the graph that the profiles are for.
         data: CSV, TSV, JSONL, Parquet or text file.
-        options: the rows to read, and the profiles to make of them.
+        options: how the lengths are split.
 
     Returns:
         The profiles, and the buckets they were made from.
@@ -108,8 +108,11 @@ def profiles_from_data(
     for bucket in buckets.buckets:
         to_limit = options.last == "limit" and bucket is buckets.buckets[-1]
         end = buckets.most if to_limit else bucket.longest
-        ranges = {rows_dim: batch_range} if rows_dim else {}
-        ranges[sequence] = DimRange(bucket.shortest, bucket.longest, end)
+        # A batch that is fixed has no name, and no range.
+        ranges = {
+            rows_dim: batch_range,
+            sequence: DimRange(bucket.shortest, bucket.longest, end),
+        }
         profiles.append(Profile({name: ranges[name] for name in dynamic_dims(record.inputs)}))
     return profiles, buckets
 

@@ -123,9 +123,6 @@ class BindingOptions:
     """Entries of ONNX Runtime's run options, such as `memory.enable_memory_arena_shrinkage`."""
 
 
-DEFAULTS = BindingOptions()
-
-
 class _Recorded(threading.local):
     """The CUDA graphs that the current thread has recorded."""
 
@@ -141,7 +138,7 @@ class DeviceBinding(Closeable):
         session: Any,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        options: BindingOptions = DEFAULTS,
+        options: BindingOptions = BindingOptions(),
         *,
         device: Device | None = None,
         statistics: CaptureStatistics | None = None,

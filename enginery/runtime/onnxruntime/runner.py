@@ -130,9 +130,6 @@ class RunnerOptions:
     provider. Rungs are recorded as CUDA graphs if every node can be, which `notes` says."""
 
 
-DEFAULTS = RunnerOptions()
-
-
 class OrtRunner(Closeable):
     """A graph in ONNX Runtime. A context manager; closing frees its sessions.
 
@@ -143,7 +140,7 @@ class OrtRunner(Closeable):
     def __init__(
         self,
         artifact: Artifact,
-        options: RunnerOptions = DEFAULTS,
+        options: RunnerOptions = RunnerOptions(),
         *,
         graph: str = "",
         providers: Providers = ("cpu",),
