@@ -405,15 +405,15 @@ class _Comparison:
                     sizes=_sizes(artifact.path / record.file),
                     seed=config.seed,
                 )
-                results += self._scan(record, scan, profiles, limits, reference, results)
+                results += self._scan(record, scan, profiles, comparison, results)
             self._check_placement(record, runner.providers)
         if simulated:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
             scanned = None if quantized and exists else profiles
             # Its answers are those of the artifact's own graph, which were collected.
-            alone = replace(comparison, real_answers=RealAnswers())
-            results += self._compare_derived(record, other, path, cases, scanned, alone)
+            without_answers = replace(comparison, real_answers=RealAnswers())
+            results += self._compare_derived(record, other, path, cases, scanned, without_answers)
             path.unlink()
         if exists:
             results += self._compare_unrounded(record, cases, profiles, reference, results)
@@ -583,8 +583,8 @@ class _Comparison:
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
         """
-        reference, limits = comparison.reference, comparison.limits
-        if fed_graph := self._give_random_numbers(path, derived, cases, reference):
+        fed_graph = self._give_random_numbers(path, derived, cases, comparison.reference)
+        if fed_graph:
             path, derived, cases = fed_graph.path, fed_graph.record, fed_graph.cases
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
@@ -593,7 +593,7 @@ class _Comparison:
                 scan = ConsistencyScan(
                     run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
                 )
-                results += self._scan(record, scan, scanned, limits, reference, results)
+                results += self._scan(record, scan, scanned, comparison, results)
             return results
 
     def _all_exact(self, record: GraphRecord) -> bool:
@@ -607,19 +607,19 @@ class _Comparison:
         record: GraphRecord,
         scan: ConsistencyScan,
         profiles: Sequence[Profile],
-        limits: ComparisonLimits,
-        reference: ReferenceRun,
+        comparison: GraphComparison,
         compared: Sequence[ValidationCaseResult],
     ) -> list[ValidationCaseResult]:
         """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
-        scanned = scan.run(shapes, limits, reference, self.progress)
-        quantized = isinstance(limits.tolerance, QuantizedTolerance)
+        scanned = scan.run(shapes, comparison)
+        quantized = isinstance(comparison.limits.tolerance, QuantizedTolerance)
         run_again = partial(self._run_reference, record, "scan", noise=not quantized)
-        confirmed = scan.confirm(scanned, limits, reference, run_again, self.progress)
+        confirmed = scan.confirm(scanned, comparison, run_again)
         self.coverage.append(scan.coverage([*compared, *confirmed], scanned))
+        name = comparison.reference.name
         self.notes += scan_notes(
-            record, scanned, [*compared, *confirmed], reference.name, quantized=quantized
+            record, scanned, [*compared, *confirmed], name, quantized=quantized
         )
         return confirmed
 
