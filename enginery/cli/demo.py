@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
 from enginery.core.progress import SILENT, Progress
 from enginery.recipe import Recipe
-from enginery.runtime.model import Model, load_model
+from enginery.runtime.model import load_model
 from enginery.runtime.tasks import TASKS, manifest_task
 from enginery.runtime.tasks.task import Task
 
@@ -84,8 +84,7 @@ def predict_samples(
             do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
-    # The task has a definition, so it is no generator.
-    with cast("Model", load_model(artifact, allow_failed=allow_failed)) as model:
+    with load_model(artifact, allow_failed=allow_failed) as model:
         described = model.definition.describe(inputs, list(model(list(inputs))))
     progress.say(f"ask: {len(described)} answers in {time.monotonic() - started:.2f} s")
     return [

@@ -22,8 +22,7 @@ import numpy as np
 
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
-from enginery.predict.task_inputs import PredictedTask
-from enginery.runtime.tasks.task import RowValues, TaskOptions
+from enginery.runtime.tasks.task import RowValues, Task, TaskOptions
 
 ERROR = "error"
 
@@ -34,15 +33,15 @@ class OutputColumns:
 
     schema: Any
     """`pyarrow.Schema`: the kept columns, those of the prediction, and `error`."""
-    task: PredictedTask
+    task: type[Task]
     predicted: tuple[str, ...]
     """Names of the prediction's columns and of `error`."""
 
     @classmethod
     def of(
         cls,
-        task: PredictedTask,
-        options: TaskOptions | dict[str, Any],
+        task: type[Task],
+        options: TaskOptions,
         kept: Any,
         taken: Sequence[str],
         *,

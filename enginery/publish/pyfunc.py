@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import InputError
 from enginery.core.options import options_from
 from enginery.runtime.model import Model, load_model
 from enginery.runtime.tasks.task import Task
@@ -72,10 +72,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
     """
     config = options_from(PyfuncConfig, "mlflow", model_config or {})
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
-    model = load_model(Path(data_path), **chosen)
-    if not isinstance(model, Model):
-        raise ArtifactError(f"MLflow models of the task {model.task} are not supported.")
-    return PyfuncModel(model)
+    return PyfuncModel(load_model(Path(data_path), **chosen))
 
 
 def _rows(model_input: Any, task: type[Task]) -> list[Any]:

@@ -16,8 +16,9 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.files import ModelConfig, mask_token
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
-from enginery.runtime.tasks import input_modality, manifest_task
+from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import EXAMPLE_PAIR, Classify
+from enginery.runtime.tasks.task import input_modality
 from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.pooling import Vectors
 

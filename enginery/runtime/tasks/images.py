@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +22,7 @@ from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_ve
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
@@ -62,6 +63,10 @@ class ImageTask(MediaTask):
         config = ModelConfig.read(artifact.path)
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
+
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the pixels of a file."""
+        return replace(self, max_pixels=limits.max_pixels)
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.runtime.text.tokenizer import Encode
 
 Arrays = dict[str, NDArray[Any]]
 RowValues: TypeAlias = Any
@@ -146,6 +147,22 @@ class OutputTensor:
     rank: int
 
 
+@dataclass(frozen=True)
+class InputLimits:
+    """What a server accepts of inputs and options; 0 for no limit of its own."""
+
+    max_pixels: int = 0
+    """Maximum number of pixels of an image file."""
+    max_seconds: float = 0.0
+    """Maximum duration of audio."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens to generate for a text."""
+    max_sequences: int = 0
+    """Maximum number of beams or texts of an input."""
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs the encoding of a list of texts, see `TextTokenizer`."""
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
@@ -194,6 +211,8 @@ class RowTask(ABC):
 
     modality: ClassVar[Modality] = "text"
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    runs_in_steps: ClassVar[bool] = False
+    """True if a row takes many steps, which `TextGenerator` runs, instead of one run."""
 
     record: GraphRecord
     notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -234,6 +253,15 @@ class RowTask(ABC):
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
         """Return the results, from the outputs of each row as `split` returned them."""
+
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with limits on inputs and options."""
+        return self
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an input; 0 without a limit."""
+        return 0
 
     @property
     def final_output(self) -> str:
@@ -315,6 +343,18 @@ class Task(RowTask):
     stands for the tokenizer's mask. Empty for images and audio."""
 
     @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True if an artifact is of this task.
+
+        Args:
+            manifest: the artifact's manifest.
+            record: the graph to run; None for the first one.
+        """
+        graphs = [record] if record else manifest.graphs[:1]
+        names = (spec.name for graph in graphs for spec in graph.inputs)
+        return manifest.task in cls.tasks and input_modality(names) == cls.modality
+
+    @classmethod
     def outputs_read(cls, record: GraphRecord) -> list[str]:
         """Return the names of the graph outputs that the task reads."""
         return list(cls.graph_outputs)
@@ -360,6 +400,14 @@ class Task(RowTask):
     @abstractmethod
     def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
         """Describe each result."""
+
+    def to_json(self, result: Any) -> Any:
+        """Return a result as routes for every task answer it: a dataclass, or plain values."""
+        return result
+
+    def option_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each option, for a form."""
+        return self.Options.schemas()
 
     def fields(self) -> tuple[InputField, ...]:
         """Return the parts of an input of this model; `inputs` has those of the class."""
@@ -412,6 +460,14 @@ class MediaTask(Task):
                 "model again.",
             )
         return values
+
+
+def input_modality(inputs: Iterable[str]) -> Modality:
+    """Return what a graph with these input names takes."""
+    names = set(inputs)
+    if "pixel_values" in names:
+        return "image"
+    return "audio" if names & {"input_values", "input_features"} else "text"
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

@@ -229,17 +229,11 @@ def _model_description(model: ServedModel) -> dict[str, Any]:
 
 
 def _request_form(model: ServedModel) -> dict[str, Any]:
-    task, plan = model.task, model.plan
-    if plan is not None:
-        return {
-            "fields": [{"name": part.name, "optional": part.optional} for part in plan.inputs],
-            "options": plan.option_schemas(),
-            "example": {"inputs": plan.example_input()},
-        }
+    task = model.task
     if task is not None:
         return {
             "fields": [{"name": part.name, "optional": part.optional} for part in task.fields()],
-            "options": task.Options.schemas(),
+            "options": task.option_schemas(),
             "example": {"inputs": task.example_input()},
         }
     feeds = model.backend.synthetic_feeds(_EXAMPLE_TOKENS)

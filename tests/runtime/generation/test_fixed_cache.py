@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnxruntime as ort
 import pytest
+from enginery.runtime.generation.generator import TextGenerator
 
 from enginery import export_model, load_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
@@ -18,7 +19,6 @@ from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.cache_buffers import CacheBuffers
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
-from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.generation.operators import Operators
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
