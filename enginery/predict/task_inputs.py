@@ -67,13 +67,13 @@ def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
 
     If no option sets the column of an input, it is the one with the input's name.
     """
-    found = []
+    columns = []
     for field in task.inputs:
         option = _COLUMNS.get(field.name)
         column = getattr(config, option) if option else field.name
         if column or not field.optional:
-            found.append(column)
-    return tuple(found)
+            columns.append(column)
+    return tuple(columns)
 
 
 def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:

@@ -6,11 +6,9 @@ of other tasks in one step each.
 
 from __future__ import annotations
 
-import base64
-import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Self
 
 from numpy.typing import NDArray
 from pydantic import ConfigDict
@@ -31,16 +29,12 @@ from enginery.runtime.generation.inputs import (
 from enginery.runtime.generation.options import GenerationOptions, read_generation_config
 from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.generation.stream import TextStream
-from enginery.runtime.tasks.audio import example_wav
-from enginery.runtime.tasks.images import example_png
+from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
     InputLimits,
     ModelInputs,
-    ProcessingCost,
-    Result,
-    ResultDescription,
     Row,
     Task,
     TaskOptionError,
@@ -51,8 +45,6 @@ from enginery.runtime.tasks.task import (
 from enginery.runtime.text.chat_template import ChatTemplate, Message
 from enginery.runtime.text.tokenizer import TextTokenizer
 
-_MEDIUM_CHARACTERS = 2048
-"""Number of characters that take about a millisecond to tokenize."""
 _PROBE_TOKENS = 2
 # Bounds of what each step compares with every text, in the thread that all requests share.
 _MAX_STOPS = 16
@@ -76,16 +68,16 @@ _FORM_OPTIONS = (
 class Generation(Result):
     """A generated text."""
 
-    text: str
+    text: Annotated[str, ColumnName("generated")]
     """The new text, without the prompt and special tokens."""
-    tokens: tuple[int, ...]
+    tokens: Annotated[tuple[int, ...], ColumnName("")]
     """The new tokens, with the one that ended the text."""
     finish: str
     """`stop` after an end token or a stop string, `length` at the largest length."""
     score: float | None
     """Score of beam search: the sum of log-probabilities, divided by a power of the length; None
     without."""
-    prompt_tokens: int = 0
+    prompt_tokens: Annotated[int, ColumnName("")] = 0
     """Number of tokens of the input; 1 for an image or audio."""
 
 
@@ -102,6 +94,12 @@ class GenerateOptions(TaskOptions):
     def values(self) -> dict[str, Any]:
         """The options that are given."""
         return dict(self.model_extra or {})
+
+    @property
+    @override
+    def max_items(self) -> int:
+        """Number of texts of each input."""
+        return int(self.values.get("num_return_sequences") or 1)
 
     @classmethod
     @override
@@ -183,10 +181,10 @@ class Generate(Task):
         "text2text-generation-with-past",
     )
     runs_in_steps = True
-    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
-    outputs = ()
-    result_type = Generation
-    example: ClassVar[tuple[str, ...]] = ("The engine is warm, and the pump",)
+    inputs: ClassVar[tuple[InputField, ...]] = (
+        InputField("text", "The engine is warm, and the pump"),
+    )
+    result_type = Annotated[list[Generation], Alternatives()]
     Options: ClassVar[type[GenerateOptions]] = GenerateOptions
 
     tokenizer: TextTokenizer
@@ -444,40 +442,6 @@ class Generate(Task):
         """Return the encoder's inputs of rows in one batch; empty without an encoder."""
         return dict(self.reader.join([row.content.row for row in rows]) or {})
 
-    @override
-    def batch_key(self, row: Row) -> Hashable:
-        """Return what inputs that begin together have in common, such as the size of an image."""
-        prepared: GenerationRow = row.content.row
-        same_length = len(prepared.prompt) if self.graphs.counts_padding else 0
-        arrays = prepared.arrays.items()
-        return same_length, *(array.shape for name, array in arrays if name != "input_ids")
-
-    @override
-    def preprocess_cost(self, inputs: Sequence[Any]) -> ProcessingCost:
-        """Return the cost of tokenizing texts, or of decoding files."""
-        has_texts = all(isinstance(item, str) for item in inputs)
-        return "medium" if has_texts and self.characters(inputs) <= _MEDIUM_CHARACTERS else "heavy"
-
-    @override
-    def characters(self, inputs: Sequence[Any]) -> int:
-        """Return the number of characters of all texts."""
-        return sum(len(item) for item in inputs if isinstance(item, str))
-
-    @override
-    def example_input(self) -> str:
-        """Return an example input as it is in JSON."""
-        if self.modality == "image":
-            return base64.b64encode(example_png()).decode("ascii")
-        if self.modality == "audio":
-            return base64.b64encode(example_wav()).decode("ascii")
-        return self.example[0]
-
-    @override
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences, unless the model needs to know more, such as a language."""
-        needs_more = self.modality != "text" or self.reader.fallback(self.defaults)
-        return () if needs_more else tuple(sentences)
-
     # -- results ------------------------------------------------------------------------------
 
     def split(
@@ -499,11 +463,6 @@ class Generate(Task):
         return list(outputs)
 
     @override
-    def collect(self, results: Iterable[list[Generation]]) -> list[Generation]:
-        """Return all texts in order: `num_return_sequences` for each input."""
-        return [generation for texts in results for generation in texts]
-
-    @override
     def to_json(self, result: Sequence[Generation]) -> Any:
         """Return the result of an input as text-generation-inference has it.
 
@@ -523,37 +482,10 @@ class Generate(Task):
         ]
         return texts[0] if len(texts) == 1 else texts
 
-    def is_finite(self, result: Sequence[Generation]) -> bool:
-        """Return True if the scores are finite."""
-        return all(text.score is None or math.isfinite(text.score) for text in result)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return no tensors: texts are answered in JSON alone."""
-        return {}
-
-    @classmethod
-    def arrow_fields(cls, options: GenerateOptions, dim: int) -> list[Any]:
-        """Return the columns: `generated`, why it ended, and the score of beam search."""
-        import pyarrow as pa
-
-        names = {"generated": pa.string(), "finish": pa.string(), "score": pa.float32()}
-        if int(options.values.get("num_return_sequences") or 1) > 1:
-            names = {name: pa.list_(kind) for name, kind in names.items()}
-        return [pa.field(name, kind) for name, kind in names.items()]
-
-    @classmethod
-    def arrow_values(cls, result: Sequence[Generation]) -> tuple[Any, ...]:
-        """Return a row's values; lists if `num_return_sequences` is above 1."""
-        values = [(text.text, text.finish, text.score) for text in result]
-        return values[0] if len(values) == 1 else tuple(map(list, zip(*values, strict=True)))
-
-    def describe(
-        self,
-        inputs: Sequence[str],
-        results: Sequence[Generation],
-    ) -> list[ResultDescription]:
-        """Describe each text."""
-        return [ResultDescription({"text": text.text}, asdict(text)) for text in results]
+    @override
+    def describe(self, result: Generation) -> str:
+        """Return the text."""
+        return result.text
 
 
 @dataclass
@@ -563,7 +495,6 @@ class GenerateFromImages(Generate):
     modality = "image"
     tasks = ("image-to-text-with-past",)
     inputs = (InputField("image"),)
-    example = ()
 
 
 @dataclass
@@ -573,7 +504,6 @@ class GenerateFromAudio(Generate):
     modality = "audio"
     tasks = ("automatic-speech-recognition-with-past",)
     inputs = (InputField("audio"),)
-    example = ()
 
 
 def _require_count(count: int, unit: str, limit: int) -> None:

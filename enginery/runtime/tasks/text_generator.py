@@ -11,7 +11,7 @@ numpy; no torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -21,6 +21,7 @@ from enginery.core.errors import InputError
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
+from enginery.runtime.generation.inputs import GenerationRow
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.generate import Generate, Generation, TextSearch
@@ -103,6 +104,13 @@ class TextGenerator(Closeable):
         if content.options.num_return_sequences > 1:
             raise InputError("num_return_sequences is above 1, but a stream has one text.")
         return self._pieces(row)
+
+    def batch_key(self, row: Row) -> Hashable:
+        """Return what inputs that begin together have in common, such as the size of an image."""
+        prepared: GenerationRow = row.content.row
+        same_length = len(prepared.prompt) if self.task.graphs.counts_padding else 0
+        arrays = prepared.arrays.items()
+        return same_length, *(array.shape for name, array in arrays if name != "input_ids")
 
     def padded_length(self, row: Row) -> int:
         """Return the number of tokens of a row."""

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.tasks.generate import Generate
-from enginery.runtime.tasks.task import ModelInputs, Task
+from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
@@ -210,14 +210,12 @@ def read_files(task: Task, inputs: Sequence[str]) -> list[Any]:
 async def run_stream(request: Request, asked: StreamedRequest) -> AsyncGenerator[Progress]:
     """Yield the progress of each step, and add timings and counts to the request's record."""
     record, timings = request.scope["state"]["record"], Timings()
-    task, inputs = asked.task, asked.inputs
-    record.characters = task.characters(inputs)
+    record.characters = count_characters(asked.inputs)
     record.compute_type = "cpu" if asked.model.backend.on_cpu else "gpu"
-    cost = task.preprocess_cost(inputs)
-    steps = asked.model.stream(task, asked.prepare, timings, inputs=len(inputs), cost=cost)
+    steps = asked.model.stream(asked.task, asked.prepare, timings, asked.inputs)
     async with aclosing(steps):
         async for step in steps:
-            record.timings, record.inputs = timings, len(inputs)
+            record.timings, record.inputs = timings, len(asked.inputs)
             record.generated, record.first_token_at = timings.generated, timings.first_token_at
             yield step
 

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from enginery.core.errors import nearest
 from enginery.core.version import __version__
 from enginery.runtime.tasks.classify import LabelOptions, label_names
+from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import MAX_RESULTS, Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -383,7 +384,6 @@ async def model_configuration(request: Request) -> Response:
             "platform": PLATFORM,
             "backend": "onnxruntime",
             "max_batch_size": 0,
-            # A request has the inputs of the task, or those of the graph.
             "input": [{**_config_tensor(tensor), "optional": is_optional} for tensor in inputs],
             "output": [_config_tensor(tensor) for tensor in outputs],
         }
@@ -438,7 +438,8 @@ async def model_metadata(request: Request) -> Response:
 
 def _tensor_task(model: ServedModel) -> Task | None:
     """Return the model's task if its results are tensors; None for generated texts."""
-    return model.task if model.task is not None and model.task.outputs else None
+    task = model.task
+    return task if task is not None and output_tensors(task.result_type) else None
 
 
 def _tensors_of(model: ServedModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -504,7 +505,7 @@ async def _infer_task(
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.record.inputs)
-    _check_outputs(selections, [output.name for output in task.outputs])
+    _check_outputs(selections, [output.name for output in output_tensors(task.result_type)])
     results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 

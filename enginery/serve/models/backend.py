@@ -22,6 +22,7 @@ from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import InputLimits, MediaTask, Row, RowTask, Task
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
@@ -243,7 +244,7 @@ class ModelBackend(ModelFiles):
             QueueEntry(
                 None,
                 index,
-                (type(task), task.batch_key(row)),
+                batches.batch_key(row),
                 batches.padded_length(row) if pads else row.tokens,
                 row,
                 batches,
@@ -260,7 +261,7 @@ class ModelBackend(ModelFiles):
         """
         self.runner.warm_up()
         try:
-            if self.task is None or isinstance(self.task, MediaTask):
+            if not isinstance(self.task, TextTask | Generate):
                 self.runner(self.synthetic_feeds())
                 return
             output: Any
@@ -375,7 +376,7 @@ class ModelBackend(ModelFiles):
 
     def _run_probe(self, tokens: int, rows: int = 1) -> list[Any]:
         """Run a batch of synthetic texts of a number of tokens each."""
-        if self.task is None:
+        if not isinstance(self.task, TextTask):
             raise AssertionError("only texts are probed")
         return self._batches.run([self.task.probe(tokens)] * rows)
 

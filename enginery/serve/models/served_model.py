@@ -23,6 +23,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.generate import Generate
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
     ModelInputs,
     ProcessingCost,
@@ -30,7 +31,10 @@ from enginery.runtime.tasks.task import (
     RowTask,
     Task,
     TaskOptions,
+    count_characters,
+    count_inputs,
 )
+from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.runtime.text.tokenizer_files import is_panic
 from enginery.serve.batching.preprocess_pool import PreprocessPool
@@ -66,6 +70,8 @@ _RETIRE_SECONDS = 0.5
 _DRAIN_EVERY_SECONDS = 0.01
 _QUICK_INPUTS = 8
 """Maximum number of texts of a request that is tokenized in the event loop's thread."""
+_LIGHT_CHARACTERS = 2048
+"""Amount of text that is tokenized in about a millisecond."""
 _UNPREPARED_SECONDS = 300.0
 """Maximum time to wait for a worker that warms up after another one could not."""
 _PROBE_SECONDS = 1.0
@@ -196,15 +202,15 @@ class ServedModel(ABC):
         """
         if not self.is_serving:
             raise UnavailableError(f"{self.name}: {self.reason}.")
-        count = task.count(inputs)
+        count, characters = count_inputs(inputs), count_characters(inputs)
         self._require_count(count, "inputs")
         if not self._config.truncate and getattr(options, "truncate", True) is None:
             options = options.model_copy(update={"truncate": False})
         self._requests += 1
         try:
             started = time.perf_counter()
-            cost = task.preprocess_cost(inputs)
-            if cost == "light" or (cost == "medium" and self._is_quick(task, inputs)):
+            cost = _preprocess_cost(task, characters)
+            if cost == "light" or (cost == "medium" and self._is_quick(count, characters)):
                 work = _without_panic(partial(task.preprocess, inputs, options))
             else:
                 work = await self.in_thread(
@@ -214,9 +220,10 @@ class ServedModel(ABC):
             timings.tokenize_seconds = time.perf_counter() - started
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
-            if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
+            if work.decoded > _MAX_DECODED:
                 raise TooManyInputsError(
-                    f"the request asks for {decoded} fillings, expected at most {_MAX_DECODED}.",
+                    f"the request asks for {work.decoded} fillings, expected at most "
+                    f"{_MAX_DECODED}.",
                     do="Use a smaller top_k, or send the inputs in several requests.",
                 )
             entries = self.entries(task, work.rows)
@@ -224,16 +231,16 @@ class ServedModel(ABC):
                 timings.tokens += row.tokens
                 timings.truncated += row.truncated
             outputs = await self.scheduler_of(task).run(entries, timings) if entries else []
-            cost = task.postprocess_cost(work, options)
-            if cost == "light":
+            if work.postprocess_cost == "light":
                 results = task.postprocess(work, outputs, options)
             else:
                 results = await self.in_thread(
-                    partial(task.postprocess, work, outputs, options), cost=cost
+                    partial(task.postprocess, work, outputs, options),
+                    cost=work.postprocess_cost,
                 )
         finally:
             self._requests -= 1
-        if isinstance(task, Task) and not all(map(task.is_finite, results)):
+        if isinstance(task, Task) and not all(map(is_finite, results)):
             raise UnavailableError(
                 "the model's outputs are NaN or infinite.",
                 do="They may overflow the model's precision; run `enginery validate` to check it.",
@@ -246,9 +253,7 @@ class ServedModel(ABC):
         task: Generate,
         prepare: Callable[[], ModelInputs],
         timings: Timings,
-        *,
-        inputs: int,
-        cost: ProcessingCost,
+        inputs: Sequence[Any],
     ) -> AsyncGenerator[Progress]:
         """Generate the texts of a request; yield what each step gives. Close it, to end early.
 
@@ -256,8 +261,7 @@ class ServedModel(ABC):
             task: the model's own task.
             prepare: prepares the inputs; called in a thread.
             timings: timings and token counts of the request, which are set here.
-            inputs: number of inputs.
-            cost: the cost class of preparing them.
+            inputs: the inputs, for their number and size.
 
         Raises:
             InputError: an input or an option is invalid.
@@ -269,11 +273,12 @@ class ServedModel(ABC):
         scheduler = self.scheduler_of(task)
         if not isinstance(scheduler, GenerationScheduler):
             raise AssertionError("fronts do not serve models that generate text")
-        self._require_count(inputs, "inputs")
+        self._require_count(len(inputs), "inputs")
         self._requests += 1
         try:
             started = time.perf_counter()
-            work = await self.in_thread(prepare, inputs=inputs, cost=cost)
+            cost = _preprocess_cost(task, count_characters(inputs))
+            work = await self.in_thread(prepare, inputs=len(inputs), cost=cost)
             timings.tokenize_seconds = time.perf_counter() - started
             timings.tokens = sum(row.tokens for row in work.rows)
             entries = self.entries(task, work.rows)
@@ -303,14 +308,10 @@ class ServedModel(ABC):
             short=cost != "heavy",
         )
 
-    def _is_quick(self, task: RowTask, inputs: Any) -> bool:
+    def _is_quick(self, count: int, characters: int) -> bool:
         """Return True if the texts of a request can be tokenized in the event loop's thread."""
         max_characters = self.backend.quick_characters
-        return (
-            max_characters > 0
-            and len(inputs) <= _QUICK_INPUTS
-            and task.characters(inputs) <= max_characters
-        )
+        return max_characters > 0 and count <= _QUICK_INPUTS and characters <= max_characters
 
     def _require_count(self, count: int, unit: str) -> None:
         if count > self._config.max_inputs:
@@ -375,6 +376,15 @@ class ServedModel(ABC):
         """Close a model that was replaced, without losing a request."""
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
+
+
+def _preprocess_cost(task: RowTask, characters: int) -> ProcessingCost:
+    """Return the cost class of preprocessing inputs of this many characters."""
+    if isinstance(task, Tensors):
+        return "light"
+    # A text is never light, because tokenizer.json is untrusted.
+    is_short = task.modality == "text" and characters <= _LIGHT_CHARACTERS
+    return "medium" if is_short else "heavy"
 
 
 def _without_panic(work: Callable[[], Result]) -> Result:
