@@ -496,9 +496,9 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 def test_chat_answers_the_prompt_of_the_template(client, artifacts):
     prompt = "system: Be brief.\nuser: Is it warm?\nassistant:"
     with load_model(artifacts["chatter"]) as model:
-        ids = model.tokenizer.encode_untruncated([prompt], special=False)[0].ids
+        ids = model.definition.tokenizer.encode_untruncated([prompt], special=False)[0].ids
         (wanted,) = model.generate([prompt], max_new_tokens=12)
-        special = model.tokenizer.encode_untruncated([prompt], special=True)[0].ids
+        special = model.definition.tokenizer.encode_untruncated([prompt], special=True)[0].ids
     found = client.chat.completions.create(model="chatter", messages=MESSAGES, max_tokens=12)
     assert found.usage.prompt_tokens == len(ids)
     if ids == special:  # the tokenizer adds none of its own

@@ -61,7 +61,7 @@ _FORM_OPTIONS = (
     "repetition_penalty",
     "stop_strings",
 )
-"""The options that people change most, for forms and signatures."""
+"""The options of a form, which people change most."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,6 @@ class GenerateOptions(TaskOptions):
     def max_items(self) -> int:
         """Number of texts of each input."""
         return int(self.values.get("num_return_sequences") or 1)
-
-    @classmethod
-    @override
-    def schemas(cls) -> dict[str, dict[str, Any]]:
-        """Return the JSON schemas of the options that people change most."""
-        schemas = GenerationOptions.model_json_schema()["properties"]
-        return {name: {**without_null(schemas[name]), "default": None} for name in _FORM_OPTIONS}
 
 
 @dataclass(eq=False)
@@ -309,12 +302,13 @@ class Generate(Task):
     @override
     def option_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of the options for a form, with the model's own values."""
+        schemas = GenerationOptions.model_json_schema()["properties"]
         defaults = self.defaults.model_dump(mode="json")
-        schemas = {
-            name: {**schema, "default": defaults[name]}
-            for name, schema in self.Options.schemas().items()
+        form_schemas = {
+            name: {**without_null(schemas[name]), "default": defaults[name]}
+            for name in _FORM_OPTIONS
         }
-        return schemas | {name: {"type": "string"} for name in self.reader.arguments}
+        return form_schemas | {name: {"type": "string"} for name in self.reader.arguments}
 
     # -- inputs -------------------------------------------------------------------------------
 
