@@ -15,10 +15,10 @@ from enginery.runtime.generation.search import Candidates, make_search
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.generate import TextSearch
 from enginery.runtime.tasks.task import Row
+from enginery.serve.batching.generation import GenerationScheduler
 from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
-from enginery.serve.generation.scheduler import GenerationScheduler
 
 TOKENS = 60
 

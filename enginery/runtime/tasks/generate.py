@@ -313,6 +313,12 @@ class Generate(Task):
     # -- inputs -------------------------------------------------------------------------------
 
     def preprocess(
+        self, inputs: Sequence[Any], options: GenerateOptions, **delivery: bool
+    ) -> ModelInputs:
+        """Prepare the searches of inputs, all before the first is run; see `read_rows`."""
+        return ModelInputs(list(self.read_rows(inputs, options, **delivery)))
+
+    def read_rows(
         self,
         inputs: Sequence[Any],
         options: GenerateOptions,
@@ -320,33 +326,24 @@ class Generate(Task):
         streams: bool = False,
         keep_stop: bool = True,
         whole: bool = False,
-    ) -> ModelInputs:
-        """Prepare the searches of inputs; see `read_rows`.
+    ) -> Iterator[Row]:
+        """Prepare inputs one by one, for `TextGenerator.run_stream`.
 
         Args:
-            inputs: texts, or contents of image or audio files.
+            inputs: texts; or images or audio, as paths or contents of files.
             options: options of the call.
             streams: pieces of the texts are wanted before they are finished.
             keep_stop: a stop string that ends a text is part of it.
             whole: without a length in the options, texts end by themselves, or at the limit.
-        """
-        arguments, chosen = self.resolve(options)
-        if whole:
-            chosen = self._with_length(chosen)
-        rows = self.reader.rows(inputs, chosen, **arguments)
-        return ModelInputs(
-            [self._search(row, chosen, streams=streams, keep_stop=keep_stop) for row in rows]
-        )
-
-    def read_rows(self, inputs: Sequence[Any], options: GenerateOptions) -> Iterator[Row]:
-        """Prepare inputs one by one, for `TextGenerator.run_stream`.
 
         Raises:
             InputError: an input or an option is invalid, or beyond the limits.
         """
         arguments, chosen = self.resolve(options)
+        if whole:
+            chosen = self._with_length(chosen)
         for row in self.reader.rows(inputs, chosen, **arguments):
-            yield self._search(row, chosen)
+            yield self._search(row, chosen, streams=streams, keep_stop=keep_stop)
 
     def preprocess_chat(
         self, messages: Sequence[Message], options: GenerateOptions, *, streams: bool = False

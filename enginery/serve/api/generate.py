@@ -51,8 +51,8 @@ from enginery.serve.api.requests import (
     array_of,
     file_from_base64,
 )
+from enginery.serve.batching.generation import Progress
 from enginery.serve.batching.scheduler import Timings
-from enginery.serve.generation.scheduler import Progress
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("plain")

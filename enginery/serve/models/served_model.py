@@ -37,6 +37,7 @@ from enginery.runtime.tasks.task import (
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.runtime.text.tokenizer_files import is_panic
+from enginery.serve.batching.generation import GenerationScheduler, Progress
 from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import (
@@ -46,7 +47,6 @@ from enginery.serve.batching.scheduler import (
     Timings,
 )
 from enginery.serve.config import ServeConfig
-from enginery.serve.generation.scheduler import GenerationScheduler, Progress
 from enginery.serve.models.backend import ModelBackend, ModelFiles
 
 _log = logging.getLogger(__name__)
