@@ -416,7 +416,7 @@ BREAKS = (
         "tests/serve/test_oip.py",
     ),
     Break(
-        "serve/generation/scheduler.py",
+        "serve/batching/generation.py",
         "            request.cancelled = True\n            queue.cancel(entries)\n",
         "            queue.cancel(entries)\n",
         "the texts of a request that was cancelled are generated to their end",

@@ -83,11 +83,13 @@ def draft_recipe(model: str, file: Path, options: DraftOptions) -> str:
             do="Leave it out.",
             option="label_column",
         )
-    # The shapes of models for audio differ, so the draft has no profile for them.
+    # The shapes of models for audio and of decoders differ, so the draft has no profile for them.
     drafted = [
         definition
         for definition in TASKS.values()
-        if task in definition.tasks and definition.modality != "audio"
+        if task in definition.tasks
+        and definition.modality != "audio"
+        and not definition.runs_in_steps
     ]
     takes_images = bool(settings and settings.image_size and not settings.merged().vocab_size)
     modality = "image" if takes_images else "text"

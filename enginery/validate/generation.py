@@ -38,10 +38,9 @@ from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images, synthetic_sounds
-from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
-from enginery.runtime.generation.generator import TextGenerator, find_generating
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
     GenerationRow,
@@ -57,6 +56,7 @@ from enginery.runtime.generation.options import (
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.sample_inputs import takes_images, takes_sounds
+from enginery.runtime.tasks import is_generating
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes
@@ -374,7 +374,7 @@ def generate_reference(
         ExportError: PyTorch cannot load the source.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
     """
-    if artifact.manifest.task not in TextGenerator.tasks:
+    if not is_generating(artifact.manifest.task):
         return None, []
     try:
         graphs = find_generating(artifact)

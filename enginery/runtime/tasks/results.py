@@ -183,6 +183,8 @@ def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
     if result_type is Vectors:
         return (OutputTensor(VECTOR, "float32", 2),)
     form = _format_of(result_type)
+    if isinstance(form.layout, Alternatives):
+        return ()
     if isinstance(form.layout, Nested):
         return (OutputTensor(form.layout.tensor, "string", 1),)
     rank = 1 if form.layout is None else 2

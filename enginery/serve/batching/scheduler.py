@@ -34,6 +34,10 @@ class Timings:
     """Number of tokens of all inputs, special tokens included."""
     truncated: int = 0
     """Number of inputs that were truncated."""
+    generated: int = 0
+    """Number of generated tokens."""
+    first_token_at: float = 0.0
+    """When the first token was generated, by `time.perf_counter`; 0 if none was."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,19 @@ class BatchScheduler(RowScheduler):
         """Accept no more requests; with `drain` run the waiting ones, else fail them."""
         for entry in self.queue.close(drain=drain):
             self.fail_entry(entry, ClosedError("the model is shutting down."))
+
+    @property
+    def alive(self) -> bool:
+        """True if every worker is alive."""
+        return self.workers.alive
+
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running batch has been running, in seconds."""
+        return self.workers.busy_seconds()
+
+    def info(self) -> dict[str, Any]:
+        """Return no figures beside those of the queue."""
+        return {}
 
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the workers after `close`; return True if all have ended."""
