@@ -391,8 +391,8 @@ BREAKS = (
     ),
     Break(
         "serve/batching/queue.py",
-        "rows -= entry.weight",
-        "rows -= 1",
+        "while self._due and self._due[0][2].weight <= rows:",
+        "while self._due and rows > 0:",
         "a text with several beams counts as one row of a batch",
         "tests/serve/test_queue.py tests/serve/test_generation.py",
     ),
@@ -425,7 +425,7 @@ BREAKS = (
         "tests/serve/test_oip.py",
     ),
     Break(
-        "serve/generation/scheduler.py",
+        "serve/batching/generation.py",
         "            request.cancelled = True\n            queue.cancel(entries)\n",
         "            queue.cancel(entries)\n",
         "the texts of a request that was cancelled are generated to their end",
@@ -493,7 +493,7 @@ BREAKS = (
     ),
     Break(
         "core/datasets/labels.py",
-        "if index is not None and (not known or index in known.values()):",
+        "if index is not None and (not indices or index in indices.values()):",
         "if index is not None:",
         "an index that is none of the model's classes is a label",
         "tests/quantize/test_rows.py tests/quantize/calibration/test_data.py",

@@ -41,9 +41,9 @@ def build(
     from enginery.cli.render import artifact_json, engine_list_rows, open_engines, stage_notes
 
     console = output.console()
-    made = build_engine(artifact, out=out, force=force, progress=console, config=config)
-    engines = open_engines(made)
-    console.json(artifact_json(made, engines))
-    console.table(f"Engines in {made.path}", engine_list_rows(engines))
-    for note in stage_notes(made, "build"):
+    built = build_engine(artifact, out=out, force=force, progress=console, config=config)
+    engines = open_engines(built)
+    console.json(artifact_json(built, engines))
+    console.table(f"Engines in {built.path}", engine_list_rows(engines))
+    for note in stage_notes(built, "build"):
         console.line(f"note: {note}")

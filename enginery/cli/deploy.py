@@ -36,9 +36,9 @@ def export_triton(
     from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, out, progress=console, config=config)
-    console.json(result_json("export-triton", made))
-    show_result(console, "export-triton", made)
+    result = export(artifact, out, progress=console, config=config)
+    console.json(result_json("export-triton", result))
+    show_result(console, "export-triton", result)
 
 
 @app.command(name="export-kserve")
@@ -62,6 +62,6 @@ def export_kserve(
     from enginery.cli.render import result_json, show_result
 
     console = output.console()
-    made = export(artifact, out, progress=console, config=config)
-    console.json(result_json("export-kserve", made))
-    show_result(console, "export-kserve", made)
+    result = export(artifact, out, progress=console, config=config)
+    console.json(result_json("export-kserve", result))
+    show_result(console, "export-kserve", result)

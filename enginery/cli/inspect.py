@@ -44,8 +44,8 @@ def inspect(
     from enginery.core.artifact.engine_record import ENGINE_FILE
 
     if not placement and (providers or provider_option or allow_fallback or graph):
-        named = "--graph" if graph else "a provider"
-        raise OptionError(f"{named} was given without --placement.", do="Add --placement.")
+        option = "--graph" if graph else "a provider"
+        raise OptionError(f"{option} was given without --placement.", do="Add --placement.")
     if (path / ENGINE_FILE).is_file():
         _inspect_engine(path, verify=verify, output=output)
         return
@@ -61,45 +61,49 @@ def inspect(
     else:
         opened = Artifact.open(path, verify=verify)
     engines = [] if is_bare else render.open_engines(opened)
-    found, reason, options, notes = None, "", {}, []
+    report, reason, options, notes = None, "", {}, []
     if placement:
-        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
         from enginery.runtime.providers.specification import parse_providers
 
         specs = parse_providers(providers, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=specs, allow_fallback=allow_fallback, ladder=True
+                opened,
+                RunnerOptions(ladder=True),
+                graph=graph,
+                providers=specs,
+                allow_fallback=allow_fallback,
             ) as runner,
         ):
-            found, notes = runner.placement(), runner.notes
+            report, notes = runner.placement(), runner.notes
             reason, options = runner.providers[0].reason, runner.providers[0].options
-    placed = (
-        {"placement": {**found.as_json(), "reason": reason, "options": options, "choices": notes}}
-        if found
+    placement_json = (
+        {"placement": {**report.as_json(), "reason": reason, "options": options, "choices": notes}}
+        if report
         else {}
     )
     if is_bare:
         graphs = [record.model_dump(mode="json") for record in opened.manifest.graphs]
-        console.json({"path": str(path), "graphs": graphs} | placed)
+        console.json({"path": str(path), "graphs": graphs} | placement_json)
     else:
-        console.json(render.artifact_json(opened, engines) | placed)
+        console.json(render.artifact_json(opened, engines) | placement_json)
         console.table(str(path), render.artifact_rows(opened))
     console.table("Inputs and outputs", render.interface_rows(opened))
     if not is_bare:
         console.table("Stages", render.stage_rows(opened))
         console.table("Files", render.file_rows(opened))
         console.table("Engines", render.engine_list_rows(engines))
-    if found:
-        console.table("Placement", found.rows())
-        console.table("Compute on the CPU", found.node_rows())
+    if report:
+        console.table("Placement", report.rows())
+        console.table("Compute on the CPU", report.node_rows())
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
         for note in (
-            f"{found.head}: {reason}",
+            f"{report.head}: {reason}",
             *([f"options: {chosen}"] if chosen else []),
             *notes,
-            *found.notes,
+            *report.notes,
         ):
             console.line(note)
 

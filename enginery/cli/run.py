@@ -61,8 +61,8 @@ def run(
     from enginery.recipe.checks import check_recipe
 
     console = output.console()
-    written = Recipe.load(recipe) if recipe else Recipe.default()
-    plan = written.with_model(model=model, task=task, revision=revision)
+    original = Recipe.load(recipe) if recipe else Recipe.default()
+    plan = original.with_model(model=model, task=task, revision=revision)
     if out:
         plan = plan.changed(out=out)
     plan = replace(plan, ask=tuple(_decode(text) for text in ask) or plan.ask)
@@ -71,8 +71,8 @@ def run(
         check_recipe(plan)
         names = [step.stage for step in plan.steps]
         console.json({"recipe": recipe, "model": plan.model, "stages": names})
-        found = f"no mistake found; it takes {plan.model} through {', '.join(names)}"
-        console.line(f"{recipe or 'the built-in recipe'}: {found}")
+        summary = f"no mistake found; it takes {plan.model} through {', '.join(names)}"
+        console.line(f"{recipe or 'the built-in recipe'}: {summary}")
         return
     result = run_recipe(
         plan,
@@ -84,22 +84,23 @@ def run(
     )
     console.table("Made", render.made_rows(result))
     console.table("Stages", render.run_rows(result))
-    for report in (stage.report for stage in result.stages if stage.report):
-        for line in render.report_lines(report) if console.verbose else ():
-            console.line(line)
+    if console.verbose:
+        for report in (stage.report for stage in result.stages if stage.report):
+            for line in render.report_lines(report):
+                console.line(line)
     for stage in result.stages:
         render.show_result(console, stage.stage, stage.made)
     samples = []
     if result.passed or allow_failed:
         inputs = plan.ask
-        if written.ask and not inputs:  # those of the recipe are for its own model
+        if original.ask and not inputs:  # those of the recipe are for its own model
             inputs = builtin_inputs(result.artifact, progress=console)
         samples = predict_samples(
             result.artifact, inputs, allow_failed=allow_failed, progress=console
         )
     console.table("Answers", [sample.row() for sample in samples])
-    made = [render.result_json(stage.stage, stage.made) for stage in result.stages]
-    console.json(render.run_json(result, samples, made))
+    documents = [render.result_json(stage.stage, stage.made) for stage in result.stages]
+    console.json(render.run_json(result, samples, documents))
     if not result.passed:
         failed = next(stage for stage in result.stages if not stage.passed)
         marked = f"{result.artifact.path} failed its validation: {failed.failure}"

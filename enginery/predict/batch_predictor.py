@@ -30,24 +30,26 @@ from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import MAX_ROWS, PredictConfig
-from enginery.predict.generation import Generate, GenerationRunner, read_generation_options
+from enginery.predict.generation import GenerationRunner, read_generation_options
 from enginery.predict.report import Counts, WindowStats
 from enginery.predict.task_inputs import (
     are_usable_texts,
     column_names,
     find_input_problem,
-    output_options,
     provider_specs,
+    read_options,
     require_task,
     row_message,
 )
 from enginery.predict.token_batches import InferencePool, WindowRunner
-from enginery.runtime.generation.generator import TextGenerator
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
+from enginery.runtime.tasks.generate import Generate
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.row_stream import Window
 from enginery.runtime.tasks.task import Modality, RowValues
+from enginery.runtime.tasks.text_generator import TextGenerator
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -115,38 +117,42 @@ class BatchPredictor(Closeable):
             shrink_arena=config.shrink_arena,
         )
         definition = self.task
-        generates = issubclass(definition, Generate)
-        self._threads = workers
+        in_steps = definition.runs_in_steps  # each of them uses all cores
+        self._threads = 1 if in_steps else workers
         # Batches of texts overlap, so that a session for batches that do not would hardly be used.
-        has_lone_runs = on_cpu and not generates and definition.modality != "text"
+        has_lone_runs = on_cpu and not in_steps and definition.modality != "text"
+
+        runner_options = RunnerOptions(
+            threads=1 if on_cpu and not in_steps else 0,
+            lone_threads=workers if has_lone_runs else 0,
+            io_binding=config.io_binding,
+            cuda_graph=config.cuda_graph,
+            ladder=config.ladder and not in_steps,
+            shrink_arena=config.shrink_arena,
+            keep_optimized=config.optimized_graph,
+        )
 
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
                 artifact,
+                runner_options,
                 graph=file,
                 providers=specs,
                 allow_fallback=config.allow_fallback,
-                threads=1 if on_cpu and not generates else 0,
-                lone_threads=workers if has_lone_runs else 0,
-                io_binding=config.io_binding,
-                cuda_graph=config.cuda_graph,
-                ladder=config.ladder and not generates,
-                shrink_arena=config.shrink_arena,
-                keep_optimized=config.optimized_graph,
             )
 
         with ExitStack() as opened:
             self._model: WindowRunner | GenerationRunner
             if issubclass(definition, Generate):
                 on_cuda = specs[0].full_name == CUDA
-                generator = opened.enter_context(
-                    TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
-                )
+                task = definition.open(artifact, artifact.manifest.graphs[0])
+                generator = TextGenerator(task, open_graph, fixed_cache=on_cuda)
+                opened.enter_context(generator)
                 options = read_generation_options(config)
                 self._model = GenerationRunner(
                     generator, options, batch_rows=config.batch_rows or MAX_ROWS
                 )
-                self._providers = generator.providers
+                self._providers = generator.runner.providers
                 self._pool = opened.enter_context(InferencePool(workers))
             else:
                 runner = opened.enter_context(open_graph())
@@ -193,7 +199,7 @@ class BatchPredictor(Closeable):
         """
         return OutputColumns.of(
             self.task,
-            output_options(self.task, self._config),
+            read_options(self.task, self._config),
             kept,
             names,
             prefix=self._config.prefix,
@@ -217,9 +223,7 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
-        if isinstance(self._model, GenerationRunner):  # its batches have all cores
-            predicted = map_in_order(partial(self, columns=columns), reader.read(skip), threads=1)
-        elif self.modality == "text":
+        if isinstance(self._model, WindowRunner) and self.modality == "text":
             predicted = self._stream_texts(reader.read(skip), columns, self._model)
         else:  # preparing an image takes longer than running the model on it in one thread
             predicted = map_in_order(
@@ -288,16 +292,18 @@ class BatchPredictor(Closeable):
             try:
                 results = finish(stats)
             except InputError as error:
+                # A bad row fails its whole batch; the other rows still get their predictions.
                 answers: dict[int, Any] = {}
                 self._bisect_failures(rows, selected.inputs, error, answers, errors, stats)
                 rows, results = list(answers), list(answers.values())
-        for row, is_finite in zip(rows, self._finite(results), strict=True):
-            if not is_finite:
+        for row, finite in zip(rows, self._finite(results), strict=True):
+            if not finite:
                 errors[row] = "the model returned NaN or infinity"
         if errors:
+            # Bad rows were left out before the run: put the results back into the window's order.
             by_row = dict(zip(rows, results, strict=True))
             results = [None if row in errors else by_row[row] for row in range(len(batch.values))]
-        bad = min(errors) if errors else None
+        first_bad_row = min(errors) if errors else None
         counts = Counts(
             rows=len(batch.values),
             bad_rows=len(errors),
@@ -307,7 +313,9 @@ class BatchPredictor(Closeable):
             encode_seconds=stats.encode_seconds,
             run_seconds=stats.run_seconds,
         )
-        first_bad = None if bad is None else (batch.first + bad, errors[bad])
+        first_bad = (
+            None if first_bad_row is None else (batch.first + first_bad_row, errors[first_bad_row])
+        )
         return PredictedBatch(
             batch.first, columns.batch(batch.kept, results, errors), counts, first_bad
         )
@@ -317,7 +325,7 @@ class BatchPredictor(Closeable):
         if isinstance(results, np.ndarray):
             finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(results), axis=1)
             return list(finite)
-        return map(self._model.task.is_finite, results)
+        return map(is_finite, results)
 
     def _bisect_failures(
         self,
@@ -345,13 +353,13 @@ class BatchPredictor(Closeable):
             errors[rows[0]] = row_message(self.task, failure.message)
             return
         middle = len(rows) // 2
-        for part in (slice(None, middle), slice(middle, None)):
+        for half in (slice(None, middle), slice(middle, None)):
             try:
-                results = self._model(inputs[part], stats)
+                results = self._model(inputs[half], stats)
             except InputError as error:
-                self._bisect_failures(rows[part], inputs[part], error, answers, errors, stats)
+                self._bisect_failures(rows[half], inputs[half], error, answers, errors, stats)
             else:
-                answers.update(zip(rows[part], results, strict=True))
+                answers.update(zip(rows[half], results, strict=True))
 
     def _input(self, values: Values) -> Any:
         if self.modality != "text":

@@ -1,84 +1,30 @@
 """Generate a text for each row of a window.
 
-runner = GenerationRunner(generator, {"max_new_tokens": 64}, batch_rows=8)
-runner(["The engine"], WindowStats())[0].text
+runner = GenerationRunner(generator, options, batch_rows=8)
+runner(["The engine"], WindowStats())[0][0].text
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
-from enginery.runtime.generation.generator import Generation, TextGenerator
-from enginery.runtime.tasks.task import InputField, Modality
+from enginery.runtime.tasks.generate import GenerateOptions, Generation
+from enginery.runtime.tasks.text_generator import TextGenerator
 
 
-class Generate:
-    """What predict reads and writes for a model that generates texts from texts."""
-
-    tasks: ClassVar[tuple[str, ...]] = TextGenerator.tasks
-    modality: ClassVar[Modality] = "text"
-    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
-    notes: ClassVar[tuple[str, ...]] = ()
-
-    @staticmethod
-    def arrow_fields(options: Any, _: int) -> list[Any]:
-        """Return the columns: `generated`, why it ended, and the score of beam search."""
-        import pyarrow as pa
-
-        names = {"generated": pa.string(), "finish": pa.string(), "score": pa.float32()}
-        if _results(options) > 1:
-            names = {name: pa.list_(kind) for name, kind in names.items()}
-        return [pa.field(name, kind) for name, kind in names.items()]
-
-    @staticmethod
-    def arrow_values(result: Sequence[Generation]) -> tuple[Any, ...]:
-        """Return a row's values; lists if `num_return_sequences` is above 1."""
-        values = [(each.text, each.finish, each.score) for each in result]
-        return values[0] if len(values) == 1 else tuple(map(list, zip(*values, strict=True)))
-
-    @staticmethod
-    def is_finite(result: Sequence[Generation]) -> bool:
-        """Return True if the scores are finite."""
-        return all(each.score is None or math.isfinite(each.score) for each in result)
-
-
-class GenerateFromImages(Generate):
-    """The same for a model that generates texts from images."""
-
-    modality = "image"
-    inputs = (InputField("image"),)
-
-
-class GenerateFromAudio(Generate):
-    """The same for a model that transcribes speech."""
-
-    modality = "audio"
-    inputs = (InputField("audio"),)
-
-
-def generation_task(name: str) -> type[Generate] | None:
-    """Return what predict does for a task of Optimum; None if that does not generate."""
-    if name not in Generate.tasks:
-        return None
-    if name.startswith("automatic-speech-recognition"):
-        return GenerateFromAudio
-    return GenerateFromImages if name.startswith("image-to-text") else Generate
-
-
-def read_generation_options(config: PredictConfig) -> dict[str, Any]:
-    """Return the options of generation by name.
+def read_generation_options(config: PredictConfig) -> GenerateOptions:
+    """Return the options of generation; without `num_return_sequences` each row has one text.
 
     Raises:
         OptionError: one is not of the form NAME=VALUE.
     """
-    found = {}
+    values: dict[str, Any] = {"num_return_sequences": 1}
     for text in config.generation:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -88,10 +34,10 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
                 option="generation",
             )
         try:
-            found[name.strip()] = json.loads(value)
+            values[name.strip()] = json.loads(value)
         except ValueError:
-            found[name.strip()] = value.strip()
-    return found
+            values[name.strip()] = value.strip()
+    return GenerateOptions.read(values)
 
 
 class GenerationRunner(Closeable):
@@ -101,18 +47,17 @@ class GenerationRunner(Closeable):
     """Embeddings have one."""
 
     def __init__(
-        self, generator: TextGenerator, options: dict[str, Any], *, batch_rows: int
+        self, generator: TextGenerator, options: GenerateOptions, *, batch_rows: int
     ) -> None:
         """Take a generator, which is closed with this.
 
         Raises:
             OptionError: an option of generation is unknown or invalid.
         """
-        self.task = Generate()
-        self._generator = generator
-        self._options = {"num_return_sequences": 1, **options}
+        self.task = generator.task
+        self._generator, self._options = generator, options
         try:
-            chosen = generator.read_options(self._options)[1]
+            _, chosen = self.task.resolve(options)
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
         self._batch_rows = max(1, batch_rows // chosen.num_beams)
@@ -123,23 +68,16 @@ class GenerationRunner(Closeable):
         Raises:
             InputError: an input cannot be used.
         """
-        length = len if all(isinstance(each, str) for each in inputs) else (lambda _: 0)
+        length = len if all(isinstance(item, str) for item in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
-        found = self._generator.generate(
-            [inputs[index] for index in order], batch_size=self._batch_rows, **self._options
-        )
-        each = len(found) // len(inputs)
+        rows = self.task.read_rows([inputs[index] for index in order], self._options)
         results: list[list[Generation]] = [[] for _ in inputs]
-        for place, index in enumerate(order):
-            results[index] = found[place * each : (place + 1) * each]
-            stats.tokens += sum(len(result.tokens) for result in results[index])
+        texts = self._generator.run_stream(rows, batch_rows=self._batch_rows)
+        for index, generations in zip(order, texts, strict=True):
+            results[index] = generations
+            stats.tokens += sum(len(generation.tokens) for generation in generations)
         return results
 
     def close(self) -> None:
         """Free the sessions."""
         self._generator.close()
-
-
-def _results(options: Any) -> int:
-    """Return the number of results of a row."""
-    return int(options.get("num_return_sequences") or 1)

@@ -112,20 +112,20 @@ class PredictReport:
         }
 
     @classmethod
-    def from_json(cls, found: dict[str, Any], *, worked: bool) -> PredictReport:
+    def from_json(cls, document: dict[str, Any], *, worked: bool) -> PredictReport:
         """Return the report from the JSON of `as_json`.
 
         Raises:
             KeyError, TypeError: it is not such a report.
         """
         names = cls.__dataclass_fields__
-        values = {name: found[name] for name in names}
+        values = {name: document[name] for name in names}
         return cls(
             **{
                 **values,
-                "counts": Counts(**found["counts"]),
-                "providers": tuple(found["providers"]),
-                "notes": tuple(found["notes"]),
+                "counts": Counts(**document["counts"]),
+                "providers": tuple(document["providers"]),
+                "notes": tuple(document["notes"]),
                 "worked": worked,
             }
         )
@@ -133,25 +133,25 @@ class PredictReport:
     def table(self) -> list[dict[str, str]]:
         """Return the rows of a table with the columns `what` and `value`."""
         counts = self.counts
-        good = counts.rows - counts.bad_rows
-        facts = {
-            "rows": f"{counts.rows:,} read, {good:,} predicted, {counts.bad_rows:,} bad",
+        predicted_rows = counts.rows - counts.bad_rows
+        rows = {
+            "rows": f"{counts.rows:,} read, {predicted_rows:,} predicted, {counts.bad_rows:,} bad",
         }
         if self.resumed_rows:
-            facts["from an earlier run"] = f"{self.resumed_rows:,} rows"
+            rows["from an earlier run"] = f"{self.resumed_rows:,} rows"
         if self.first_bad:
-            facts["first bad row"] = self.first_bad
+            rows["first bad row"] = self.first_bad
         if counts.truncated:
-            facts["truncated"] = f"{counts.truncated:,} texts"
-        facts["boot"] = f"{self.boot_seconds:.2f} s"
-        facts["encode"] = f"{counts.encode_seconds:.2f} s"
-        facts["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
-        facts["total"] = f"{self.total_seconds:.2f} s"
-        facts["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
-        facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
+            rows["truncated"] = f"{counts.truncated:,} texts"
+        rows["boot"] = f"{self.boot_seconds:.2f} s"
+        rows["encode"] = f"{counts.encode_seconds:.2f} s"
+        rows["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
+        rows["total"] = f"{self.total_seconds:.2f} s"
+        rows["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
+        rows["phrases/s"] = f"{self.phrases_per_second:,.1f}"
         if self.padding_ratio:
-            facts["padding ratio"] = f"{self.padding_ratio:.3f}"
-        return [{"what": what, "value": value} for what, value in facts.items()]
+            rows["padding ratio"] = f"{self.padding_ratio:.3f}"
+        return [{"what": name, "value": value} for name, value in rows.items()]
 
 
 def sidecar(output: Path) -> Path:

@@ -9,6 +9,7 @@ from enginery.core.errors import CheckFailedError, InputError
 from enginery.core.progress import SILENT
 from enginery.quantize import fastest
 from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.job import QuantizeJob, QuantizeResult
 
 MISSED = CheckFailedError("no combination meets the budget")
 
@@ -20,38 +21,31 @@ def choose(tmp_path, monkeypatch):
     In place of its speeds, a scheme may have the error that quantizing with it raises.
     """
 
-    def make(artifact, config, directory, *_):
-        (directory / "model.onnx").write_text(config.scheme)
-        return (), QuantizationReport("measured", config.scheme, notes=[], fields={}), []
-
     def choose(*, graph_bytes=0, **outcomes):
-        def raise_or_make(artifact, config, *arguments):
-            if isinstance(outcomes[config.scheme], Exception):
-                raise outcomes[config.scheme]
-            return make(artifact, config, *arguments)
-
         source = SimpleNamespace(
             path=tmp_path,
             manifest=SimpleNamespace(graphs=("model.onnx",)),
             graph_bytes=lambda record: graph_bytes,
         )
-        monkeypatch.setattr(
-            fastest, "_measure", lambda _, folders, *__: {n: outcomes[n] for n in folders}
-        )
-        (tmp_path / "out").mkdir()
-        scheme, result = fastest.quantize_to_fastest(
-            dict.fromkeys(outcomes, raise_or_make),
-            source,
-            QuantizeConfig(),
-            tmp_path / "out",
-            None,
-            {},
-            tmp_path,
-            SILENT,
-        )
-        assert [p.name for p in (tmp_path / "out").iterdir() if p.is_file()] == ["model.onnx"]
-        assert (tmp_path / "out" / "model.onnx").read_text() == scheme
-        return scheme, " ".join(result[1].notes)
+
+        def make(job):
+            scheme = job.config.scheme
+            if isinstance(outcomes[scheme], Exception):
+                raise outcomes[scheme]
+            (job.directory / "model.onnx").write_text(scheme)
+            return QuantizeResult((), QuantizationReport("measured", scheme, [], {}), [])
+
+        def measure(job, folders):
+            return {scheme: outcomes[scheme] for scheme in folders}
+
+        monkeypatch.setattr(fastest, "_measure", measure)
+        out = tmp_path / "out"
+        out.mkdir()
+        job = QuantizeJob(source, QuantizeConfig(), None, {}, out, tmp_path, SILENT)
+        scheme, result = fastest.quantize_to_fastest(dict.fromkeys(outcomes, make), job)
+        assert [path.name for path in out.iterdir() if path.is_file()] == ["model.onnx"]
+        assert (out / "model.onnx").read_text() == scheme
+        return scheme, " ".join(result.report.notes)
 
     return choose
 

@@ -16,6 +16,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.task import count_inputs
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
@@ -36,7 +37,6 @@ class StandInModel:
         self.state, self.reason, self.is_loaded = "ready", "", True
         self.calls = []
         self.answer_with = answer_with
-        self.plan = None
         definition = TASKS.get(verb)
         record = SimpleNamespace(
             inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),),
@@ -88,7 +88,7 @@ class StandInModel:
             "providers": [{"name": "CUDAExecutionProvider"}],
         }
 
-    async def infer(self, task, inputs, options):
+    async def infer(self, task, inputs, options, timings=None):
         self.calls.append((inputs, options))
         if isinstance(self.answer_with, Exception):
             raise self.answer_with
@@ -96,7 +96,7 @@ class StandInModel:
             await self.answer_with.wait()
         results = self.answer_with
         if not isinstance(results, list | dict):
-            results = [self._result() for _ in range(task.count(inputs))]
+            results = [self._result() for _ in range(count_inputs(inputs))]
         return InferenceResult(results, TIMINGS)
 
     def _result(self):

@@ -36,7 +36,7 @@ from enginery.predict.ray.worker import (
     result_or_raise,
     unpack_prediction,
 )
-from enginery.predict.task_inputs import output_options, require_task
+from enginery.predict.task_inputs import read_options, require_task
 from enginery.runtime.tasks.task import Modality
 
 
@@ -108,7 +108,7 @@ class RayPredictor(Closeable):
         """Return the columns of the output; see `BatchPredictor.columns`."""
         return OutputColumns.of(
             self.task,
-            output_options(self.task, self._config),
+            read_options(self.task, self._config),
             kept,
             names,
             prefix=self._config.prefix,
@@ -148,9 +148,9 @@ class RayPredictor(Closeable):
             try:
                 while (table := self._next(rows)) is not None:
                     for cell in table.column("window"):
-                        found = result_or_raise(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
+                        result = result_or_raise(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
                         self.first_run = self.first_run or time.perf_counter()
-                        yield unpack_prediction(found)
+                        yield unpack_prediction(result)
             finally:
                 rows.close()  # ends the actors if the caller stops early
 
@@ -198,8 +198,8 @@ class RayPredictor(Closeable):
 
 
 def _ray_error(error: Exception) -> EngineryError:
-    first = str(error).strip().rpartition("\n")[2]
+    last_line = str(error).strip().rpartition("\n")[2]
     return EngineryError(
-        f"Ray failed: {type(error).__name__}: {first}",
+        f"Ray failed: {type(error).__name__}: {last_line}",
         do="Run the same command again: it resumes after the finished parts.",
     )

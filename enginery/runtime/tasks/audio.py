@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import wave
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
+from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
     TaskOptions,
-    are_finite,
+    media_outputs,
     require_outputs,
-    string_tensor,
+    require_shapes,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -89,6 +87,10 @@ class AudioTask(MediaTask):
         """Read further settings of a task; return values for the fields of the class."""
         return {}
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the duration of an input."""
+        return replace(self, max_seconds=limits.max_seconds)
+
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess audio: a path, a file's content, or (array, sampling_rate)."""
         rate = self.processor.sampling_rate
@@ -105,56 +107,23 @@ class AudioTask(MediaTask):
         content = {
             spec.name: arrays.get(spec.name, mask).astype(spec.dtype) for spec in self.record.inputs
         }
-        self._check_shapes(content, index)
+        require_shapes(
+            content,
+            self.record,
+            f"audio {index}",
+            do="Export the model with the feature extractor that it was trained with.",
+        )
         tokens = math.ceil(_TOKENS_PER_SECOND * (fixed or samples.size) / rate)
         return Row(content, tokens, truncated=bool(fixed) and samples.size > fixed)
-
-    def _check_shapes(self, content: Arrays, index: int) -> None:
-        for spec in self.record.inputs:
-            shape, dims = content[spec.name].shape, spec.dims[1:]
-            fits = len(shape) == len(dims) and all(
-                size == dim or not isinstance(dim, int)
-                for size, dim in zip(shape, dims, strict=True)
-            )
-            if not fits:
-                raise InputError(
-                    f"audio {index}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, shape))}, but the graph takes {spec}.",
-                    do="Export the model with the feature extractor that it was trained with.",
-                )
-
-    def probe(self, tokens: int) -> Row:
-        """Return a row of a tone of `tokens` positions."""
-        rate = self.processor.sampling_rate
-        return self.read_row(
-            (_tone(max(tokens / _TOKENS_PER_SECOND, _EXAMPLE_SECONDS), rate), rate)
-        )
-
-    def example_input(self) -> str:
-        """Return a short tone as a WAV file in base64."""
-        return base64.b64encode(example_wav(self.processor.sampling_rate)).decode()
 
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
 
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of the features: only rows of one length share a batch."""
-        return (type(self), *(array.shape for array in row.content.values()))
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the shape of the graph's first input, without the batch."""
-        shape: tuple[int, ...] = row.content[self.record.inputs[0].name].shape
-        return shape
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return the graph's inputs: (len(rows), …) each."""
-        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
-
 
 @dataclass
-class ClassifyAudio(LabelResults, AudioTask):  # type: ignore[misc]
+class ClassifyAudio(LabelResults, AudioTask):
     """Classify sounds, speakers, spoken words or languages."""
 
     verb = "classify_audio"
@@ -166,7 +135,7 @@ class ClassifyAudio(LabelResults, AudioTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each row: (labels,)."""
-        return list(self.output_rows(outputs, "logits", rows))
+        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass(frozen=True)
@@ -185,11 +154,15 @@ class Transcribe(AudioTask):
     verb = "transcribe"
     purpose = "transcribes speech"
     tasks = ("automatic-speech-recognition",)
-    outputs = (OutputTensor("text", "string", 1), OutputTensor("score", "float32", 1))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = Transcription
 
     decoder: CtcDecoder
+
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True for a single graph: an encoder and a decoder generate text."""
+        return len(manifest.graphs) == 1 and super().fits(manifest, record)
 
     @classmethod
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:
@@ -199,7 +172,7 @@ class Transcribe(AudioTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the best token of each frame of a row, and their mean probability."""
-        logits = self.output_rows(outputs, "logits", rows).astype(np.float32, copy=False)
+        logits = media_outputs(outputs, "logits", rows).astype(np.float32, copy=False)
         best = logits.argmax(axis=-1)
         with np.errstate(all="ignore"):  # NaN or infinity, see `is_finite`
             shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -212,35 +185,9 @@ class Transcribe(AudioTask):
         """Return a `Transcription` for each input."""
         return [Transcription(self.decoder.decode(ids), float(score)) for ids, score in outputs]
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if the score is finite."""
-        return are_finite([result.score])
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `text` (bytes) and `score` (float32): (n,) each."""
-        return {
-            "text": string_tensor([transcription.text for transcription in results]),
-            "score": np.array([transcription.score for transcription in results], np.float32),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the columns of the text and its score."""
-        import pyarrow as pa
-
-        return [pa.field("text", pa.string()), pa.field("score", pa.float32())]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the text and its score."""
-        return result.text, result.score
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each transcription."""
-        return [
-            ResultDescription({"answer": transcription.text}, transcription.to_dict())
-            for transcription in results
-        ]
+    def describe(self, result: Transcription) -> str:
+        """Return the text."""
+        return result.text
 
 
 def example_wav(sampling_rate: int = 16_000) -> bytes:

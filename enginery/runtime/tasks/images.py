@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import io
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -13,24 +12,27 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
-from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
+from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
-    RowValues,
+    media_outputs,
     require_outputs,
+    require_shapes,
 )
+from enginery.runtime.text.pooling import Vectors
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
-_EXAMPLE_SIDE = 64
+EXAMPLE_SIDE = 64
 # Model types whose first token (CLS) represents the whole image.
 _FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
 
@@ -63,48 +65,28 @@ class ImageTask(MediaTask):
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the pixels of a file."""
+        return replace(self, max_pixels=limits.max_pixels)
+
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
         spec = self.record.inputs[0]
         name = f"image {index}"
         opened = load_image(item, name=name, max_pixels=self.max_pixels)
         array = self.processor(opened, name=name)
-        for size, dim in zip(array.shape, spec.dims[1:], strict=True):
-            if isinstance(dim, int) and size != dim:
-                raise InputError(
-                    f"{name}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, array.shape))}, but the graph takes {spec}.",
-                    do="Export the model with an image processor that produces the graph's size.",
-                )
-        return Row(array.astype(spec.dtype))
-
-    def probe(self, tokens: int) -> Row:
-        """Return a row of a grey image."""
-        return self.read_row(np.full((64, 64, 3), 128, np.uint8))
-
-    def example_input(self) -> str:
-        """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
-        height, width = (
-            dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
+        content = {spec.name: array.astype(spec.dtype)}
+        require_shapes(
+            content,
+            self.record,
+            name,
+            do="Export the model with an image processor that produces the graph's size.",
         )
-        return base64.b64encode(example_png(height, width)).decode()
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shape of the pixels: only images of one size share a batch."""
-        return (type(self), row.content.shape)
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return (channels, height, width)."""
-        shape: tuple[int, ...] = row.content.shape
-        return shape
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return pixel_values: (len(rows), channels, height, width)."""
-        return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
+        return Row(content)
 
 
 @dataclass
-class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
+class ClassifyImages(LabelResults, ImageTask):
     """Classify images."""
 
     verb = "classify_images"
@@ -116,16 +98,17 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(self.output_rows(outputs, "logits", rows))
+        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass
-class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
+class EmbedImages(ImageTask):
     """Embed images; `notes` states which output of the graph the vectors come from."""
 
     verb = "embed_images"
     purpose = "embeds images"
     tasks = ("feature-extraction",)
+    result_type = Vectors
     Options = VectorOptions
 
     @classmethod
@@ -146,21 +129,25 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
     def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> ModelInputs:
         """Preprocess each image into one row."""
         if options.dimensions:
-            self.check_dimensions(options)
+            require_dimensions(options, self.graph_dim)
         return super().preprocess(inputs, options)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image: float32 (dim,)."""
-        vectors = self.output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
+        vectors = media_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in vectors]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
-    ) -> RowValues:
-        """Return float32 (dim,) for each image."""
-        return finish_vectors(outputs, options, model_normalizes=False)
+    ) -> Vectors:
+        """Return float32 (images, dim)."""
+        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=False)
+
+    def describe(self, result: Vectors) -> str:
+        """Return the number of dims."""
+        return f"{len(result)} dims"
 
     def _vector(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         if output.ndim == 3:  # a feature map: (channels, height, width)
@@ -187,7 +174,7 @@ def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:
     return "last_hidden_state", "the mean over all positions of last_hidden_state"
 
 
-def example_png(height: int = _EXAMPLE_SIDE, width: int = _EXAMPLE_SIDE) -> bytes:
+def example_png(height: int = EXAMPLE_SIDE, width: int = EXAMPLE_SIDE) -> bytes:
     """Return a small PNG of colored stripes."""
     from PIL import Image
 

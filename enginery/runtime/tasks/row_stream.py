@@ -143,7 +143,7 @@ class RowStream:
         """Run batches; yield each window when all of its batches are done. Closes `batches`.
 
         Raises:
-            Exception: an error of a run that is no InputError; batches that wait are dropped.
+            Exception: an error of a run other than InputError; batches that wait are dropped.
         """
         first_input = self.batches.runner.record.inputs[0].name
         running: deque[tuple[PreparedBatch[Origin], Future[tuple[Arrays, float]] | None]] = deque()
@@ -169,7 +169,7 @@ class RowStream:
                     run = None
                     if batch.indices and batch.window.error is None:
                         first = batch.window.work.rows[batch.indices[0]]
-                        outputs = self.batches.task.outputs_for([first])
+                        outputs = self.batches.task.outputs_read(raw=first.reads_raw)
                         run = self.submit(partial(self.batches.runner, batch.feeds, outputs))
                     running.append((batch, run))
                     # Enough batches wait; the oldest is collected first, so that windows come out

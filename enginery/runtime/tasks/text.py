@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     ModelInputs,
     ProcessingCost,
     Row,
@@ -25,10 +26,6 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.text.tokenizer import TextTokenizer, TokenIds, check_texts
 
-TEXT = (InputField("text"),)
-
-_LIGHT_CHARACTERS = 2048
-"""Amount of text that is tokenized in about a millisecond."""
 _LIGHT_TOKENS = 2000
 """Number of tokens whose scores are processed in about a millisecond."""
 
@@ -45,7 +42,7 @@ class TextOptions(TaskOptions):
 class TextTask(Task):
     """Base of tasks on texts: a graph with its tokenizer and config.json."""
 
-    inputs: ClassVar[tuple[InputField, ...]] = TEXT
+    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text", "The engine is warm."),)
     Options: ClassVar[type[TaskOptions]] = TextOptions
 
     tokenizer: TextTokenizer
@@ -113,6 +110,16 @@ class TextTask(Task):
         encodings = [row.content for row in rows]
         return self.tokenizer.feeds(encodings, self.record.inputs, width=width)
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a tokenizer that encodes as the server wants it."""
+        tokenizer = replace(self.tokenizer, parallel_encode=limits.parallel_encode)
+        return replace(self, tokenizer=tokenizer)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a text."""
+        return self.tokenizer.limit
+
     @property
     def can_pad(self) -> bool:
         """True if the tokenizer has a padding token and the graph an attention mask."""
@@ -122,20 +129,6 @@ class TextTask(Task):
         """Return a row of `tokens` token ids from the middle of the vocabulary."""
         size = self.tokenizer.backend.get_vocab_size(with_added_tokens=True)
         return Row(TokenIds([size // 2] * tokens), tokens)
-
-    def preprocess_cost(self, inputs: Sequence[Any]) -> ProcessingCost:
-        """Return the cost of tokenizing; never light, because tokenizer.json is untrusted."""
-        return "medium" if self.characters(inputs) <= _LIGHT_CHARACTERS else "heavy"
-
-    def characters(self, inputs: Sequence[Any]) -> int:
-        """Return the number of characters of texts and pairs; a token id counts as one."""
-        total = 0
-        for item in inputs:
-            if isinstance(item, tuple):
-                total += sum(len(part) for part in item if isinstance(part, str))
-            elif isinstance(item, str | list):
-                total += len(item)
-        return total
 
     def token_outputs(
         self, rows: Sequence[Row], outputs: Mapping[str, NDArray[Any]], name: str
@@ -147,13 +140,10 @@ class TextTask(Task):
             for output, row in zip(padded, rows, strict=True)
         ]
 
-    def scan_cost(self, work: ModelInputs) -> ProcessingCost:
-        """Return the cost of going through the scores of every token."""
-        return "light" if sum(row.tokens for row in work.rows) <= _LIGHT_TOKENS else "heavy"
 
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences unchanged."""
-        return tuple(sentences)
+def scan_cost(rows: Sequence[Row]) -> ProcessingCost:
+    """Return the cost of going through the scores of every token."""
+    return "light" if sum(row.tokens for row in rows) <= _LIGHT_TOKENS else "heavy"
 
 
 class TooLongError(InputError):
