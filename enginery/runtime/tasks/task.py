@@ -173,12 +173,9 @@ class ModelInputs:
 class RowTask(ABC):
     """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
-    modality: ClassVar[Modality] = "text"
     Options: ClassVar[type[TaskOptions]] = TaskOptions
 
     record: GraphRecord
-    notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """Choices made for this model, with their reasons."""
 
     @classmethod
     @abstractmethod
@@ -214,7 +211,11 @@ class RowTask(ABC):
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
-        """Return the results, from the outputs of each row as `split` returned them."""
+        """Return a result for each input, from the outputs of each row as `split` returned them.
+
+        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array
+        (inputs, dim); the outputs of a graph for its own tensors are arrays by name.
+        """
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the names of the graph outputs that `split` needs; empty for all.
@@ -245,13 +246,10 @@ class Task(RowTask):
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
+    modality: ClassVar[Modality] = "text"
 
-    @abstractmethod
-    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
-        """Return a result for each input, from the outputs of each row as `split` returned them.
-
-        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array.
-        """
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """Choices made for this model, with their reasons."""
 
     @abstractmethod
     def describe(self, result: Any) -> str:
