@@ -6,14 +6,14 @@ import io
 import math
 import wave
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
@@ -23,6 +23,7 @@ from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
@@ -85,6 +86,10 @@ class AudioTask(MediaTask):
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:
         """Read further settings of a task; return values for the fields of the class."""
         return {}
+
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the duration of an input."""
+        return replace(self, max_seconds=limits.max_seconds)
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess audio: a path, a file's content, or (array, sampling_rate)."""
@@ -153,6 +158,11 @@ class Transcribe(AudioTask):
     result_type = Transcription
 
     decoder: CtcDecoder
+
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True for a single graph: an encoder and a decoder generate text."""
+        return len(manifest.graphs) == 1 and super().fits(manifest, record)
 
     @classmethod
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:

@@ -172,6 +172,10 @@ class BatchRunner:
             run(batch)
         return outputs
 
+    def close(self) -> None:
+        """Free the session."""
+        self.runner.close()
+
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = 0, max_tokens: int = 0
     ) -> list[list[int]]:

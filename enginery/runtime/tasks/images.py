@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
@@ -63,6 +64,10 @@ class ImageTask(MediaTask):
         config = ModelConfig.read(artifact.path)
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
+
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the pixels of a file."""
+        return replace(self, max_pixels=limits.max_pixels)
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""

@@ -197,6 +197,8 @@ def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
     if result_type is Vectors:
         return (OutputTensor(VECTOR, "float32", 2),)
     form = _format_of(result_type)
+    if isinstance(form.layout, Alternatives):
+        return ()
     if isinstance(form.layout, Nested):
         return (OutputTensor(form.layout.tensor, "string", 1),)
     rank = 1 if form.layout is None else 2
@@ -248,7 +250,7 @@ def to_plain(value: Any) -> Any:
 
 
 def named_values(result_type: Any, result: Any) -> dict[str, Any]:
-    """Return a result that is no vector as plain values by name; a list has its column's name."""
+    """Return a result other than a vector as plain values by name; a list has its column's name."""
     plain = to_plain(result)
     layout = _format_of(result_type).layout
     if isinstance(plain, list) and isinstance(layout, Ranked | Nested):

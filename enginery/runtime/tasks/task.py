@@ -17,7 +17,7 @@ calls, and in other threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.runtime.text.tokenizer import Encode
 
 Arrays = dict[str, NDArray[Any]]
 RowValues: TypeAlias = Any
@@ -88,6 +89,11 @@ class TaskOptions(BaseModel):
             field=f"{where}{name}",
         )
 
+    @property
+    def max_items(self) -> int:
+        """Maximum number of items of a result; 0 for all."""
+        return int(getattr(self, "top_k", 0))
+
     @classmethod
     def schemas(cls) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each option, without null."""
@@ -141,6 +147,22 @@ class InputField:
     """True if a list of token ids is accepted in place of a text."""
 
 
+@dataclass(frozen=True)
+class InputLimits:
+    """What a server accepts of inputs and options; 0 for no limit of its own."""
+
+    max_pixels: int = 0
+    """Maximum number of pixels of an image file."""
+    max_seconds: float = 0.0
+    """Maximum duration of audio."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens to generate for a text."""
+    max_sequences: int = 0
+    """Maximum number of beams or texts of an input."""
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs the encoding of a list of texts, see `TextTokenizer`."""
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
@@ -174,6 +196,8 @@ class RowTask(ABC):
     """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    runs_in_steps: ClassVar[bool] = False
+    """True if a row takes many steps, which `TextGenerator` runs, instead of one run."""
 
     record: GraphRecord
 
@@ -217,6 +241,15 @@ class RowTask(ABC):
         (inputs, dim); the outputs of a graph for its own tensors are arrays by name.
         """
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with limits on inputs and options."""
+        return self
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an input; 0 without a limit."""
+        return 0
+
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the names of the graph outputs that `split` needs; empty for all.
 
@@ -250,6 +283,26 @@ class Task(RowTask):
 
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     """Choices made for this model, with their reasons."""
+
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True if an artifact is of this task.
+
+        Args:
+            manifest: the artifact's manifest.
+            record: the graph to run; None for the first one.
+        """
+        graphs = [record] if record else manifest.graphs[:1]
+        names = (spec.name for graph in graphs for spec in graph.inputs)
+        return manifest.task in cls.tasks and input_modality(names) == cls.modality
+
+    def to_json(self, result: Any) -> Any:
+        """Return a result as routes for every task answer it: a dataclass, or plain values."""
+        return result
+
+    def option_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schema of each option, for a form."""
+        return self.Options.schemas()
 
     @abstractmethod
     def describe(self, result: Any) -> str:
@@ -336,6 +389,14 @@ def count_characters(inputs: Any) -> int:
         elif isinstance(item, str | list):
             total += len(item)
     return total
+
+
+def input_modality(inputs: Iterable[str]) -> Modality:
+    """Return what a graph with these input names takes."""
+    names = set(inputs)
+    if "pixel_values" in names:
+        return "image"
+    return "audio" if names & {"input_values", "input_features"} else "text"
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:
