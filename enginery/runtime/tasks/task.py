@@ -163,6 +163,9 @@ class InputLimits:
     """Runs the encoding of a list of texts, see `TextTokenizer`."""
 
 
+NO_LIMITS = InputLimits()
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
@@ -203,8 +206,13 @@ class RowTask(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the model's files beside a graph.
+
+        Args:
+            artifact: the artifact.
+            record: the graph.
+            limits: what a server accepts.
 
         Raises:
             ArtifactError: a file is missing or malformed, or the graph lacks an input or output
@@ -240,10 +248,6 @@ class RowTask(ABC):
         If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array
         (inputs, dim); the outputs of a graph for its own tensors are arrays by name.
         """
-
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with limits on inputs and options."""
-        return self
 
     @property
     def max_tokens(self) -> int:

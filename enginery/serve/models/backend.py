@@ -131,7 +131,7 @@ def open_task(
         max_sequences=options.generation_rows,
         parallel_encode=parallel_encode,
     )
-    return definition.open(artifact, record).limited(limits)
+    return definition.open(artifact, record, limits)
 
 
 class ModelBackend(ModelFiles):
