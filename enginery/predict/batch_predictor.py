@@ -42,7 +42,7 @@ from enginery.predict.task_inputs import (
     row_message,
 )
 from enginery.predict.token_batches import InferencePool, WindowRunner
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
 from enginery.runtime.tasks.generate import Generate
@@ -122,19 +122,23 @@ class BatchPredictor(Closeable):
         # Batches of texts overlap, so that a session for batches that do not would hardly be used.
         has_lone_runs = on_cpu and not in_steps and definition.modality != "text"
 
+        runner_options = RunnerOptions(
+            threads=1 if on_cpu and not in_steps else 0,
+            lone_threads=workers if has_lone_runs else 0,
+            io_binding=config.io_binding,
+            cuda_graph=config.cuda_graph,
+            ladder=config.ladder and not in_steps,
+            shrink_arena=config.shrink_arena,
+            keep_optimized=config.optimized_graph,
+        )
+
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
                 artifact,
+                runner_options,
                 graph=file,
                 providers=specs,
                 allow_fallback=config.allow_fallback,
-                threads=1 if on_cpu and not in_steps else 0,
-                lone_threads=workers if has_lone_runs else 0,
-                io_binding=config.io_binding,
-                cuda_graph=config.cuda_graph,
-                ladder=config.ladder and not in_steps,
-                shrink_arena=config.shrink_arena,
-                keep_optimized=config.optimized_graph,
             )
 
         with ExitStack() as opened:

@@ -25,7 +25,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.extras import missing_packages_as_errors
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
@@ -513,19 +513,23 @@ def load_model(
     require_onnxruntime("Loading a model", *packages, extra="generate")
     specs = parse_providers(providers, provider_options, default="cpu")
 
+    options = RunnerOptions(
+        threads=threads,
+        io_binding=io_binding,
+        cuda_graph=cuda_graph,
+        # A decoder with a fixed cache rounds its sizes up itself.
+        ladder=ladder and not definition.runs_in_steps,
+        shrink_arena=shrink_arena,
+    )
+
     def open_graph(file: str = "") -> OrtRunner:
         return OrtRunner(
             opened,
+            options,
             graph=file,
             providers=specs,
             allow_fallback=allow_fallback,
             allow_build=allow_build,
-            threads=threads,
-            io_binding=io_binding,
-            cuda_graph=cuda_graph,
-            # A decoder with a fixed cache rounds its sizes up itself.
-            ladder=ladder and not definition.runs_in_steps,
-            shrink_arena=shrink_arena,
         )
 
     task = definition.open(opened, opened.manifest.graphs[0])

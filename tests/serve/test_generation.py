@@ -302,7 +302,7 @@ def test_languages_of_translation_models_are_parameters(
     )
     assert [choice.text for choice in completed.choices] == [each.text for each in others]
     for parameters, message in (
-        ({"target_language": "fx"}, "'fx' is none of the tokenizer's"),
+        ({"target_language": "fx"}, "'fx' is not one of the tokenizer's"),
         ({}, "no target language is given"),
         ({"target_language": 3}, "target_language: found the number 3, expected a string"),
     ):

@@ -30,6 +30,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
     media_outputs,
     require_outputs,
+    require_shapes,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -106,32 +107,19 @@ class AudioTask(MediaTask):
         content = {
             spec.name: arrays.get(spec.name, mask).astype(spec.dtype) for spec in self.record.inputs
         }
-        self._check_shapes(content, index)
+        require_shapes(
+            content,
+            self.record,
+            f"audio {index}",
+            do="Export the model with the feature extractor that it was trained with.",
+        )
         tokens = math.ceil(_TOKENS_PER_SECOND * (fixed or samples.size) / rate)
         return Row(content, tokens, truncated=bool(fixed) and samples.size > fixed)
-
-    def _check_shapes(self, content: Arrays, index: int) -> None:
-        for spec in self.record.inputs:
-            shape, dims = content[spec.name].shape, spec.dims[1:]
-            fits = len(shape) == len(dims) and all(
-                size == dim or not isinstance(dim, int)
-                for size, dim in zip(shape, dims, strict=True)
-            )
-            if not fits:
-                raise InputError(
-                    f"audio {index}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, shape))}, but the graph takes {spec}.",
-                    do="Export the model with the feature extractor that it was trained with.",
-                )
 
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return the graph's inputs: (len(rows), …) each."""
-        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -167,7 +168,7 @@ class Row:
     """One row of a batch."""
 
     content: Any
-    """An encoding, pixels (channels, height, width), or tensors by name."""
+    """An encoding of a text, or arrays by the names of the graph's inputs."""
     tokens: int = 1
     """Number of tokens without padding; 1 for an image, 50 for a second of audio."""
     prompt_tokens: int = 0
@@ -331,6 +332,32 @@ class MediaTask(Task):
     @abstractmethod
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Read one input; error messages refer to it by `index`."""
+
+    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
+        """Return the graph's inputs: (len(rows), …) each."""
+        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
+
+
+def require_shapes(content: Arrays, record: GraphRecord, name: str, *, do: str) -> None:
+    """Raise InputError unless the arrays of an input have the fixed dims of the graph.
+
+    Args:
+        content: the preprocessed input, without the batch axis.
+        record: the graph.
+        name: name of the input for the message.
+        do: what to do about it.
+    """
+    for spec in record.inputs:
+        shape, dims = content[spec.name].shape, spec.dims[1:]
+        fits = len(shape) == len(dims) and all(
+            size == dim or not isinstance(dim, int) for size, dim in zip(shape, dims, strict=True)
+        )
+        if not fits:
+            raise InputError(
+                f"{name}: preprocessor_config.json produces {' × '.join(map(str, shape))}, "
+                f"but the graph takes {spec}.",
+                do=do,
+            )
 
 
 def media_outputs(outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:

@@ -242,7 +242,8 @@ class GenerationScheduler:
             return [self._alone.pop()]
         free = self._max_rows - sum(entry.weight for entry in self._running)
         alike = not more or self._generator.task.has_encoder
-        entries = self.queue.take_rows(free, wait=not self._running, alike=alike)
+        take = self.queue.take_similar if alike else self.queue.take_due
+        entries = take(free, wait=not self._running)
         now = time.perf_counter()
         for entry in entries or ():
             entry.request.started = now

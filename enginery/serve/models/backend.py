@@ -16,7 +16,7 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
@@ -200,19 +200,23 @@ class ModelBackend(ModelFiles):
         if adapts:
             threads = 1
 
+        runner_options = RunnerOptions(
+            threads=threads,
+            lone_threads=workers if adapts else 0,
+            ladder=options.ladder and not in_steps,
+            shrink_arena=options.shrink_arena,
+            keep_optimized=options.optimized_graph,
+            # Spinning threads of several workers would take the cores from each other.
+            spinning=threads == 1 or (on_cpu and workers == 1),
+        )
+
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
                 artifact,
+                runner_options,
                 graph=file,
                 providers=providers,
                 allow_fallback=options.allow_fallback,
-                threads=threads,
-                lone_threads=workers if adapts else 0,
-                ladder=options.ladder and not in_steps,
-                shrink_arena=options.shrink_arena,
-                keep_optimized=options.optimized_graph,
-                # Spinning threads of several workers would take the cores from each other.
-                spinning=threads == 1 or (on_cpu and workers == 1),
             )
 
         rows = open_rows(task, open_graph, on_cuda=providers[0].full_name == CUDA)

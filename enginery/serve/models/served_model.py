@@ -39,13 +39,14 @@ from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.runtime.text.tokenizer_files import is_panic
 from enginery.serve.batching.generation import GenerationScheduler, Progress
 from enginery.serve.batching.preprocess_pool import PreprocessPool
-from enginery.serve.batching.queue import QueueEntry
+from enginery.serve.batching.queue import BatchQueue, QueueEntry
 from enginery.serve.batching.scheduler import (
     BatchScheduler,
     BatchStatistics,
     RowScheduler,
     Timings,
 )
+from enginery.serve.batching.workers import WorkerOptions
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.backend import ModelBackend, ModelFiles
 
@@ -504,17 +505,17 @@ class LocalModel(ServedModel):
     def _open_batches(self, backend: ModelBackend, *, prepare: bool) -> BatchScheduler:
         """Start the queue and the workers; with `prepare`, each worker warms the sessions up."""
         config = self._config
-        return self.scheduler_type(
-            self._run_batch,
+        queue = BatchQueue(
             backend.rules,
-            self._loop,
-            workers=backend.workers,
             max_rows=config.queue_inputs,
             max_tokens=config.queue_tokens,
             max_wait_seconds=config.max_wait,
-            on_batch=self._observe_batch,
-            prepare=backend.prepare if prepare else None,
-            name=self.name,
+        )
+        workers = WorkerOptions(
+            backend.workers, prepare=backend.prepare if prepare else None, name=self.name
+        )
+        return self.scheduler_type(
+            queue, self._run_batch, self._loop, workers, on_batch=self._observe_batch
         )
 
     def _open_generation(self, generator: TextGenerator) -> GenerationScheduler:
