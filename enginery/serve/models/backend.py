@@ -367,11 +367,6 @@ class ModelBackend(ModelFiles):
             properties["notes"] = [*self.task.notes, *self.runner.notes]
         if self.dim:
             properties["dim"] = self.dim
-        if self.rows.task.runs_in_steps:
-            properties["generation"] = {
-                "max_rows": self.options.generation_rows,
-                "max_new_tokens": self.options.max_new_tokens,
-            }
         return properties
 
     def close(self) -> None:

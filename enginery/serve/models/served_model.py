@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
-from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
@@ -478,7 +477,7 @@ class LocalModel(ServedModel):
             schedulers: list[BatchScheduler | GenerationScheduler] = []
             try:
                 # A CUDA graph is replayed by the thread that has recorded it.
-                in_worker = not backend.on_cpu and isinstance(backend.rows, BatchRunner)
+                in_worker = not backend.on_cpu and not backend.rows.task.runs_in_steps
                 if not in_worker:
                     backend.warm_up()
                 batches = self._open_batches(backend, prepare=in_worker)
