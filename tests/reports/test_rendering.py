@@ -1,0 +1,137 @@
+"""What the terminal, the page and the card show of reports, held against stored texts.
+
+$ python -m tests.reports.test_rendering    # after a deliberate change, writes the texts anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from enginery.bench.report import page
+from enginery.cli import render
+from enginery.cli.console import Console
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.reports import Reports
+from enginery.publish.card.model_card import CardFacts, model_card
+from enginery.publish.card.source import SourceCard
+from tests.reports import samples
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def printed(show, *, terminal: bool = False) -> str:
+    """Return what a function prints on a console: in a pipe, or on a terminal of 100 columns."""
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        mock.patch.dict(os.environ, {"COLUMNS": "100"}),
+        mock.patch.object(Console, "is_terminal", terminal),
+    ):
+        show(Console())
+    return out.getvalue()
+
+
+def show_artifact(console):
+    artifact = samples.sample_artifact(Path("minilm"))
+    engines = samples.engines(artifact)
+    render.show_new_artifact(console, artifact, "Quantized")
+    console.table("Inputs and outputs", render.interface_rows(artifact))
+    console.table("Stages", render.stage_rows(artifact))
+    console.table("Files", render.file_rows(artifact))
+    console.table("Engines", render.engine_list_rows(engines))
+    for engine in engines:
+        console.table("engine", render.engine_rows(engine))
+        console.table("Layers by kind and precision", render.layer_count_rows(engine))
+        console.table("Layers", render.layer_rows(engine, every=True))
+
+
+def show_run(console):
+    result = samples.run_result(samples.sample_artifact(Path("minilm")))
+    console.table("Made", render.made_rows(result))
+    console.table("Stages", render.run_rows(result))
+    console.table("Stages", render.run_rows(replace(result, stages=result.stages[:1])))
+
+
+def show_validation(console, *, every):
+    for report in (samples.validation(), samples.passed_validation()):
+        for graph, rows in render.validation_tables(report, every=every).items():
+            console.table(f"{graph} against {report.reference_name}", rows)
+        for line in render.report_lines(report):
+            console.line(line)
+
+
+def show_results(console):
+    render.show_result(console, "bench", samples.benchmark())
+    render.show_result(console, "lint", samples.lint_reports())
+    render.show_result(console, "predict", samples.prediction())
+    render.show_result(console, "publish", samples.PUBLISHED)
+    render.show_result(console, "export-triton", samples.TRITON)
+    render.show_result(console, "export-kserve", samples.KSERVE)
+
+
+def show_doctor(console):
+    for table in samples.doctor_report().tables():
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        console.table(table.title, rows)
+
+
+def reported_artifact() -> Artifact:
+    """Return an artifact with a report of every stage."""
+    artifact = samples.sample_artifact(Path("minilm"))
+    built = samples.build_report(samples.engines(artifact))
+    artifact = Artifact.open(artifact.path)
+    reports = (samples.validation(), samples.quantization(), built, samples.benchmark())
+    return artifact.annotate(reports={f"reports/{r.FILE}": r.to_json() for r in reports})
+
+
+def page_text() -> str:
+    artifact = reported_artifact()
+    with mock.patch.object(page, "can_draw", return_value=False):
+        text = page.write_report(artifact.path).read_text()
+    head, _, rest = text.partition("<style>")
+    return head + rest.partition("</style>")[2]
+
+
+def card_text() -> str:
+    artifact = reported_artifact()
+    engines = tuple(engine.record for engine in render.open_engines(artifact))
+    return model_card(CardFacts(artifact, "minilm", SourceCard(), Reports.of(artifact), engines))
+
+
+TEXTS = {
+    "artifact.txt": lambda: printed(show_artifact),
+    "run.txt": lambda: printed(show_run),
+    "validation.txt": lambda: printed(lambda console: show_validation(console, every=True)),
+    "validation-terminal.txt": lambda: printed(
+        lambda console: show_validation(console, every=False), terminal=True
+    ),
+    "results.txt": lambda: printed(show_results),
+    "results-terminal.txt": lambda: printed(show_results, terminal=True),
+    "doctor.txt": lambda: printed(show_doctor),
+    "page.html": page_text,
+    "card.md": card_text,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_reports_look_as_before(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert TEXTS[name]() == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ENGINERY_HOME", tempfile.mkdtemp())
+    for name, make_text in TEXTS.items():
+        with tempfile.TemporaryDirectory() as directory:
+            os.chdir(directory)
+            (GOLDEN / name).write_text(make_text(), encoding="utf-8")
+            sys.stdout.write(f"{GOLDEN / name}\n")
