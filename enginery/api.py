@@ -35,13 +35,14 @@ from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import BenchResult, ValidationReport
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
     from enginery.passes.lint.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
     from enginery.recipe import Recipe
+    from enginery.reports.benchmark import BenchResult
+    from enginery.reports.validation import ValidationReport
 
 Config = TypeVar("Config")
 

@@ -43,7 +43,7 @@ from enginery.requirements import require_stages
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import ValidationReport
+    from enginery.reports.validation import ValidationReport
 
 ArtifactConfig = ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig
 """The options of a stage that makes an artifact."""

@@ -21,10 +21,10 @@ from enginery.core.artifact.engine_record import (
     describe_products,
     engine_directories,
 )
-from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import BadRowsError
 from enginery.core.options import options_dict
 from enginery.core.store.store import StoreEntry
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.providers.known import short_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from enginery.cli.console import Console
     from enginery.cli.demo import SamplePrediction
     from enginery.core.artifact.manifest import StageRecord
-    from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult, ValidationReport
+    from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
     from enginery.stages import StageResult
 
 Row = dict[str, str]

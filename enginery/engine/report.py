@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from enginery.core.artifact.engine import Engine
-from enginery.core.artifact.reports import BuildReport, BuiltEngine
 from enginery.core.figures import save_figure
 from enginery.engine.build import GraphCoverage
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.requests import RequestedEngines
+from enginery.reports.engines import BuildReport, BuiltEngine
 from enginery.runtime.tensorrt.options import RTX
 
 _FIRST_PROFILE = (

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.core.progress import Progress
 from enginery.passes.ir.graph_file import read_graph
@@ -23,6 +23,7 @@ from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.report import describe_accuracy
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 

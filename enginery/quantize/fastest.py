@@ -18,12 +18,12 @@ from typing import Literal
 
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import CheckFailedError, EngineryError
 from enginery.core.progress import Progress
 from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.source_graph import SourceGraph
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.machine import usable_cpus
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 

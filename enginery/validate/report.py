@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from enginery.core.artifact.reports import (
+from enginery.reports.validation import (
     EmbeddingMetrics,
     GenerationMetrics,
-    LayerMetrics,
     OutputMetrics,
     QuantizedAccuracy,
     RoundingMetrics,
     ValidationCaseResult,
-    WeightMetrics,
 )
+from enginery.reports.weights import LayerMetrics, WeightMetrics
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""

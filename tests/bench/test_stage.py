@@ -15,7 +15,6 @@ from enginery.bench.report.rows import lines, tables
 from enginery.bench.stage import run
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.artifact.reports import BenchResult
 from enginery.core.errors import (
     ArtifactError,
     InputError,
@@ -24,6 +23,7 @@ from enginery.core.errors import (
     ShapeError,
     SourceError,
 )
+from enginery.reports.benchmark import BenchResult
 from tests.bench.sample_results import QUICK, save_detector, save_photographs
 from tests.validate.faults import edits as faults
 

@@ -9,24 +9,11 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from enginery.core.accuracy import measure_accuracy
+from enginery.core.accuracy import AccuracyMetrics, measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    CalibrationRecord,
-    EmbeddingMetrics,
-    LayerCounts,
-    MultiplyAdds,
-    OutputMetrics,
-    QuantizationReport,
-    Reports,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightMetrics,
-)
 from enginery.publish.card import source as card_source
-from enginery.publish.card.metrics import metrics
+from enginery.publish.card.metrics import Reports, metrics
 from enginery.publish.card.model_card import (
     CardFacts,
     card_metadata,
@@ -37,6 +24,19 @@ from enginery.publish.card.snippets import loading_snippets
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange
+from enginery.reports.quantization import (
+    CalibrationRecord,
+    LayerCounts,
+    MultiplyAdds,
+    QuantizationReport,
+)
+from enginery.reports.validation import (
+    EmbeddingMetrics,
+    OutputMetrics,
+    ValidationCaseResult,
+    ValidationReport,
+)
+from enginery.reports.weights import WeightMetrics
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record

@@ -7,35 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from enginery.api import RunResult
-from enginery.core.accuracy import measure_accuracy
+from enginery.core.accuracy import AccuracyMetrics, measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    Advice,
-    BenchResult,
-    BuildReport,
-    CalibrationRecord,
-    EmbeddingMetrics,
-    GenerationMetrics,
-    GraphCoverage,
-    LayerComparison,
-    LayerCounts,
-    LayerMetrics,
-    MixAccuracy,
-    MultiplyAdds,
-    OutputMetrics,
-    Padding,
-    QuantizationReport,
-    QuantizedAccuracy,
-    SearchRecord,
-    UntracedWeight,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightDifference,
-    WeightMetrics,
-)
 from enginery.deploy.kserve.stage import KserveExport
 from enginery.deploy.triton.stage import TritonExport
 from enginery.doctor.report import (
@@ -50,7 +25,34 @@ from enginery.doctor.report import (
 from enginery.passes.lint.findings import LintFinding, LintReport
 from enginery.predict.report import Counts, PredictReport
 from enginery.publish.destination import Published
+from enginery.reports.benchmark import BenchResult, Padding
+from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import (
+    CalibrationRecord,
+    LayerCounts,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
+from enginery.reports.validation import (
+    EmbeddingMetrics,
+    GenerationMetrics,
+    GraphCoverage,
+    OutputMetrics,
+    QuantizedAccuracy,
+    ValidationCaseResult,
+    ValidationReport,
+)
+from enginery.reports.weights import (
+    LayerComparison,
+    LayerMetrics,
+    UntracedWeight,
+    WeightDifference,
+    WeightMetrics,
+)
 from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
+from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import AZURE, CPU, CUDA
 from enginery.stages import StageResult
 from tests.bench.sample_results import (

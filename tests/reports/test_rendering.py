@@ -20,7 +20,7 @@ from enginery.bench.report import page
 from enginery.cli import render
 from enginery.cli.console import Console
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import Reports
+from enginery.publish.card.metrics import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard
 from tests.reports import samples

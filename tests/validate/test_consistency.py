@@ -6,11 +6,11 @@ import pytest
 from onnx import helper
 
 from enginery import quantize_model, validate_model
-from enginery.core.artifact.reports import GraphCoverage
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.progress import SILENT
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import Tolerance
+from enginery.reports.validation import GraphCoverage
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.validate.compare import ComparisonLimits
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape

@@ -12,8 +12,10 @@ import pytest
 
 from enginery import Artifact, export_model, quantize_model, validate_model
 from enginery.cli.render import report_lines
+from enginery.core.accuracy import LayerError
 from enginery.core.artifact.artifact import commit_artifact
-from enginery.core.artifact.reports import LayerError, QuantizationReport, ValidationReport
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 from enginery.runtime.builtin_inputs import SENTENCES
 from enginery.validate.metrics.budget import LayerExpectation
 from tests.tiny import TEXT, save_tiny

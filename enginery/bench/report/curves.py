@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from enginery.core.artifact.reports import BenchCase, BenchResult, Measurement, is_clear_ratio
 from enginery.core.figures import MARKERS, Draw
+from enginery.reports.benchmark import BenchCase, BenchResult, Measurement, is_clear_ratio
 
 Point = tuple[BenchCase, Measurement]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from enginery.bench.config import ENGINERY, BenchConfig
-from enginery.core.artifact.reports import BenchCase, ContenderRecord
+from enginery.reports.benchmark import BenchCase, ContenderRecord
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import REQUESTED
 from enginery.runtime.providers.specification import has_cuda_graphs

@@ -31,23 +31,18 @@ from enginery.bench.report.summary import Summary, summarize
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
 from enginery.core.artifact.engine_record import describe_products
 from enginery.core.artifact.manifest import Manifest
-from enginery.core.artifact.reports import (
-    BenchResult,
-    BuildReport,
-    QuantizationReport,
-    Report,
-    ValidationReport,
-    WeightMetrics,
-    gpu_names,
-    named_versions,
-    worst_by_output,
-)
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
 from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
 from enginery.core.temporary import write_atomically
+from enginery.reports.base import Report, named_versions
+from enginery.reports.benchmark import BenchResult, gpu_names
+from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport, worst_by_output
+from enginery.reports.weights import WeightMetrics
 
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"

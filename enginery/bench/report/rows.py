@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from enginery.bench.config import ENGINERY
 from enginery.bench.report.notes import is_overloaded
-from enginery.core.artifact.reports import BenchResult, Latency, PlacementRecord
+from enginery.reports.benchmark import BenchResult, Latency, PlacementRecord
 from enginery.runtime.providers.known import short_name
 
 Row = dict[str, str]

@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from enginery.bench.config import ENGINERY
 from enginery.bench.report.curves import middle_size
 from enginery.bench.report.notes import is_overloaded
+from enginery.core.accuracy import LabelMetrics
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import (
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     Comparison,
-    ErrorUse,
-    LabelMetrics,
     SubjectRecord,
-    ValidationReport,
     describe_ratio,
     format_ratio,
     is_clear_ratio,
 )
+from enginery.reports.validation import ErrorUse, ValidationReport
 
 _FP32 = "fp32"
 _BYTES_OF_FP32 = 4

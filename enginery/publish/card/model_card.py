@@ -20,18 +20,14 @@ from typing import TYPE_CHECKING, Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.artifact.reports import (
-    OutputMetrics,
-    QuantizationReport,
-    Reports,
-    ValidationReport,
-    gpu_names,
-    named_versions,
-)
-from enginery.publish.card.metrics import metrics
+from enginery.publish.card.metrics import Reports, metrics
 from enginery.publish.card.snippets import CPU, loading_snippets
 from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
+from enginery.reports.base import named_versions
+from enginery.reports.benchmark import gpu_names
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import OutputMetrics, ValidationReport
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData

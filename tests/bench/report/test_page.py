@@ -14,19 +14,19 @@ from enginery.bench.config import BenchConfig
 from enginery.bench.report import page
 from enginery.bench.report.curves import draw_figures
 from enginery.bench.report.page import write_report
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    Advice,
-    BuildReport,
+from enginery.core.accuracy import AccuracyMetrics
+from enginery.core.errors import ArtifactError
+from enginery.core.figures import figure_svg
+from enginery.core.options import options_dict
+from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import (
     CalibrationRecord,
     MixAccuracy,
     MultiplyAdds,
     QuantizationReport,
     SearchRecord,
 )
-from enginery.core.errors import ArtifactError
-from enginery.core.figures import figure_svg
-from enginery.core.options import options_dict
+from enginery.runtime.onnxruntime.session import Advice
 from tests.bench.chromium import Chromium, find_chromium
 from tests.bench.sample_results import (
     make_backend_record,

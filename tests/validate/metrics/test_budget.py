@@ -9,9 +9,11 @@ import pytest
 
 from enginery import Artifact, quantize_model, validate_model
 from enginery.cli.render import report_lines
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import commit_artifact
-from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.metrics.budget import accuracy_expectation
 from enginery.validate.stage import read_current_report

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    BenchResult,
-    BuildReport,
+from enginery.core.accuracy import AccuracyMetrics
+from enginery.core.errors import ArtifactError
+from enginery.reports.benchmark import BenchResult
+from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import (
     EmbeddingMetrics,
     OutputMetrics,
-    QuantizationReport,
     ValidationCaseResult,
     ValidationReport,
-    WeightMetrics,
     worst_by_output,
 )
-from enginery.core.errors import ArtifactError
+from enginery.reports.weights import WeightMetrics
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 
 
