@@ -37,10 +37,11 @@ from enginery.validate.config import ValidateConfig
 if TYPE_CHECKING:
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
-    from enginery.passes.lint.lint import LintReport
+    from enginery.passes.lint.findings import LintReports
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
     from enginery.recipe import Recipe
+    from enginery.reports.base import StageOutput
     from enginery.reports.benchmark import BenchResult
     from enginery.reports.validation import ValidationReport
 
@@ -199,7 +200,7 @@ def validate_model(
 @missing_packages_as_errors(PURPOSES["lint"])
 def lint_model(
     model: Artifact | str | Path, *, target: Literal["tensorrt", "cuda"] = "tensorrt"
-) -> list[LintReport]:
+) -> LintReports:
     """Check what TensorRT or CUDA would reject in a model; return one report a graph.
 
     Args:
@@ -210,12 +211,14 @@ def lint_model(
         EngineryError: the model cannot be read.
     """
     require_stages([("lint", None)])
+    from enginery.passes.lint.findings import LintReports
     from enginery.passes.lint.lint import lint_onnx
 
     if not isinstance(model, Artifact) and not Path(model).is_dir():
-        return [lint_onnx(Path(model), target=target)]
+        return LintReports([lint_onnx(Path(model), target=target)])
     artifact = _open(model)
-    return [lint_onnx(artifact.path / g.file, target=target) for g in artifact.manifest.graphs]
+    graphs = [artifact.path / graph.file for graph in artifact.manifest.graphs]
+    return LintReports(lint_onnx(graph, target=target) for graph in graphs)
 
 
 @missing_packages_as_errors(PURPOSES["bench"])
@@ -515,38 +518,43 @@ def _run_consumer(
 ) -> StageResult:
     """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
-    made: Any
+    output: StageOutput
     worked, problem = True, ""
     values = dict(vars(options))
     if stage == "lint":
-        made = lint_model(artifact, **values)
-        problem = next((report.problem for report in made if not report.passed), "")
+        output = lints = lint_model(artifact, **values)
+        problem = lints.problem
     elif stage == "bench":
         from enginery.bench import stage as bench
 
         out = values.pop("out")
-        made = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
-        worked = made is None
-        if made is None:
-            made = bench_model(artifact, out=out, progress=progress, **values)
+        measured = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        worked = measured is None
+        if measured is None:
+            measured = bench_model(artifact, out=out, progress=progress, **values)
             artifact = Artifact.open(artifact.path)
         else:
             progress.say(
                 f"bench: nothing to do, {artifact.name} was measured with the same options"
             )
+        output = measured
     elif stage == "predict":
         files = values.pop("input"), values.pop("out")
-        made = predict_file(artifact, *files, force=force, progress=progress, **values)
-        worked = made.worked
+        output = predicted = predict_file(
+            artifact, *files, force=force, progress=progress, **values
+        )
+        worked = predicted.worked
     elif stage == "publish":
         values["variants"] = variants
-        made = publish_model(artifact, values.pop("url"), progress=progress, **values)
-        worked = made.is_new
+        url = values.pop("url")
+        output = published = publish_model(artifact, url, progress=progress, **values)
+        worked = published.is_new
+    elif stage == "export-triton":
+        output = export_triton(artifact, values.pop("out"), progress=progress, **values)
     else:
-        export = export_triton if stage == "export-triton" else export_kserve
-        made = export(artifact, values.pop("out"), progress=progress, **values)
+        output = export_kserve(artifact, values.pop("out"), progress=progress, **values)
     seconds = time.monotonic() - started
-    return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
+    return StageResult(stage, artifact, worked, seconds, output=output, problem=problem)
 
 
 def _open(artifact: Artifact | str | Path) -> Artifact:

@@ -38,12 +38,15 @@ def build(
         Build even if there are finished engines.
     """
     from enginery.api import build_engine
-    from enginery.cli.render import artifact_json, engine_list_rows, open_engines, stage_notes
+    from enginery.cli.render import artifact_json, open_engines, stage_notes
+    from enginery.reports.engines import built_engine, engine_rows
 
     console = output.console()
     made = build_engine(artifact, out=out, force=force, progress=console, config=config)
     engines = open_engines(made)
     console.json(artifact_json(made, engines))
-    console.table(f"Engines in {made.path}", engine_list_rows(engines))
+    console.table(
+        f"Engines in {made.path}", engine_rows([built_engine(engine) for engine in engines])
+    )
     for note in stage_notes(made, "build"):
         console.line(f"note: {note}")

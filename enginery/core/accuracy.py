@@ -21,6 +21,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator
 
 from enginery.core.artifact.manifest import Count
+from enginery.core.table import NOTHING, Row
 
 CONFIDENCE = 0.95
 
@@ -132,20 +133,20 @@ class LabelMetrics:
     changes: list[AccuracyChange]
     """Changes from the first of the classifiers to each other one."""
 
-    def table(self) -> list[dict[str, str]]:
+    def rows(self) -> list[Row]:
         """Return a row for each classifier."""
         changes = {change.name: change for change in self.changes}
         rows = []
-        for found in self.accuracies:
-            change = changes.get(found.name)
+        for accuracy in self.accuracies:
+            change = changes.get(accuracy.name)
             rows.append(
                 {
-                    "model": found.name,
-                    "rows": str(found.rows),
-                    "accuracy": found.describe(),
-                    "difference": change.describe() if change else "–",
-                    "right → wrong": str(change.broken) if change else "–",
-                    "wrong → right": str(change.repaired) if change else "–",
+                    "model": accuracy.name,
+                    "rows": str(accuracy.rows),
+                    "accuracy": accuracy.describe(),
+                    "difference": change.describe() if change else NOTHING,
+                    "right → wrong": str(change.broken) if change else NOTHING,
+                    "wrong → right": str(change.repaired) if change else NOTHING,
                 }
             )
         return rows

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from enginery.core.errors import BadRowsError
+from enginery.core.table import Table, fact_rows
+
 
 @dataclass
 class WindowStats:
@@ -112,26 +115,26 @@ class PredictReport:
         }
 
     @classmethod
-    def from_json(cls, found: dict[str, Any], *, worked: bool) -> PredictReport:
+    def from_json(cls, document: dict[str, Any], *, worked: bool) -> PredictReport:
         """Return the report from the JSON of `as_json`.
 
         Raises:
             KeyError, TypeError: it is not such a report.
         """
         names = cls.__dataclass_fields__
-        values = {name: found[name] for name in names}
+        values = {name: document[name] for name in names}
         return cls(
             **{
                 **values,
-                "counts": Counts(**found["counts"]),
-                "providers": tuple(found["providers"]),
-                "notes": tuple(found["notes"]),
+                "counts": Counts(**document["counts"]),
+                "providers": tuple(document["providers"]),
+                "notes": tuple(document["notes"]),
                 "worked": worked,
             }
         )
 
-    def table(self) -> list[dict[str, str]]:
-        """Return the rows of a table with the columns `what` and `value`."""
+    def rows(self) -> list[Table | str]:
+        """Return a table of facts: counts, times, memory."""
         counts = self.counts
         good = counts.rows - counts.bad_rows
         facts = {
@@ -151,7 +154,16 @@ class PredictReport:
         facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
         if self.padding_ratio:
             facts["padding ratio"] = f"{self.padding_ratio:.3f}"
-        return [{"what": what, "value": value} for what, value in facts.items()]
+        return [Table(f"Predicted {self.output}", fact_rows(facts))]
+
+    def require_answers(self) -> None:
+        """Raise BadRowsError if there are rows without a result."""
+        if self.bad_rows:
+            raise BadRowsError(
+                f"{self.bad_rows:,} of {self.counts.rows:,} rows have no result; the first: "
+                f"{self.first_bad.rstrip('.')}.",
+                do=f"See the column error in {self.output}.",
+            )
 
 
 def sidecar(output: Path) -> Path:

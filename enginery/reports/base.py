@@ -12,9 +12,11 @@ number is expected.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Self
+from typing import Any, ClassVar, NotRequired, Protocol, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -24,6 +26,17 @@ from enginery.core.artifact.manifest import REPORTS
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import json_bytes, parse_json, read_document
 from enginery.core.paths import resolve_inside
+from enginery.core.table import NOTHING, Table
+
+
+class StageOutput(Protocol):
+    """What a stage returns that makes no artifact: for people and for programs."""
+
+    def rows(self) -> list[Table | str]:
+        """Return tables and lines of text, in the order in which people read them."""
+
+    def as_json(self) -> Any:
+        """Return JSON values."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,10 @@ class Report:
     def to_json(self) -> bytes:
         """Return the content of the file, with null for NaN and infinities."""
         return json_bytes(asdict(self))
+
+    def as_json(self) -> Any:
+        """Return the content of the file as JSON values."""
+        return json.loads(self.to_json())
 
     @classmethod
     def from_json(cls, content: bytes) -> Self:
@@ -96,9 +113,9 @@ def _first_problem(error: ValidationError) -> str:
         return f"{where} is missing"
     if problem["type"] == "json_invalid":
         return f"it is not valid JSON: {problem['msg'].partition(': ')[2]}"
-    found = json.dumps(problem["input"], default=str)
-    found = found if len(found) <= 60 else f"{found[:60]}…"
-    return f"{where}: found {found}, expected {problem['msg'].removeprefix('Input should be ')}"
+    value = json.dumps(problem["input"], default=str)
+    value = value if len(value) <= 60 else f"{value[:60]}…"
+    return f"{where}: found {value}, expected {problem['msg'].removeprefix('Input should be ')}"
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -110,10 +127,19 @@ class ProviderRecord(TypedDict):
     options: NotRequired[dict[str, Any]]
 
 
-def named_versions(tools: dict[str, str]) -> str:
+def named_versions(tools: Mapping[str, str]) -> str:
     """Join names and versions.
 
     >>> named_versions({"torch": "2.13.0", "onnxruntime": "1.31.1"})
     'torch 2.13.0, onnxruntime 1.31.1'
     """
     return ", ".join(f"{tool} {version}" for tool, version in tools.items())
+
+
+def format_cosine_limit(cosine: float) -> str:
+    """Return the smallest cosine that passes, rounded down; a dash if there is no limit.
+
+    >>> format_cosine_limit(0.9999999), format_cosine_limit(-1.0)
+    ('0.999999', '–')
+    """
+    return f"{math.floor(cosine * 1e6) / 1e6:.6f}" if cosine > -1 else NOTHING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired
 
@@ -11,9 +12,14 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from enginery.core.accuracy import Interval, LabelMetrics
 from enginery.core.artifact.manifest import Count
-from enginery.reports.base import ProviderRecord, Report
+from enginery.core.table import NOTHING, Row, Table
+from enginery.reports.base import ProviderRecord, Report, named_versions
 from enginery.reports.validation import ErrorUse
 from enginery.runtime.onnxruntime.session import Advice
+from enginery.runtime.providers.known import short_name
+
+_MAX_NAMES = 8
+"""Number of copy nodes that are listed by name."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,11 @@ class ContenderRecord:
     notes: list[str]
 
     @property
+    def is_enginery(self) -> bool:
+        """True for enginery's own runner."""
+        return self.kind == "enginery"
+
+    @property
     def placement(self) -> PlacementRecord | None:
         """Providers of the nodes; None if unknown."""
         return self.facts.get("placement")
@@ -206,9 +217,14 @@ class BenchCase:
     rounds_ended: str
 
     @property
+    def dims(self) -> str:
+        """Names of the dims, as the title of a column: `batch×sequence`."""
+        return "×".join(self.sizes) or "shape"
+
+    @property
     def shape(self) -> str:
-        """`batch=1, sequence=16`."""
-        return ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        """`1×16`."""
+        return "×".join(str(size) for size in self.sizes.values()) or "fixed"
 
 
 @dataclass(frozen=True)
@@ -335,7 +351,265 @@ class BenchResult(Report):
         """Return the record of one contender; raise KeyError if there is none."""
         return {record.name: record for record in self.contenders}[name]
 
+    def rows(self) -> list[Table | str]:
+        """Return the tables and, below them, the lines of text."""
+        return [*self.tables(), *self.lines()]
+
+    def tables(self) -> list[Table]:
+        """Return the tables that have rows."""
+        tables = (
+            Table("Latency", self.latency_rows()),
+            Table("Accuracy", self.labels.rows() if self.labels else []),
+            Table("Comparison", self.comparison_rows()),
+            Table("Images", self._image_rows()),
+            Table("All images", self._image_total_rows()),
+            Table("Backends", self.backend_rows()),
+            Table("Placement", self._placement_rows()),
+            Table("Compute on the CPU", self._cpu_fallback_rows()),
+            Table("Copies between devices", self._copy_rows()),
+            Table("Padding", self._padding_rows()),
+            Table("Advice", self._advice_rows()),
+            Table(
+                "Left out",
+                [{"backend": name, "reason": why} for name, why in self.left_out.items()],
+            ),
+        )
+        return [table for table in tables if table.rows]
+
+    def lines(self) -> list[str]:
+        """Return the machine, the notes and what was not measured, as lines of text."""
+        machine = self.machine
+        gpus = gpu_names(machine) or f"no GPU: {machine['no_gpu']}"
+        texts = [f"on {machine['cpu']}, {machine['physical_cores']} cores; {gpus.rstrip('.')}"]
+        for reason in dict.fromkeys(self.unknown.values()):
+            names = ", ".join(name for name, why in self.unknown.items() if why == reason)
+            texts.append(f"not measured: {names}: {reason.rstrip('.')}")
+        for record in self.contenders:
+            if problem := record.facts.get("no_placement"):
+                texts.append(f"the placement of {record.name} is not known: {problem.rstrip('.')}")
+            texts += [f"{record.name}: {note}" for note in record.notes]
+        shapes_by_note: dict[str, list[str]] = {}
+        for case in self.cases:
+            for measurement in case.measurements:
+                for note in measurement.notes:
+                    text = f"{measurement.contender} {note}"
+                    shapes_by_note.setdefault(text, []).append(case.shape)
+        texts += [f"{note}: at {', '.join(shapes)}" for note, shapes in shapes_by_note.items()]
+        if self.images:
+            texts += [f"{name} did not run: {why}" for name, why in self.images.problems.items()]
+        return texts + [f"note: {note}" for note in self.notes]
+
+    def latency_rows(self) -> list[Row]:
+        """Return a row for each backend at each shape."""
+        rows = []
+        accuracies = self._accuracy_by_backend()
+        for case in self.cases:
+            for measurement in case.measurements:
+                times = measurement.latency
+                accuracy = (
+                    {"accuracy": accuracies.get(measurement.contender, NOTHING)}
+                    if accuracies
+                    else {}
+                )
+                tokens = measurement.tokens_per_second
+                rows.append(
+                    {
+                        case.dims: case.shape,
+                        "backend": measurement.contender,
+                        "median": _ms(times.median_ms),
+                        "interval": _interval(times),
+                        "mean": _ms(times.mean_ms),
+                        "p90": _ms(times.p90_ms),
+                        "p99": _ms(times.p99_ms) if times.p99_ms is not None else NOTHING,
+                        "first": _ms(measurement.first_ms),
+                        "inputs/s": f"{measurement.inputs_per_second:,.1f}",
+                        "tokens/s": f"{tokens:,.0f}" if tokens else NOTHING,
+                        "runs": str(times.runs),
+                        **accuracy,
+                    }
+                )
+            for name, problem in case.problems.items():
+                blank = dict.fromkeys(
+                    ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
+                    NOTHING,
+                )
+                if accuracies:
+                    blank["accuracy"] = accuracies.get(name, NOTHING)
+                head = {case.dims: case.shape, "backend": name}
+                rows.append({**head, "median": problem, **blank})
+        return rows
+
+    def comparison_rows(self) -> list[Row]:
+        """Return a row for each pair at each shape."""
+        shaped = [(case.shape, c) for case in self.cases for c in case.comparisons]
+        shaped += [("all", c) for c in self.images.comparisons] if self.images else []
+        head = self.cases[0].dims if self.cases else "images"
+        busy = "; on a busy machine" if is_overloaded(self.machine) else ""
+        return [
+            {head: shape, "backend": c.contender, "compared with": c.base, "result": c.words + busy}
+            for shape, c in shaped
+        ]
+
+    def _image_rows(self) -> list[Row]:
+        """Return a row for each image."""
+        if self.images is None:
+            return []
+        names = list(self.images.totals)
+        return [
+            {
+                "image": image.file,
+                "input": "×".join(str(size) for size in image.shape),
+                **{f"{name}, first": _ms(image.first_ms[name]) for name in names},
+                **{name: _ms(image.median_ms[name]) for name in names},
+            }
+            for image in self.images.images
+        ]
+
+    def _image_total_rows(self) -> list[Row]:
+        """Return a row for each backend, with the times over all images."""
+        images = self.images
+        if images is None:
+            return []
+        return [
+            {
+                "backend": name,
+                "images": str(len(images.images)),
+                "shapes": str(images.shapes),
+                "first pass": _ms(images.first_total_ms[name]),
+                "later passes": _ms(total.median_ms),
+                "per image": _ms(total.median_ms / len(images.images)),
+                "passes": str(images.passes),
+            }
+            for name, total in images.totals.items()
+        ]
+
+    def backend_rows(self) -> list[Row]:
+        """Return a row for each backend, with its providers, load time, memory and versions."""
+        return [
+            {
+                "backend": record.name,
+                "runs": record.label,
+                "on": ", ".join(short_name(p["name"]) for p in record.providers)
+                or str(record.facts.get("device", NOTHING)),
+                "reason": record.providers[0]["reason"] if record.providers else NOTHING,
+                "load": f"{record.load_seconds:.1f} s",
+                "peak memory": f"{record.peak_rss_bytes / 1e6:,.0f} MB",
+                "peak GPU memory": f"{record.device_memory_bytes / 1e6:,.0f} MB"
+                if record.device_memory_bytes is not None
+                else NOTHING,
+                "versions": named_versions(record.tools),
+            }
+            for record in self.contenders
+        ]
+
+    def _placement_rows(self) -> list[Row]:
+        """Return a row for each provider of each backend, with its nodes and multiply-adds."""
+        rows = []
+        for name, placed in self._placements():
+            total = sum(part["multiply_adds"] for part in placed["providers"])
+            counted = placed["multiply_adds_counted"]
+            rows += [
+                {
+                    "backend": name,
+                    "provider": short_name(part["name"]),
+                    "nodes": str(part["nodes"]),
+                    "for shapes": str(part["for_shapes"]),
+                    "multiply-adds": f"{part['multiply_adds']:,}" if counted else NOTHING,
+                    "share": f"{part['multiply_adds'] / total:.1%}" if total else NOTHING,
+                    "main ops": ", ".join(
+                        f"{n} {op}" for op, n in list(part["op_types"].items())[:4]
+                    ),
+                }
+                for part in placed["providers"]
+            ]
+        return rows
+
+    def _cpu_fallback_rows(self) -> list[Row]:
+        """Return the compute nodes that run on the CPU although another provider was requested."""
+        return [
+            {
+                "backend": name,
+                "node": node["name"] or "unnamed",
+                "op": node["op_type"],
+                "multiply-adds": f"{node['multiply_adds']:,}"
+                if placed["multiply_adds_counted"]
+                else NOTHING,
+            }
+            for name, placed in self._placements()
+            for node in placed["fallen"]
+        ]
+
+    def _copy_rows(self) -> list[Row]:
+        """Return a row for each backend with Memcpy nodes."""
+        return [
+            {
+                "backend": name,
+                "copies per run": str(len(copies)),
+                "nodes": ", ".join(copies[:_MAX_NAMES])
+                + (f" and {len(copies) - _MAX_NAMES} more" if len(copies) > _MAX_NAMES else ""),
+            }
+            for name, placed in self._placements()
+            if (copies := placed["copies"])
+        ]
+
+    def _padding_rows(self) -> list[Row]:
+        """Return a row for each batch size."""
+        return [
+            {
+                "batch": str(padding.batch),
+                "padding in file order": f"{padding.in_order:.0%}",
+                "padding sorted by length": f"{padding.sorted:.0%}",
+            }
+            for padding in self.padding
+        ]
+
+    def _advice_rows(self) -> list[Row]:
+        """Return a row for each advice."""
+        return [
+            {"finding": advice.finding, "evidence": advice.evidence, "do": advice.remedy}
+            for advice in self.advice
+        ]
+
+    def _accuracy_by_backend(self) -> dict[str, str]:
+        """Return the accuracy of each artifact in enginery's runner; empty without labels.
+
+        The other backends were only timed.
+        """
+        if self.labels is None:
+            return {}
+        by_subject = {accuracy.name: accuracy.describe() for accuracy in self.labels.accuracies}
+        return {
+            record.name: by_subject[record.subject]
+            for record in self.contenders
+            if record.is_enginery and record.subject in by_subject
+        }
+
+    def _placements(self) -> list[tuple[str, PlacementRecord]]:
+        """Return (backend, placement) for the backends with a known placement."""
+        return [(record.name, record.placement) for record in self.contenders if record.placement]
+
+
+def is_overloaded(machine: Mapping[str, Any]) -> bool:
+    """Return True if the load before the benchmark was higher than the number of CPUs."""
+    load = machine["load"]
+    return load is not None and bool(load > machine["usable_cpus"])
+
 
 def gpu_names(machine: Machine) -> str:
     """Return the names of the machine's GPUs; empty if there are none."""
     return ", ".join(gpu["name"] for gpu in machine["gpus"])
+
+
+def _ms(value: float) -> str:
+    """Format a time with three significant digits: in ms, or in s from a second on."""
+    if value >= 1000:
+        return f"{value / 1000:.2f} s"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f} ms"
+
+
+def _interval(times: Latency) -> str:
+    if times.interval_ms is None:
+        return f"too few rounds ({times.rounds})"
+    low, high = times.interval_ms
+    return f"{_ms(low).removesuffix(' ms').removesuffix(' s')} to {_ms(high)}"

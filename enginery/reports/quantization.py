@@ -7,7 +7,8 @@ from typing import Any
 
 from enginery.core.accuracy import AccuracyMetrics, LayerError, Number
 from enginery.core.artifact.manifest import Count
-from enginery.reports.base import Report
+from enginery.core.table import Row, format_number
+from enginery.reports.base import Report, format_cosine_limit
 
 
 @dataclass(frozen=True)
@@ -128,3 +129,60 @@ class QuantizationReport(Report):
     """Graph -> its quantized layers; empty for dynamic quantization."""
     products: dict[str, dict[str, Count]] = field(default_factory=dict)
     """Dynamic quantization: graph -> op type -> number of integer nodes."""
+
+    def headline(self) -> Row:
+        """Return the accuracy, and what of it was needed, as columns of a run's table."""
+        if self.accuracy is None:
+            return {}
+        row = {"cosine": f"{self.accuracy.cosine:.6f}"}
+        if self.search and self.search.about == "cosine":
+            row["at least"] = format_cosine_limit(self.search.reference - self.search.allowed)
+        if self.search and self.search.about == "accuracy":
+            row["accuracy"] = (
+                f"{self.accuracy.label_accuracy:.1%} (FP32 {self.search.reference:.1%})"
+            )
+        return row
+
+    def accuracy_rows(self) -> list[Row]:
+        """Return what was measured, one figure a row."""
+        scheme = self.scheme.upper()
+        figures: list[tuple[str, float | None, str]] = []
+        if work := self.multiply_adds:
+            figures += [
+                (f"Share of multiply-adds in {scheme}", work.share, ".1%"),
+                ("The same, with attention", work.share_with_attention, ".1%"),
+            ]
+        if accuracy := self.accuracy:
+            figures += [
+                (f"Mean cosine to FP32, {accuracy.rows} rows", accuracy.cosine, ".5f"),
+                ("Minimum cosine to FP32", accuracy.worst_cosine, ".5f"),
+                ("Same nearest neighbour as FP32", accuracy.neighbour_agreement, ".1%"),
+                ("Same argmax as FP32", accuracy.argmax_agreement, ".1%"),
+                ("F1 of boxes to FP32's", accuracy.box_f1, ".1%"),
+                ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
+            ]
+        return [
+            {"Measure": label, "Value": format_number(value, form)}
+            for label, value, form in figures
+            if value is not None
+        ]
+
+    def left_out_rows(self) -> list[Row]:
+        """Return a row for each layer that is not quantized."""
+        return [
+            {"Layer not quantized": layer, "Reason": reason}
+            for layer, reason in self.left_out.items()
+        ]
+
+    def mix_rows(self) -> list[Row]:
+        """Return a row for each combination of quantized layers that was measured."""
+        rows = []
+        for mix in self.search.curve if self.search else []:
+            row = {
+                "multiply-adds quantized": f"{mix.share:.1%}",
+                "mean cosine": format_number(mix.cosine, ".5f"),
+            }
+            if mix.label_accuracy is not None:
+                row["accuracy"] = f"{mix.label_accuracy:.1%}"
+            rows.append(row)
+        return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,13 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from enginery.core.accuracy import AccuracyMetrics, LabelMetrics, Number
 from enginery.core.artifact.manifest import Count
-from enginery.reports.base import ProviderRecord, Report
+from enginery.core.table import NOTHING, Row, Table, format_number
+from enginery.reports.base import ProviderRecord, Report, format_cosine_limit
 from enginery.reports.weights import LayerMetrics, WeightMetrics
+from enginery.runtime.providers.known import short_name
+
+_LISTED_WEIGHTS = 3
+"""Weights that are named below the tables; the report has all."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,16 @@ class OutputMetrics:
     @property
     def passed(self) -> bool:
         return not self.problem
+
+    @property
+    def verdict(self) -> str:
+        """One word if the numbers explain it, else the problem."""
+        return "failed" if self.max_abs > self.limit else self.problem or "ok"
+
+    @property
+    def kind(self) -> str:
+        """The output without the layer's number: `present.*.key` for `present.11.key`."""
+        return re.sub(r"(?<=\.)\d+(?=\.)", "*", self.output)
 
     @property
     def limit_ratio(self) -> float:
@@ -100,6 +116,13 @@ class EmbeddingMetrics:
     """Share of sentences whose nearest neighbour is the same one, or ties with it."""
     problem: str = ""
     """Reason of the failure; empty if they pass."""
+
+    def describe(self) -> str:
+        """Return `cosine at least 0.999987, nearest neighbour the same for 100%`."""
+        return (
+            f"cosine at least {self.min_cosine:.6f}, nearest neighbour the same for "
+            f"{self.neighbour_agreement:.0%}"
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +200,7 @@ class GraphCoverage:
 
     def describe(self, reference: str = "PyTorch") -> str:
         """Describe the coverage in one line."""
-        compared = f"{self.graph}: {len(self.compared)} sizes compared with {reference}"
+        compared = f"{len(self.compared)} sizes compared with {reference}"
         if self.reason:
             return f"{compared}; batches not compared with rows alone ({self.reason})"
         batches = [batch for batch, _ in self.consistent]
@@ -190,7 +213,7 @@ class GraphCoverage:
             "those run alone"
         )
 
-    def grid(self) -> list[dict[str, str]]:
+    def grid(self) -> list[Row]:
         """Return a table of the sizes: a row for each range of batch sizes, a column of lengths.
 
         `2 + 40` means that two sizes were compared with the reference, and that in 40 others rows
@@ -206,7 +229,9 @@ class GraphCoverage:
                     sum(size[0] in batch and size[1] in length for size in sizes)
                     for sizes in (self.compared, self.consistent, self.deviating)
                 ]
-                cell = " + ".join(str(count) for count in counts[:2]) if any(counts[:2]) else "–"
+                cell = (
+                    " + ".join(str(count) for count in counts[:2]) if any(counts[:2]) else NOTHING
+                )
                 row[f"{self.dim} {_range_name(length)}" if self.dim else "sizes"] = (
                     f"{cell}, {counts[2]} deviate" if counts[2] else cell
                 )
@@ -216,8 +241,8 @@ class GraphCoverage:
 
 def _ranges(sizes: Sequence[int]) -> list[range]:
     """Return the ranges 1, 2–3, 4–7, 8–15, … that the sizes fall into."""
-    found = {size.bit_length() for size in sizes}
-    return [range(1 << (bits - 1), 1 << bits) if bits else range(1) for bits in sorted(found)]
+    lengths = {size.bit_length() for size in sizes}
+    return [range(1 << (bits - 1), 1 << bits) if bits else range(1) for bits in sorted(lengths)]
 
 
 def _range_name(sizes: range) -> str:
@@ -236,6 +261,15 @@ class QuantizedAccuracy:
     neighbours_limit: Number | None
     problem: str = ""
     """Reason of the failure; empty if it passes."""
+
+    def describe(self) -> str:
+        """Return `mean cosine 0.9708, at least 0.9635 expected; smallest 0.9100`."""
+        worst = self.worst_cosine_limit
+        return (
+            f"mean cosine {self.found.cosine:.4f}, at least {self.cosine_limit:.4f} expected; "
+            f"smallest {self.found.worst_cosine:.4f}"
+            + (f", at least {worst:.4f} expected" if worst is not None else "")
+        )
 
 
 class ErrorUse(TypedDict):
@@ -318,6 +352,129 @@ class ValidationReport(Report):
             "share": share,
         }
 
+    def rows(self, *, every: bool = False) -> list[Table | str]:
+        """Return the tables and, below them, the lines of text."""
+        return [*self.tables(every=every), *self.lines()]
+
+    def tables(self, *, every: bool = False) -> list[Table]:
+        """Return a table for each graph: its outputs beside the reference's.
+
+        Args:
+            every: True for a row per case and output. False for the worst case of each output,
+                where outputs that differ only in a layer's number are one, and the cases that could
+                not be compared.
+        """
+        tables = []
+        for graph in dict.fromkeys(case.graph for case in self.cases):
+            cases = [case for case in self.cases if case.graph == graph]
+            rows = _output_rows(cases, every=every)
+            if rows:
+                tables.append(Table(f"{graph} against {self.reference_name}", rows))
+        return tables
+
+    def headline(self) -> Row:
+        """Return the largest error, the cosine and the accuracy as columns of a run's table.
+
+        The cosine of a quantized graph is the mean over real inputs.
+        """
+        row = {"provider": ", ".join(short_name(provider["name"]) for provider in self.providers)}
+        if worst := self.worst():
+            row["max abs error"] = f"{worst[1].max_abs:.1e}"
+            row["allowed"] = format_number(worst[1].limit, ".1e")
+            cosines = [output.cosine for case in self.cases for output in case.outputs]
+            row["cosine"] = f"{min(cosines):.6f}"
+        if self.accuracy:
+            row["cosine"] = f"{self.accuracy.found.cosine:.6f}"
+            row["at least"] = format_cosine_limit(self.accuracy.cosine_limit)
+        if self.labels:
+            reference, measured = self.labels.accuracies
+            row["accuracy"] = f"{measured.accuracy:.1%} ({reference.name} {reference.accuracy:.1%})"
+        return row
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what was compared beside the outputs, as (label, value)."""
+        facts = []
+        if self.providers:
+            chosen = (f"{short_name(p['name'])} ({p['reason']})" for p in self.providers)
+            facts.append(("provider", ", ".join(chosen)))
+        if self.accuracy:
+            rows = self.accuracy.found.rows
+            facts.append((f"over {rows} real inputs", self.accuracy.describe()))
+        if self.embeddings:
+            sentences = self.embeddings.sentences
+            facts.append((f"embeddings of {sentences} sentences", self.embeddings.describe()))
+        if self.labels:
+            facts += [(f"accuracy of {a.name}", a.describe()) for a in self.labels.accuracies]
+            facts += [
+                (
+                    "difference",
+                    f"{change.describe()}; {change.broken} rows right → wrong, "
+                    f"{change.repaired} wrong → right",
+                )
+                for change in self.labels.changes
+            ]
+        if self.generation:
+            facts.append(("generation", self.generation.describe()))
+        facts += [(graph.graph, graph.describe(self.reference_name)) for graph in self.coverage]
+        if self.layers:
+            facts.append(("layers", self.layers.describe()))
+        facts.append(("weights", self.weights.describe()))
+        return facts
+
+    def lines(self) -> list[str]:
+        """Return the facts, the first weights that differ, the notes and the verdict."""
+        lines = [f"{label}: {value}" for label, value in self.facts()]
+        lines += [
+            f"weight {weight.weight} of {weight.graph} differs: {weight.parameter}: "
+            f"{weight.problem}"
+            for weight in self.weights.differences[:_LISTED_WEIGHTS]
+        ]
+        if self.weights.untraced:
+            names = [weight.weight for weight in self.weights.untraced[:_LISTED_WEIGHTS]]
+            lines.append(f"weights that are none of {self.reference_name}'s: {', '.join(names)}")
+        if skipped := sum(bool(case.skipped) for case in self.cases):
+            rejecting = f"{self.reference_name} rejects"
+            lines.append(f"skipped: {skipped} inputs that {rejecting} or no engine takes")
+        lines += [f"note: {note}" for note in self.notes]
+        if len(self.not_proven) > 1:  # the summary has one
+            lines += [f"not proven: {reason}" for reason in self.not_proven]
+        return [*lines, f"{'passed' if self.passed else 'failed'}: {self.summary}"]
+
+
+def _output_rows(cases: Sequence[ValidationCaseResult], *, every: bool) -> list[Row]:
+    """Return the rows of one graph: those of its outputs, then those of cases without any."""
+    pairs = [(case, output) for case in cases for output in case.outputs]
+    if not every:
+        kinds: dict[str, list[tuple[ValidationCaseResult, OutputMetrics]]] = {}
+        for pair in pairs:
+            kinds.setdefault(pair[1].kind, []).append(pair)
+        pairs = [max(group, key=lambda pair: pair[1].limit_ratio) for group in kinds.values()]
+    heading = "input" if every else "worst input"
+    by_cosine = any(not math.isfinite(output.limit) for _, output in pairs)
+    rows = []
+    for case, output in pairs:
+        row = {
+            "output": output.output if every else output.kind,
+            heading: f"{case.kind}: {case.name}",
+            "max abs error": f"{output.max_abs:.1e}",
+            "allowed": format_number(output.limit, ".1e"),
+            "cosine": f"{output.cosine:.6f}",
+        }
+        if by_cosine:
+            row["at least"] = format_cosine_limit(output.cosine_limit)
+        rows.append({**row, "verdict": output.verdict})
+    columns = ("max abs error", "allowed", "cosine", *(("at least",) if by_cosine else ()))
+    return rows + [
+        {
+            "output": NOTHING,
+            heading: f"{case.kind}: {case.name}",
+            **dict.fromkeys(columns, NOTHING),
+            "verdict": case.problem or f"skipped: {case.skipped}",
+        }
+        for case in cases
+        if case.problem or (every and case.skipped)
+    ]
+
 
 def _cosine_use(name: str, cosine: float, limit: float) -> ErrorUse | None:
     """Return the distance of a cosine from 1 beside the allowed one; None if either is unknown."""
@@ -325,16 +482,3 @@ def _cosine_use(name: str, cosine: float, limit: float) -> ErrorUse | None:
         return None
     share = (1 - cosine) / (1 - limit)
     return {"found": f"{name} {cosine:.4f}", "allowed": f"at least {limit:.4f}", "share": share}
-
-
-def worst_by_output(
-    cases: Sequence[ValidationCaseResult],
-) -> list[tuple[ValidationCaseResult, OutputMetrics]]:
-    """Return the case with the largest error for each output of each graph."""
-    worst: dict[tuple[str, str], tuple[ValidationCaseResult, OutputMetrics]] = {}
-    for case in cases:
-        for output in case.outputs:
-            key = (case.graph, output.output)
-            if key not in worst or output.limit_ratio > worst[key][1].limit_ratio:
-                worst[key] = (case, output)
-    return list(worst.values())

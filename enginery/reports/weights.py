@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from enginery.core.accuracy import Number
 from enginery.core.artifact.manifest import Count
+from enginery.core.table import Row
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class WeightMetrics:
 
         A difference that it undoes elsewhere is then none.
         """
-        kept = [found for found in self.differences if not found.may_be_undone]
-        undone = sum(found.elements for found in self.differences if found.may_be_undone)
+        kept = [weight for weight in self.differences if not weight.may_be_undone]
+        undone = sum(weight.elements for weight in self.differences if weight.may_be_undone)
         kinds = {**self.kinds, "different": self.kinds.get("different", 0) - undone}
         if not undone:
             return self
@@ -86,6 +87,29 @@ class WeightMetrics:
         # Not 100 % if anything is left.
         shown = 100.0 if share == 1 else min(99.99, 100 * share)
         return f"{shown:.4g} % of {self.elements / 1e6:.3g} M elements compared in full"
+
+    def different_rows(self) -> list[Row]:
+        """Return a row for each weight that differs."""
+        return [
+            {
+                "graph": weight.graph,
+                "parameter": weight.parameter or weight.weight,
+                "how": weight.problem,
+            }
+            for weight in self.differences
+        ]
+
+    def untraced_rows(self) -> list[Row]:
+        """Return a row for each listed weight that was not traced."""
+        return [
+            {
+                "graph": weight.graph,
+                "name": weight.weight,
+                "shape": " × ".join(map(str, weight.shape)),
+                "share of all elements": f"{math.prod(weight.shape) / max(1, self.elements):.2%}",
+            }
+            for weight in self.untraced
+        ]
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from enginery.doctor.report import (
     PackageStatus,
     ProviderStatus,
 )
-from enginery.passes.lint.findings import LintFinding, LintReport
+from enginery.passes.lint.findings import LintFinding, LintReport, LintReports
 from enginery.predict.report import Counts, PredictReport
 from enginery.publish.destination import Published
+from enginery.reports.base import StageOutput
 from enginery.reports.benchmark import BenchResult, Padding
-from enginery.reports.engines import BuildReport
+from enginery.reports.engines import BuildReport, built_engine
 from enginery.reports.quantization import (
     CalibrationRecord,
     LayerCounts,
@@ -211,10 +212,7 @@ def build_report(engines: list[Engine]) -> BuildReport:
     return BuildReport(
         summary=f"{len(engines)} engines",
         notes=["ONNX Runtime uses only the first profile of an engine"],
-        engines=[
-            {"directory": engine.name, **engine.record.model_dump(mode="json")}
-            for engine in engines
-        ],
+        engines=[built_engine(engine) for engine in engines],
     )
 
 
@@ -350,7 +348,7 @@ def prediction() -> PredictReport:
     )
 
 
-def lint_reports() -> list[LintReport]:
+def lint_reports() -> LintReports:
     findings = tuple(
         LintFinding(rule, severity, node, problem, remedy)
         for rule, severity, node, problem, remedy in (
@@ -359,15 +357,22 @@ def lint_reports() -> list[LintReport]:
             ("scales", "warning", "", "a scale is 0", ""),
         )
     )
-    return [
-        LintReport("minilm/encoder.onnx", "tensorrt", findings, "TensorRT 10 rejects the graph"),
-        LintReport("minilm/decoder.onnx", "tensorrt", (), "TensorRT 10 accepts the graph"),
-    ]
+    return LintReports(
+        [
+            LintReport("minilm/encoder.onnx", "tensorrt", findings, "TensorRT rejects the graph"),
+            LintReport("minilm/decoder.onnx", "tensorrt", (), "TensorRT accepts the graph"),
+        ]
+    )
 
 
 PUBLISHED = Published("file:///srv/models/minilm/1", "1", is_new=True, notes=("a note",))
 TRITON = TritonExport(Path("models"), "minilm", ("minilm-graph", "minilm"), 8, ("a hint",))
 KSERVE = KserveExport(Path("out/inferenceservice.yaml"), "minilm", "minilm", ("a hint",))
+
+
+def stage_outputs() -> list[StageOutput]:
+    """Return what the stages return that make no artifact."""
+    return [benchmark(), lint_reports(), prediction(), PUBLISHED, TRITON, KSERVE]
 
 
 def doctor_report() -> DoctorReport:
@@ -417,8 +422,8 @@ def run_result(artifact: Artifact) -> RunResult:
         StageResult("quantize", artifact, False, 0.5),
         StageResult("validate", artifact, True, 3.0, validation()),
         StageResult("validate", artifact, True, 3.0, passed_validation()),
-        StageResult("lint", artifact, True, 0.1, made=lint_reports(), problem="it does not suit"),
-        StageResult("bench", artifact, True, 60.0, made=benchmark()),
-        StageResult("publish", artifact, False, 1.0, made=PUBLISHED),
+        StageResult("lint", artifact, True, 0.1, output=lint_reports(), problem="it does not suit"),
+        StageResult("bench", artifact, True, 60.0, output=benchmark()),
+        StageResult("publish", artifact, False, 1.0, output=PUBLISHED),
     ]
     return RunResult(artifact, stages, ("predict",), ())

@@ -23,6 +23,14 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.publish.card.metrics import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard
+from enginery.reports.artifact import file_rows, interface_rows, summary_rows
+from enginery.reports.engines import (
+    built_engine,
+    engine_facts,
+    engine_rows,
+    layer_count_rows,
+    layer_rows,
+)
 from tests.reports import samples
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -44,38 +52,31 @@ def show_artifact(console):
     artifact = samples.sample_artifact(Path("minilm"))
     engines = samples.engines(artifact)
     render.show_new_artifact(console, artifact, "Quantized")
-    console.table("Inputs and outputs", render.interface_rows(artifact))
-    console.table("Stages", render.stage_rows(artifact))
-    console.table("Files", render.file_rows(artifact))
-    console.table("Engines", render.engine_list_rows(engines))
+    console.table("Inputs and outputs", interface_rows(artifact.manifest))
+    render.show_stages(console, artifact)
+    console.table("Files", file_rows(artifact.manifest))
+    console.table("Engines", engine_rows([built_engine(engine) for engine in engines]))
     for engine in engines:
-        console.table("engine", render.engine_rows(engine))
-        console.table("Layers by kind and precision", render.layer_count_rows(engine))
-        console.table("Layers", render.layer_rows(engine, every=True))
+        console.table("engine", engine_facts(engine))
+        console.table("Layers by kind and precision", layer_count_rows(engine.record.layers))
+        console.table("Layers", layer_rows(engine, every=True))
 
 
 def show_run(console):
     result = samples.run_result(samples.sample_artifact(Path("minilm")))
-    console.table("Made", render.made_rows(result))
+    console.table("Made", summary_rows(result.artifact))
     console.table("Stages", render.run_rows(result))
     console.table("Stages", render.run_rows(replace(result, stages=result.stages[:1])))
 
 
 def show_validation(console, *, every):
     for report in (samples.validation(), samples.passed_validation()):
-        for graph, rows in render.validation_tables(report, every=every).items():
-            console.table(f"{graph} against {report.reference_name}", rows)
-        for line in render.report_lines(report):
-            console.line(line)
+        render.show(console, report.rows(every=every))
 
 
 def show_results(console):
-    render.show_result(console, "bench", samples.benchmark())
-    render.show_result(console, "lint", samples.lint_reports())
-    render.show_result(console, "predict", samples.prediction())
-    render.show_result(console, "publish", samples.PUBLISHED)
-    render.show_result(console, "export-triton", samples.TRITON)
-    render.show_result(console, "export-kserve", samples.KSERVE)
+    for output in samples.stage_outputs():
+        render.show(console, output.rows())
 
 
 def show_doctor(console):

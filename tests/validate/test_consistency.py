@@ -236,7 +236,7 @@ def test_coverage_in_words_and_as_a_table():
         "model.onnx", "sequence", [(1, 1), (4, 24)], [(2, 3), (2, 40), (9, 4)], [(3, 5)]
     )
     assert found.describe() == (
-        "model.onnx: 2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
+        "2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
         "rows equal those run alone"
     )
     table = {row["batch"]: row for row in found.grid()}

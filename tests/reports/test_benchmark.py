@@ -1,4 +1,4 @@
-"""Tables and notes of a benchmark."""
+"""Tables and lines of a benchmark, and its notes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.report.notes import fallback_notes, stage_notes
-from enginery.bench.report.rows import lines, tables
 from enginery.runtime.onnxruntime.placement import PlacedNode, Placement
 from enginery.runtime.providers.known import CPU, CUDA
 from tests.bench.sample_results import (
@@ -30,6 +29,10 @@ REASON = "cuda requested, but libcudart.so.13 was not found"
 FALLBACK = {"name": CPU, "reason": REASON}
 
 
+def tables(result):
+    return {table.title: table.rows for table in result.tables()}
+
+
 def test_placement_tables():
     record = make_backend_record("enginery", placement=PLACED)
     found = tables(make_result(contenders=[record]))
@@ -48,7 +51,7 @@ def test_placement_tables():
 
 def test_unknown_placement_has_a_reason():
     record = make_backend_record("enginery", no_placement="it failed.")
-    said = lines(make_result(contenders=[record]))
+    said = make_result(contenders=[record]).lines()
     assert "the placement of enginery is not known: it failed" in said
 
 
@@ -61,7 +64,7 @@ def test_reason_of_a_fallback_is_in_the_notes_and_the_table():
         f"enginery, onnxruntime on cpu: {REASON}",
         "no CUDA graph was captured: cpu does not support them",
     ]
-    assert f"note: {notes[0]}" in lines(replace(result, notes=notes))
+    assert f"note: {notes[0]}" in replace(result, notes=notes).lines()
     assert [row["reason"] for row in tables(result)["Backends"]] == [REASON] * 2
     requested = {"name": CPU, "reason": "requested"}
     assert fallback_notes([("enginery", [requested]), ("pytorch", [])]) == []
@@ -86,12 +89,12 @@ def test_one_line_lists_all_shapes_without_a_cuda_graph():
         notes = ["ran without a CUDA graph"] if batch > 1 else []
         found = [replace(one, notes=notes) for one in case.measurements]
         cases.append(replace(case, measurements=found))
-    said = lines(make_result(contenders=[make_backend_record("enginery")], cases=cases))
+    said = make_result(contenders=[make_backend_record("enginery")], cases=cases).lines()
     assert "enginery ran without a CUDA graph: at 2×16, 3×16" in said
 
 
 def test_failure_on_the_images_is_reported():
     result = make_image_result()
     images = replace(result.images, problems={"onnxruntime": "0.png: it failed."})
-    assert "onnxruntime did not run: 0.png: it failed." in lines(replace(result, images=images))
+    assert "onnxruntime did not run: 0.png: it failed." in replace(result, images=images).lines()
     assert asdict(images)["layout"] == "first"
