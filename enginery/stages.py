@@ -235,7 +235,7 @@ def _plan_build(
     from enginery.engine import stage as build
     from enginery.engine.requests import resolve_requests
 
-    requested = resolve_requests(artifact, config)
+    requested = resolve_requests(artifact, config, force=force)
     if not force and build.has_engines(artifact, requested):
         progress.say(f"build: nothing to do, {artifact.name} has the engines")
         return None
@@ -249,7 +249,7 @@ def _plan_build(
         key,
         artifact.manifest.source.name,
         lambda path: build.run(
-            artifact, config, path, requested=requested, key=key, force=force, progress=progress
+            artifact, config, path, requested=requested, key=key, progress=progress
         ),
     )
 

@@ -484,7 +484,7 @@ BREAKS = (
     ),
     Break(
         "core/datasets/labels.py",
-        "if index is not None and (not known or index in known.values()):",
+        "if index is not None and (not indices or index in indices.values()):",
         "if index is not None:",
         "an index that is none of the model's classes is a label",
         "tests/quantize/test_rows.py tests/quantize/calibration/test_data.py",

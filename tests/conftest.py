@@ -212,3 +212,10 @@ def with_openvino(tmp_path_factory):
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the processor time of the run: that of all workers, and of the processes they ended."""
+    used = os.times()
+    seconds = used.user + used.system + used.children_user + used.children_system
+    terminalreporter.write_line(f"processor time: {seconds / 60:.1f} min")

@@ -124,16 +124,16 @@ def commands(arguments: Sequence[str] = ()) -> App:
 
     Reading the options of all commands takes several times as long as those of one.
     """
-    first = arguments[0] if arguments else ""
-    names = [COMMANDS[first]] if first in COMMANDS else dict.fromkeys(COMMANDS.values())
+    command = arguments[0] if arguments else ""
+    names = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
     for name in names:
         import_module(f"enginery.cli.{name}")
-    groups = {name: Group(name, sort_key=place) for place, name in enumerate(COMMAND_GROUPS)}
-    for group, members in COMMAND_GROUPS.items():
-        for place, name in enumerate(members):
+    for group_position, (title, members) in enumerate(COMMAND_GROUPS.items()):
+        group = Group(title, sort_key=group_position)
+        for position, name in enumerate(members):
             if name in application:
-                application[name].sort_key = place
-                application[name].group = groups[group]
+                application[name].sort_key = position
+                application[name].group = group
                 application[name].help_epilogue = "\n\n".join(("Examples:", *EXAMPLES[name]))
     return application
 
@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Characters that the terminal's encoding lacks are escaped instead of failing.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with _unwinding_on_signals(given):
-        status = _run(given)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with _unwinding_on_signals(argv):
+        status = _run(argv)
     sys.exit(status)
 
 
@@ -165,8 +165,8 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
         return
 
     def end(number: int, _: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one would stop the cleanup
+        for handled in previous:
+            signal.signal(handled, signal.SIG_IGN)  # a second one would stop the cleanup
         raise SystemExit(128 + number)
 
     def interrupt(number: int, _: object) -> None:
@@ -178,25 +178,25 @@ def _unwinding_on_signals(arguments: Sequence[str]) -> Iterator[None]:
             os.write(2, b"error: interrupted twice.\n")
         os._exit(128 + number)
 
-    before = {}
+    previous = {}
     for name, handler in {**dict.fromkeys(_ENDING, end), "SIGINT": interrupt}.items():
         if number := getattr(signal, name, None):  # Windows has no SIGHUP
-            found = signal.getsignal(number)
-            if found != signal.SIG_IGN:  # as `nohup` sets it
-                before[number] = found
+            previous_handler = signal.getsignal(number)
+            if previous_handler != signal.SIG_IGN:  # as `nohup` sets it
+                previous[number] = previous_handler
                 signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, found in before.items():
-            signal.signal(number, found)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 def _run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status."""
     try:
-        words = _like_optimum_cli(list(arguments))
-        commands(words)(words, exit_on_error=False, print_error=False)
+        adapted = _like_optimum_cli(list(arguments))
+        commands(adapted)(adapted, exit_on_error=False, print_error=False)
     except EngineryError as error:
         failure = error
     except ImportError as error:
@@ -205,12 +205,12 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         failure = missing
     except MissingArgumentError as error:
-        failure = _missing_arguments(words, error)
+        failure = _missing_arguments(adapted, error)
     except CycloptsError as error:
         failure = OptionError(str(error), do=f"See: {_help_of(error)}")
     except OSError as error:  # a full disk, a directory that may not be written
-        place = f"{error.filename}: " if error.filename else ""
-        failure = EngineryError(f"{place}{error.strerror or error}.")
+        prefix = f"{error.filename}: " if error.filename else ""
+        failure = EngineryError(f"{prefix}{error.strerror or error}.")
     except KeyboardInterrupt:
         failure = EngineryError("interrupted.")
         failure.exit_code = 130
@@ -244,20 +244,21 @@ def _like_optimum_cli(arguments: list[str]) -> list[str]:
     if arguments[:1] != ["export"]:
         return arguments
     has_format = arguments[1:2] == ["onnx"] and not Path("onnx").exists()
-    found = arguments = [*arguments[:1], *arguments[2 if has_format else 1 :]]
+    arguments = [*arguments[:1], *arguments[2 if has_format else 1 :]]
+    corrected = arguments
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name in ("--model", "-m"):
             after = index + (1 if equals else 2)
             model = [value] if equals else arguments[index + 1 : after]
-            found = ["export", *model, *arguments[1:index], *arguments[after:]]
+            corrected = ["export", *model, *arguments[1:index], *arguments[after:]]
             break
     if has_format:
         raise OptionError(
             "enginery export takes no format: it always writes ONNX.",
-            do=f"Leave it out: {shlex.join(['enginery', *found])}",
+            do=f"Leave it out: {shlex.join(['enginery', *corrected])}",
         )
-    return found
+    return corrected
 
 
 def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) -> OptionError:
@@ -265,19 +266,19 @@ def _missing_arguments(arguments: Sequence[str], first: MissingArgumentError) ->
 
     A missing argument is replaced, and the arguments are parsed again, until none is missing.
     """
-    given, names = list(arguments), list[str]()
+    completed, names = list(arguments), list[str]()
     error: CycloptsError | OptionError | None = first
     while isinstance(error, MissingArgumentError) and error.argument is not None:
         name = error.argument.name
-        if name in names or "--" in given:  # it has no value; after -- there are no options
+        if name in names or "--" in completed:  # it has no value; after -- there are no options
             break
         names.append(name)
-        given.append(f"{name}={_PLACEHOLDER}")
+        completed.append(f"{name}={_PLACEHOLDER}")
         try:
-            commands(given).parse_args(given, exit_on_error=False, print_error=False)
+            commands(completed).parse_args(completed, exit_on_error=False, print_error=False)
             error = None
-        except (CycloptsError, OptionError) as found:
-            error = found
+        except (CycloptsError, OptionError) as next_error:
+            error = next_error
     message = str(first)
     if len(names) > 1:
         chain = " ".join(first.command_chain or ())

@@ -42,11 +42,10 @@ def build(
     from enginery.reports.engines import built_engine, engine_rows
 
     console = output.console()
-    made = build_engine(artifact, out=out, force=force, progress=console, config=config)
-    engines = open_engines(made)
-    console.json(artifact_json(made, engines))
-    console.table(
-        f"Engines in {made.path}", engine_rows([built_engine(engine) for engine in engines])
-    )
-    for note in stage_notes(made, "build"):
+    built = build_engine(artifact, out=out, force=force, progress=console, config=config)
+    engines = open_engines(built)
+    console.json(artifact_json(built, engines))
+    rows = engine_rows([built_engine(engine) for engine in engines])
+    console.table(f"Engines in {built.path}", rows)
+    for note in stage_notes(built, "build"):
         console.line(f"note: {note}")

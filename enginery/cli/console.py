@@ -128,7 +128,7 @@ class Console:
         escaped = not (sys.stdout.encoding or "").lower().startswith("utf")
         text = json.dumps(value, indent=2, ensure_ascii=escaped) + "\n"
         # json.dumps leaves DEL and C1, which occur only in strings, where JSON allows escapes.
-        text = _DEL_AND_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        text = _DEL_AND_C1.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
         try:
             sys.stdout.write(text)
             sys.stdout.flush()

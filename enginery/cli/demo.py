@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
 from enginery.core.progress import SILENT, Progress
 from enginery.recipe import Recipe
 from enginery.runtime.model import Model, load_model
 from enginery.runtime.tasks import TASKS, manifest_task
+from enginery.runtime.tasks.examples import inputs_from_sentences
+from enginery.runtime.tasks.results import VECTOR, named_values
 from enginery.runtime.tasks.task import Task
 
 
@@ -57,7 +62,7 @@ def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[
     except EngineryError as error:
         progress.say(f"ask: skipped, {error.message}")
         return ()
-    return opened.sample_inputs(Recipe.default().ask)
+    return inputs_from_sentences(opened, Recipe.default().ask)
 
 
 def predict_samples(
@@ -77,21 +82,55 @@ def predict_samples(
         return []
     task = manifest_task(artifact.manifest)
     if task is None or not _is_single(task):
-        single = (name for each in TASKS.values() if _is_single(each) for name in each.tasks)
+        single = (
+            name
+            for definition in TASKS.values()
+            if _is_single(definition)
+            for name in definition.tasks
+        )
         raise InputError(
             f"inputs were given to ask, but {artifact.manifest.task} takes more than single texts, "
             "images or audio.",
             do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
-    # The task has a definition, so it is no generator.
+    # The task has a definition, which generators do not have.
     with cast("Model", load_model(artifact, allow_failed=allow_failed)) as model:
-        described = model.definition.describe(inputs, list(model(list(inputs))))
-    progress.say(f"ask: {len(described)} answers in {time.monotonic() - started:.2f} s")
+        results = model(list(inputs))
+        samples = describe_results(model.definition, inputs, results)
+    progress.say(f"ask: {len(samples)} answers in {time.monotonic() - started:.2f} s")
+    return samples
+
+
+def describe_results(task: Task, inputs: Sequence[str], results: Any) -> list[SamplePrediction]:
+    """Describe results in words and as values; a vector also by its nearest neighbour."""
+    if isinstance(results, np.ndarray):
+        return _describe_vectors(task, inputs, results)
     return [
-        SamplePrediction(text, found.words, found.values)
-        for text, found in zip(inputs, described, strict=True)
+        SamplePrediction(
+            text, {"answer": task.describe(result)}, named_values(task.result_type, result)
+        )
+        for text, result in zip(inputs, results, strict=True)
     ]
+
+
+def _describe_vectors(
+    task: Task, inputs: Sequence[str], vectors: NDArray[np.float32]
+) -> list[SamplePrediction]:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    cosines = units @ units.T
+    np.fill_diagonal(cosines, -np.inf)  # a text is not its own neighbour
+    samples = []
+    for text, vector, row in zip(inputs, vectors, cosines, strict=True):
+        words = {VECTOR: task.describe(vector)}
+        values: dict[str, Any] = {"dims": len(vector)}
+        if len(inputs) > 1:
+            best = int(row.argmax())
+            words |= {"nearest": inputs[best], "cosine": f"{row[best]:.3f}"}
+            values |= {"nearest": inputs[best], "cosine": round(float(row[best]), 6)}
+        samples.append(SamplePrediction(text, words, values))
+    return samples
 
 
 def _is_single(task: type[Task]) -> bool:

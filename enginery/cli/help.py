@@ -28,7 +28,7 @@ _OPTION_GROUPS = {
     "Output": "json quiet verbose",
 }
 _GROUP_OF = {name: group for group, names in _OPTION_GROUPS.items() for name in names.split()}
-_FEW = 12
+_MAX_IN_ONE_PANEL = 12
 """Commands with up to this many options have one panel of them, and that of the output."""
 
 EXAMPLES: Mapping[str, tuple[str, str]] = {
@@ -127,13 +127,15 @@ class HelpBySubject:
             DefaultFormatter()(console, options, panel)
             return
         groups: dict[str, list[HelpEntry]] = {}
-        few = len(panel.entries) <= _FEW
+        has_one_panel = len(panel.entries) <= _MAX_IN_ONE_PANEL
         for entry in panel.entries:
             names = [name.removeprefix("--") for name in entry.names]
             group = next((_GROUP_OF[name] for name in names if name in _GROUP_OF), "")
-            groups.setdefault("" if few and group != "Output" else group, []).append(entry)
+            groups.setdefault("" if has_one_panel and group != "Output" else group, []).append(
+                entry
+            )
         show = DefaultFormatter()
         for group in ("", *_OPTION_GROUPS):
             if group in groups:
-                shown = panel.copy(entries=groups[group], title=group or panel.title)
-                show(console, options, shown)
+                subject_panel = panel.copy(entries=groups[group], title=group or panel.title)
+                show(console, options, subject_panel)

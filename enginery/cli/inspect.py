@@ -44,8 +44,8 @@ def inspect(
     from enginery.core.artifact.engine_record import ENGINE_FILE
 
     if not placement and (providers or provider_option or allow_fallback or graph):
-        named = "--graph" if graph else "a provider"
-        raise OptionError(f"{named} was given without --placement.", do="Add --placement.")
+        option = "--graph" if graph else "a provider"
+        raise OptionError(f"{option} was given without --placement.", do="Add --placement.")
     if (path / ENGINE_FILE).is_file():
         _inspect_engine(path, verify=verify, output=output)
         return
@@ -63,7 +63,7 @@ def inspect(
     else:
         opened = Artifact.open(path, verify=verify)
     engines = [] if is_bare else render.open_engines(opened)
-    found, reason, options, notes = None, "", {}, []
+    report, reason, options, notes = None, "", {}, []
     if placement:
         from enginery.runtime.onnxruntime.runner import OrtRunner
         from enginery.runtime.providers.specification import parse_providers
@@ -75,33 +75,33 @@ def inspect(
                 opened, graph=graph, providers=specs, allow_fallback=allow_fallback, ladder=True
             ) as runner,
         ):
-            found, notes = runner.placement(), runner.notes
+            report, notes = runner.placement(), runner.notes
             reason, options = runner.providers[0].reason, runner.providers[0].options
-    placed = (
-        {"placement": {**found.as_json(), "reason": reason, "options": options, "choices": notes}}
-        if found
+    placement_json = (
+        {"placement": {**report.as_json(), "reason": reason, "options": options, "choices": notes}}
+        if report
         else {}
     )
     if is_bare:
         graphs = [record.model_dump(mode="json") for record in opened.manifest.graphs]
-        console.json({"path": str(path), "graphs": graphs} | placed)
+        console.json({"path": str(path), "graphs": graphs} | placement_json)
     else:
-        console.json(render.artifact_json(opened, engines) | placed)
+        console.json(render.artifact_json(opened, engines) | placement_json)
         console.table(str(path), artifact_rows(opened))
     console.table("Inputs and outputs", interface_rows(opened.manifest))
     if not is_bare:
         render.show_stages(console, opened)
         console.table("Files", file_rows(opened.manifest))
         console.table("Engines", engine_rows([built_engine(engine) for engine in engines]))
-    if found:
-        console.table("Placement", found.rows())
-        console.table("Compute on the CPU", found.node_rows())
+    if report:
+        console.table("Placement", report.rows())
+        console.table("Compute on the CPU", report.node_rows())
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
         for note in (
-            f"{found.head}: {reason}",
+            f"{report.head}: {reason}",
             *([f"options: {chosen}"] if chosen else []),
             *notes,
-            *found.notes,
+            *report.notes,
         ):
             console.line(note)
 

@@ -38,5 +38,5 @@ def quantize(
     from enginery.cli.render import show_new_artifact
 
     console = output.console()
-    made = quantize_model(artifact, out=out, force=force, progress=console, config=config)
-    show_new_artifact(console, made, "Quantized")
+    quantized = quantize_model(artifact, out=out, force=force, progress=console, config=config)
+    show_new_artifact(console, quantized, "Quantized")

@@ -63,8 +63,8 @@ def run(
     from enginery.reports.artifact import summary_rows
 
     console = output.console()
-    written = Recipe.load(recipe) if recipe else Recipe.default()
-    plan = written.with_model(model=model, task=task, revision=revision)
+    original = Recipe.load(recipe) if recipe else Recipe.default()
+    plan = original.with_model(model=model, task=task, revision=revision)
     if out:
         plan = plan.changed(out=out)
     plan = replace(plan, ask=tuple(_decode(text) for text in ask) or plan.ask)
@@ -73,8 +73,8 @@ def run(
         check_recipe(plan)
         names = [step.stage for step in plan.steps]
         console.json({"recipe": recipe, "model": plan.model, "stages": names})
-        found = f"no mistake found; it takes {plan.model} through {', '.join(names)}"
-        console.line(f"{recipe or 'the built-in recipe'}: {found}")
+        summary = f"no mistake found; it takes {plan.model} through {', '.join(names)}"
+        console.line(f"{recipe or 'the built-in recipe'}: {summary}")
         return
     result = run_recipe(
         plan,
@@ -86,15 +86,16 @@ def run(
     )
     console.table("Made", summary_rows(result.artifact))
     console.table("Stages", render.run_rows(result))
-    for report in (stage.report for stage in result.stages if stage.report):
-        render.show(console, report.lines() if console.verbose else [])
+    if console.verbose:
+        for report in (stage.report for stage in result.stages if stage.report):
+            render.show(console, report.lines())
     for stage in result.stages:
         if stage.output is not None:
             render.show(console, stage.output.rows())
     samples = []
     if result.passed or allow_failed:
         inputs = plan.ask
-        if written.ask and not inputs:  # those of the recipe are for its own model
+        if original.ask and not inputs:  # those of the recipe are for its own model
             inputs = builtin_inputs(result.artifact, progress=console)
         samples = predict_samples(
             result.artifact, inputs, allow_failed=allow_failed, progress=console

@@ -59,15 +59,15 @@ def prune(
     from enginery.predict.journal import remove_leftovers
 
     if bool(max_size) == everything:
-        found = "both" if everything else "neither"
+        number = "both" if everything else "neither"
         raise OptionError(
-            f"store prune: found {found} of --max-size and --all, expected one.",
+            f"store prune: found {number} of --max-size and --all, expected one.",
             do="Give the size to keep, --max-size 20GB, or remove everything with --all.",
         )
     console = output.console()
-    store, kept = Store(), 0 if everything else parse_bytes(max_size)
+    store, max_size_bytes = Store(), 0 if everything else parse_bytes(max_size)
     before = store.size_bytes()
-    removed = store.prune(max_size_bytes=kept)
+    removed = store.prune(max_size_bytes=max_size_bytes)
     freed = before - store.size_bytes() + remove_leftovers()
     freed += remove_scratch()
     console.json({"removed": render.store_json(removed), "freed_bytes": freed})

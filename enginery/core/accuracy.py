@@ -159,20 +159,20 @@ def measure_accuracy(column: str, right: Mapping[str, Sequence[bool]]) -> LabelM
         column: the column of the labels.
         right: name of a classifier -> whether its answer is the label, for each row.
     """
-    (first, expected), *others = right.items()
+    (base, expected), *compared = right.items()
     return LabelMetrics(
         column=column,
         accuracies=[
             LabelAccuracy(name, sum(rows), len(rows), wilson_interval(sum(rows), len(rows)))
             for name, rows in right.items()
         ],
-        changes=[_change(name, rows, first, expected) for name, rows in others],
+        changes=[_change(name, rows, base, expected) for name, rows in compared],
     )
 
 
 def _change(name: str, rows: Sequence[bool], base: str, expected: Sequence[bool]) -> AccuracyChange:
     pairs = list(zip(rows, expected, strict=True))
-    both, repaired = pairs.count((True, True)), pairs.count((True, False))
+    both_right, repaired = pairs.count((True, True)), pairs.count((True, False))
     broken, neither = pairs.count((False, True)), pairs.count((False, False))
     return AccuracyChange(
         name=name,
@@ -180,7 +180,7 @@ def _change(name: str, rows: Sequence[bool], base: str, expected: Sequence[bool]
         broken=broken,
         repaired=repaired,
         difference=(repaired - broken) / len(pairs),
-        interval=paired_interval(both=both, first=repaired, second=broken, neither=neither),
+        interval=paired_interval(both=both_right, first=repaired, second=broken, neither=neither),
     )
 
 
@@ -211,20 +211,20 @@ def paired_interval(*, both: int, first: int, second: int, neither: int) -> Inte
         neither: rows that neither has right.
     """
     rows = both + first + second + neither
-    one, other = (both + first) / rows, (both + second) / rows
-    low_one, high_one = wilson_interval(both + first, rows)
-    low_other, high_other = wilson_interval(both + second, rows)
+    first_rate, second_rate = (both + first) / rows, (both + second) / rows
+    low_first, high_first = wilson_interval(both + first, rows)
+    low_second, high_second = wilson_interval(both + second, rows)
     excess = both * neither - first * second
     # The correlation of the two, with a correction for continuity.
     corrected = max(excess - rows / 2, 0) if excess > 0 else excess
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     phi = corrected / math.sqrt(margins) if margins else 0.0
 
-    def combine(mine: float, others: float) -> float:
-        return math.sqrt(max(0.0, mine**2 - 2 * phi * mine * others + others**2))
+    def combine(margin: float, opposite: float) -> float:
+        return math.sqrt(max(0.0, margin**2 - 2 * phi * margin * opposite + opposite**2))
 
-    difference = one - other
+    difference = first_rate - second_rate
     return (
-        difference - combine(one - low_one, high_other - other),
-        difference + combine(high_one - one, other - low_other),
+        difference - combine(first_rate - low_first, high_second - second_rate),
+        difference + combine(high_first - first_rate, second_rate - low_second),
     )

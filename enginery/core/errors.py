@@ -136,8 +136,8 @@ def os_errors_as(kind: type[EngineryError], what: str, *, do: str = "") -> Itera
     except OSError as error:
         cause = error.strerror or str(error)
         # An error of a write, or of a call with a descriptor, has no path.
-        named = isinstance(error.filename, str | bytes | os.PathLike)
-        file = f": {os.fsdecode(error.filename)}" if named else ""
+        has_path = isinstance(error.filename, str | bytes | os.PathLike)
+        file = f": {os.fsdecode(error.filename)}" if has_path else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise kind(f"{what}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
 
@@ -150,22 +150,22 @@ def join_problems(problems: Iterable[OptionError]) -> OptionError:
     - a is 0. Pass --a 1.
     - no b.
     """
-    found = [each for problem in problems for each in (problem.problems or (problem,))]
-    if len(found) == 1:
-        return found[0]
-    lines = [f"found {len(found)} problems:", *(f"- {problem}" for problem in found)]
-    joined = OptionError("\n".join(lines), option=found[0].option)
-    joined.problems = tuple(found)
+    parts = [part for problem in problems for part in (problem.problems or (problem,))]
+    if len(parts) == 1:
+        return parts[0]
+    lines = [f"found {len(parts)} problems:", *(f"- {problem}" for problem in parts)]
+    joined = OptionError("\n".join(lines), option=parts[0].option)
+    joined.problems = tuple(parts)
     return joined
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Return the end of a sentence: a question with the nearest known word, or a full stop.
 
     >>> nearest("opsets", ["opset", "task"])
     "; did you mean 'opset'?"
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else "."
 
 
@@ -178,5 +178,5 @@ def printable(text: str) -> str:
     return CONTROL_CHARACTERS.sub(_escaped, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0] if found[0] in "\n\t" else f"\\x{ord(found[0]):02x}"
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if match[0] in "\n\t" else f"\\x{ord(match[0]):02x}"

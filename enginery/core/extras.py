@@ -93,12 +93,12 @@ def missing_packages(
     names = list(dict.fromkeys(_package_name(module) for module in modules))
     quoted = [f"'{name}'" for name in names]
     if len(names) == 1:
-        listed, verb, them = f"package {quoted[0]}", "is", "it"
+        listed, verb, pronoun = f"package {quoted[0]}", "is", "it"
     else:
-        listed, verb, them = f"packages {', '.join(quoted[:-1])} and {quoted[-1]}", "are", "them"
+        listed, verb, pronoun = f"packages {', '.join(quoted[:-1])} and {quoted[-1]}", "are", "them"
     return MissingPackageError(
         f"{purpose} needs the {listed}, which {verb} not installed.",
-        do=f"Install {them} with: {_install_command(names, extra)}",
+        do=f"Install {pronoun} with: {_install_command(names, extra)}",
     )
 
 
@@ -256,21 +256,21 @@ def _install_command(packages: Sequence[str], extra: str) -> str:
         if name not in NOT_FOR_USERS:
             by_extra.setdefault(name, set()).add(_normalized(requirement.name))
     builds = [name for name in ONNXRUNTIME_EXTRAS if name in by_extra]
-    wanted = set(packages) - by_extra.get("", set())
-    needs_build = _ONNXRUNTIME in wanted and bool(builds)
-    wanted -= {_ONNXRUNTIME} if needs_build else set()
+    needed = set(packages) - by_extra.get("", set())
+    needs_build = _ONNXRUNTIME in needed and bool(builds)
+    needed -= {_ONNXRUNTIME} if needs_build else set()
     fitting = {
-        name: members & wanted
+        name: members & needed
         for name, members in by_extra.items()
-        if name and name not in ONNXRUNTIME_EXTRAS and members & wanted
+        if name and name not in ONNXRUNTIME_EXTRAS and members & needed
     }
-    if wanted - set().union(*fitting.values()):
+    if needed - set().union(*fitting.values()):
         return f"pip install {' '.join(packages)}"  # no extra has it
     covers = (
         names
         for count in range(len(fitting) + 1)
         for names in combinations(fitting, count)
-        if wanted <= set().union(*(fitting[name] for name in names))
+        if needed <= set().union(*(fitting[name] for name in names))
     )
     sizes = {name: len(by_extra[name]) for name in fitting}
     chosen = min(

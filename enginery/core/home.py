@@ -22,8 +22,8 @@ REMEDY = "Set ENGINERY_HOME to a directory that you can write."
 
 def enginery_home() -> Path:
     """Return the directory, which may not exist yet."""
-    named = os.environ.get("ENGINERY_HOME", "")
-    return Path(named).expanduser() if named else user_cache_path("enginery")
+    setting = os.environ.get("ENGINERY_HOME", "")
+    return Path(setting).expanduser() if setting else user_cache_path("enginery")
 
 
 def file_lock(name: str, *, home: Path | None = None, timeout_seconds: float = -1) -> FileLock:

@@ -20,9 +20,12 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginery.core.errors import EngineryError, SourceError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects; a configuration has 5 levels, a report 10."""
@@ -39,8 +42,8 @@ def require_regular_file(path: Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory, expected a file", str(path))
     if not stat.S_ISREG(mode):
-        found = "it is a named pipe, a socket or a device, expected a regular file"
-        raise OSError(errno.EINVAL, found, str(path))
+        problem = "it is a named pipe, a socket or a device, expected a regular file"
+        raise OSError(errno.EINVAL, problem, str(path))
 
 
 def read_document(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
@@ -52,8 +55,8 @@ def read_document(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     require_regular_file(path)
     with open(path, "rb", opener=_open_at_once) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
-            found = f"it has more than {max_bytes >> 20} MiB"
-            raise OSError(errno.EFBIG, found, str(path))
+            problem = f"it has more than {max_bytes >> 20} MiB"
+            raise OSError(errno.EFBIG, problem, str(path))
         return stream.read()
 
 
@@ -71,20 +74,20 @@ def read_json(path: Path, *, error: type[EngineryError] = SourceError) -> dict[s
     """
     if not path.exists():
         return {}
-    found = load_json(path, error=error)
-    if not isinstance(found, dict):
-        raise error(f"{path} holds a {type(found).__name__}, expected a JSON object.")
-    return found
+    value = load_json(path, error=error)
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__}, expected a JSON object.")
+    return value
 
 
 def load_json(path: Path, *, error: type[EngineryError] = SourceError) -> Any:
     """Read any JSON value from a file; raise the same errors as `read_json`."""
     try:
         text = read_document(path).decode()
-        found = parse_json(text)
+        value = parse_json(text)
         if "\\u" in text:  # JSON may escape half of a surrogate pair, which cannot be encoded
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeEncodeError:
         raise error(f"{path} is not valid JSON: it escapes half of a surrogate pair.") from None
     except OSError as problem:
@@ -105,15 +108,21 @@ def parse_json(content: str | bytes) -> Any:
         ValueError: the content is not JSON, or nested deeper than `MAX_DEPTH`.
     """
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("lists or objects are nested too deeply") from None
-    level = [found]
+    level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _inner(outer)]
         if not level:
-            return found
+            return value
     raise ValueError("lists or objects are nested too deeply")
+
+
+def first_problem(error: ValidationError) -> str:
+    """Describe the first problem of a document that pydantic rejected: `files.0.size: …`."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc'])) or 'the document'}: {problem['msg']}"
 
 
 def json_bytes(document: Any) -> bytes:

@@ -72,12 +72,12 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
     # Importing pydantic takes as long as all of `enginery --help`.
     from pydantic import TypeAdapter, ValidationError
 
-    known = option_names(options)
+    names = option_names(options)
     for name in values:
-        if name not in known:
+        if name not in names:
             raise OptionError(
-                f"unknown option '{name}' for {stage}{nearest(name, known)}",
-                do=f"Known options: {', '.join(known)}.",
+                f"unknown option '{name}' for {stage}{nearest(name, names)}",
+                do=f"Known options: {', '.join(names)}.",
                 option=name,
             )
     try:
@@ -90,9 +90,10 @@ def options_from(options: type[Options], stage: str, values: Mapping[str, Any]) 
                 f"option '{name}' for {stage} is missing.", do=f"Add {name}, with its value."
             ) from None
         # An option that takes a number or a word has one problem for each type.
-        words = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][0] == name)
+        expectations = " or ".join(_lower_first(p["msg"]) for p in problems if p["loc"][0] == name)
         raise OptionError(
-            f"option '{name}' for {stage}: {words}, found {problems[0]['input']!r}.", option=name
+            f"option '{name}' for {stage}: {expectations}, found {problems[0]['input']!r}.",
+            option=name,
         ) from error
 
 

@@ -52,11 +52,20 @@ def list_tree(directory: Path) -> list[Path]:
     Raises:
         OSError: a directory cannot be listed.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     if directory.is_dir():
-        for place, directories, files in os.walk(directory, onerror=_raise):
-            found += [Path(place, name) for name in (*directories, *files)]
-    return found
+        for parent, directories, files in os.walk(directory, onerror=_raise):
+            paths += [Path(parent, name) for name in (*directories, *files)]
+    return paths
+
+
+def list_directory(directory: Path) -> list[Path]:
+    """Return the entries of a directory; nothing if it does not exist.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 def list_prefixed(directory: Path, prefix: str) -> list[Path]:

@@ -86,8 +86,8 @@ def canonical_dim(name: str) -> str:
 def _canonical_term(term: str) -> str:
     if term == "num_channels":
         return "channels"
-    named = "_".join(term.split()) if _WORDS.fullmatch(term) else term
-    return re.sub(r"_(size|length)$", "", named)
+    name = "_".join(term.split()) if _WORDS.fullmatch(term) else term
+    return re.sub(r"_(size|length)$", "", name)
 
 
 def is_batch(dim: str) -> bool:
@@ -284,7 +284,7 @@ class Profile:
             ShapeError: a dim is missing, unknown, above its limit, or fixed at another size.
         """
         specs = tuple(inputs)
-        known, fixed = dynamic_dims(specs), fixed_dims(specs)
+        dynamic, fixed = dynamic_dims(specs), fixed_dims(specs)
         for name, sizes in self.dims.items():
             if name in fixed:
                 if {sizes.min, sizes.max} != {fixed[name]}:
@@ -294,16 +294,16 @@ class Profile:
                         do=f"Leave {name} out, or export the model with a dynamic {name}.",
                     )
                 continue
-            if name not in known:
+            if name not in dynamic:
                 raise ShapeError(
                     f"profile '{self}': the model has no dynamic dim '{name}'"
-                    f"{nearest(name, known)}",
-                    do=f"Its dynamic dims: {', '.join(known)}."
-                    if known
+                    f"{nearest(name, dynamic)}",
+                    do=f"Its dynamic dims: {', '.join(dynamic)}."
+                    if dynamic
                     else "All its shapes are fixed; leave the profile out.",
                 )
             self._check_limit(name, limits)
-        if missing := [name for name in known if name not in self.dims]:
+        if missing := [name for name in dynamic if name not in self.dims]:
             names = ", ".join(f"'{name}'" for name in missing)
             raise ShapeError(
                 f"profile '{self}' lacks the dim{'s' * (len(missing) > 1)} {names}.",
@@ -401,15 +401,15 @@ def choose_profile(profiles: Sequence[Profile], sizes: Mapping[str, int]) -> int
     """
     if not profiles:
         raise ShapeError("there are no profiles to choose from.")
-    known = profiles[0].dims
-    for name in known:
+    dims = profiles[0].dims
+    for name in dims:
         if name not in sizes:
             raise ShapeError(f"dim '{name}' has no size; sizes given: {_listed(sizes) or 'none'}.")
     for name in sizes:
-        if name not in known:
+        if name not in dims:
             raise ShapeError(
-                f"the profiles have no dim '{name}'{nearest(name, known)}",
-                do=f"Their dims: {', '.join(known) or 'none'}.",
+                f"the profiles have no dim '{name}'{nearest(name, dims)}",
+                do=f"Their dims: {', '.join(dims) or 'none'}.",
             )
     for index in preference_order(profiles):
         if all(r.min <= sizes[name] <= r.max for name, r in profiles[index].dims.items()):
@@ -467,35 +467,35 @@ def profiles_by_graph(
         ShapeError: a profile is malformed or fits no graph. The message is about the graph that
             shares most dims with it.
     """
-    found: dict[str, list[Profile]] = {name: [] for name in graphs}
+    fitting: dict[str, list[Profile]] = {name: [] for name in graphs}
     for text in texts:
         profile = Profile.parse(text)
         problems: list[tuple[int, ShapeError]] = []
         for name, inputs in graphs.items():
             try:
                 profile.check(inputs, limits)
-                found[name].append(profile)
+                fitting[name].append(profile)
             except ShapeError as error:
                 mismatches = len(set(dynamic_dims(inputs)) ^ set(profile.dims))
                 problems.append((mismatches, error))
         if len(problems) == len(graphs):
             raise min(problems, key=lambda pair: pair[0])[1]
-    return found
+    return fitting
 
 
 def _outside(profile: Profile, profiles: Sequence[Profile], sizes: Mapping[str, int]) -> ShapeError:
-    found = []
+    problems = []
     wider = dict(profile.dims)
     for name, r in profile.dims.items():
         size = sizes[name]
         if size > r.max:
-            found.append(f"{name} {size} is above its maximum {r.max} by {size - r.max}")
+            problems.append(f"{name} {size} is above its maximum {r.max} by {size - r.max}")
         elif size < r.min:
-            found.append(f"{name} {size} is below its minimum {r.min} by {r.min - size}")
+            problems.append(f"{name} {size} is below its minimum {r.min} by {r.min - size}")
         wider[name] = DimRange(min(r.min, max(size, 1)), r.opt, max(r.max, size))
     which = "the nearest profile" if len(profiles) > 1 else "the profile"
     return ShapeError(
-        f"{_listed(sizes)} is outside {which} '{profile}': {'; '.join(found)}.",
+        f"{_listed(sizes)} is outside {which} '{profile}': {'; '.join(problems)}.",
         do=f"Split or pad the input to fit, or rebuild with --profile {Profile(wider)}",
     )
 

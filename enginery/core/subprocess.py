@@ -1,7 +1,7 @@
 """Run work in a child process, which frees its memory, may crash, and never outlives its parent.
 
     run_in_subprocess("enginery.export.worker", request, log=log, description="exporting minilm",
-                      error=ExportError)
+                      error_classes=(ExportError,))
 
 The child reads its request from one JSON file and writes its result or its error into another. What
 it prints goes to the log, except the phases that it reports:
@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,8 +51,7 @@ def run_in_subprocess(
     *,
     log: Path,
     description: str,
-    error: type[EngineryError],
-    reraise: tuple[type[EngineryError], ...] = (),
+    error_classes: Sequence[type[EngineryError]],
     on_phase: Callable[[str], object] = lambda _: None,
 ) -> WorkerResult:
     """Run `python -m module` on a request and return its result.
@@ -62,46 +61,45 @@ def run_in_subprocess(
         request: values that JSON can hold.
         log: file for the child's standard output and standard error.
         description: start of the message if the child ends without a result: `exporting minilm`.
-        error: class of the error to raise, unless the child raised one of `reraise`, or
-            MissingPackageError.
-        reraise: classes of errors to raise as the child raised them.
+        error_classes: classes of errors that are raised as the child raised them, besides
+            MissingPackageError. The first one replaces all others, and is raised for a crash.
         on_phase: called with each phase that the child reports; see `report_phase`.
 
     Raises:
-        EngineryError: the child failed or crashed; `error` or one of `reraise`, with the child's
+        EngineryError: the child failed or crashed; one of `error_classes`, with the child's
             message.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
 
-    last = "none"
+    last_line = "none"
 
     def on_line(line: str) -> None:
-        nonlocal last
+        nonlocal last_line
         if line.startswith(_PHASE):
             on_phase(line.removeprefix(_PHASE).strip())
         else:
             stream.write(line)
-            last = line.strip() or last
+            last_line = line.strip() or last_line
 
     with temporary_directory("child") as scratch:
         request_file, result_file = scratch / "request.json", scratch / "result.json"
         request_file.write_text(json.dumps(request), encoding="utf-8")
         with log.open("w", encoding="utf-8") as stream:
             status = run_module(module, str(request_file), str(result_file), on_line=on_line)
-        found: WorkerResult = {}
+        result: WorkerResult = {}
         if status == 0 and result_file.is_file():
-            found = json.loads(result_file.read_text(encoding="utf-8"))
-    if not found:
-        raise error(
+            result = json.loads(result_file.read_text(encoding="utf-8"))
+    if not result:
+        raise error_classes[0](
             f"{description}: the process {describe_exit(status)}.",
-            do=f"The last line of its log: {last[:_LINE]} The whole log: {log}",
+            do=f"The last line of its log: {last_line[:_LINE]} The whole log: {log}",
         )
-    if "error" in found:
-        details = found["error"]
-        known: tuple[type[EngineryError], ...] = (MissingPackageError, *reraise)
-        error_class = {kind.__name__: kind for kind in known}.get(details["type"], error)
+    if "error" in result:
+        details = result["error"]
+        kinds: tuple[type[EngineryError], ...] = (MissingPackageError, *error_classes)
+        error_class = {kind.__name__: kind for kind in kinds}.get(details["type"], error_classes[0])
         raise error_class(details["message"], do=details["do"] or f"The whole log: {log}")
-    return found
+    return result
 
 
 def run_module(module: str, *arguments: str, on_line: Callable[[str], object]) -> int:
@@ -211,12 +209,12 @@ class WorkerProcess(Closeable):
                 f"{self._description}: the process {describe_exit(status)}.",
                 do=f"The last line of its log: {_last_line(self._log)}",
             )
-        found: WorkerResult = json.loads(line)
-        if "error" in found:
-            details = found["error"]
+        result: WorkerResult = json.loads(line)
+        if "error" in result:
+            details = result["error"]
             error_class = _error_class(details["type"], default=self._error)
             raise error_class(details["message"], do=details["do"])
-        return found
+        return result
 
     def close(self) -> None:
         """End the process; closing twice is fine."""
@@ -249,9 +247,9 @@ def serve_requests(handle: Callable[[WorkerResult], WorkerResult]) -> NoReturn:
 
 def _error_class(name: str, *, default: type[EngineryError]) -> type[EngineryError]:
     """Return the class of that name in `core.errors`, or the default if there is none."""
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, EngineryError):
-        return found
+    candidate = getattr(errors, name, None)
+    if isinstance(candidate, type) and issubclass(candidate, EngineryError):
+        return candidate
     return default
 
 
@@ -322,9 +320,9 @@ def worker_main(handle: Callable[[Any], Mapping[str, Any]], *, description: str)
     try:
         with os_errors_as(EngineryError, f"{request_file} cannot be read"):
             request = json.loads(request_file.read_text(encoding="utf-8"))
-        found = _result(handle, request, description)
+        result = _result(handle, request, description)
         with os_errors_as(EngineryError, f"{result_file} cannot be written"):
-            result_file.write_text(json.dumps(found), encoding="utf-8")
+            result_file.write_text(json.dumps(result), encoding="utf-8")
     except EngineryError as error:
         print(error)  # noqa: T201  the parent reads this line
         status = 1

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from enginery.core.durable import replace_synced
 from enginery.core.errors import EngineryError, os_errors_as
+from enginery.core.paths import list_directory
 
 PREFIX = ".tmp-"
 _NO_HANDLE = -1
@@ -145,7 +146,7 @@ def _token() -> str:
 def _remove_unlocked(parent: Path, pattern: re.Pattern[str], target: str = "") -> int:
     freed = 0
     with suppress(OSError):  # it cannot be listed: then nothing can be removed either
-        for path in parent.iterdir() if parent.is_dir() else ():
+        for path in list_directory(parent):
             match = pattern.match(path.name)
             if match and target in ("", match["target"]):
                 freed += _remove_if_unlocked(path)

@@ -82,11 +82,11 @@ def _check_gpu(
         )
     running = [short_name(name) for name in _NVIDIA if name in by_name and by_name[name].runs]
     if head == CPU and running and nvidia.gpus:
-        said = f"is {environment[ENVIRONMENT]}" if specs else "is not set"
+        state = f"is {environment[ENVIRONMENT]}" if specs else "is not set"
         yield Finding(
             "note",
             "there is a GPU, but models run on the CPU unless a command names it",
-            f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {said}",
+            f"{nvidia.gpus[0].name}, which {' and '.join(running)} can use; {ENVIRONMENT} {state}",
             f"Set {ENVIRONMENT}={running[0]}, or pass --providers {running[0]}.",
         )
 
@@ -109,22 +109,22 @@ def _check_threads(
     The OMP variables apply to PyTorch. ONNX Runtime's own threads are an option of each command.
     """
     cores = machine.physical_cores
-    asked = {name: environment.get(name, "") for name in _THREADS}
+    settings = {name: environment.get(name, "") for name in _THREADS}
     for spec in specs:
         if option := _THREAD_OPTIONS.get(spec.full_name):
-            asked[f"{spec.name}.{option}"] = spec.options.get(option, "")
-    for name, value in asked.items():
+            settings[f"{spec.name}.{option}"] = spec.options.get(option, "")
+    for name, value in settings.items():
         # OMP accepts a list with one number per nesting level; the first is the outermost.
-        first = value.partition(",")[0].strip()
-        threads = int(first) if first.isascii() and first.isdigit() else 0
-        found = too_many_threads(
+        outermost = value.partition(",")[0].strip()
+        threads = int(outermost) if outermost.isascii() and outermost.isdigit() else 0
+        advice = too_many_threads(
             threads,
             cores,
             evidence=f"{name} is {threads}, on {cores} cores",
             remedy=f"Set {name} to {cores} or fewer, or leave it out.",
         )
-        if found:
-            yield found
+        if advice:
+            yield advice
 
 
 def _check_cpu_limits(machine: MachineStatus) -> Iterator[Advice]:

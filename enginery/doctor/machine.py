@@ -57,7 +57,7 @@ def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
             f"no write permission on {existing}",
             "Set ENGINERY_HOME to a directory that you can write to.",
         )
-    for place, free_bytes, remedy in (
+    for directory, free_bytes, remedy in (
         (
             machine.store,
             machine.store_free_bytes,
@@ -68,7 +68,7 @@ def machine_findings(machine: MachineStatus) -> Iterator[Finding]:
         if free_bytes < _LITTLE_DISK_BYTES:
             yield Finding(
                 "warning",
-                f"little disk space at {place}",
+                f"little disk space at {directory}",
                 f"{free_bytes / (1 << 30):.1f} GiB free; a model takes several times its size",
                 remedy,
             )

@@ -88,23 +88,23 @@ def nvidia_findings(status: NvidiaStatus) -> Iterator[Finding]:
             status.gpus[0].name,
             reinstall("onnxruntime-gpu"),
         )
-    wanted = int(status.onnxruntime_cuda or 0)
-    if wanted and status.driver_cuda and int(status.driver_cuda.split(".")[0]) < wanted:
+    cuda_major = int(status.onnxruntime_cuda or 0)
+    if cuda_major and status.driver_cuda and int(status.driver_cuda.split(".")[0]) < cuda_major:
         yield Finding(
             "error",
-            f"the NVIDIA driver is too old for CUDA {wanted}",
+            f"the NVIDIA driver is too old for CUDA {cuda_major}",
             f"driver {status.driver or 'of unknown version'} runs CUDA up to {status.driver_cuda}",
             f"Install driver {MIN_DRIVER} or newer.",
         )
     for gpu in status.gpus:
         if (
-            wanted >= 13
+            cuda_major >= 13
             and gpu.compute_capability
             and _parse_version(gpu.compute_capability) < _OLDEST_GPU
         ):
             yield Finding(
                 "error",
-                f"{gpu.name} is not supported by CUDA {wanted}",
+                f"{gpu.name} is not supported by CUDA {cuda_major}",
                 f"compute capability {gpu.compute_capability}, expected 7.5 (Turing) or newer",
                 "Use a newer GPU, or an onnxruntime-gpu for CUDA 12.",
             )
@@ -116,10 +116,10 @@ def _query_nvidia_smi(timeout_seconds: float) -> tuple[str, tuple[Gpu, ...]]:
         return "", ()
     query = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             query, capture_output=True, text=True, timeout=timeout_seconds, check=True
         )
-        return gpus_from_smi(done.stdout)
+        return gpus_from_smi(process.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         # It also fails without a driver; libcuda's message is better in that case.
         return "", ()

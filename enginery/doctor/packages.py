@@ -67,8 +67,8 @@ def torch_cuda() -> str:
         text = path.read_text(encoding="utf-8")
     except (metadata.PackageNotFoundError, OSError):
         return ""
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _own_packages() -> list[PackageStatus]:
@@ -80,23 +80,25 @@ def _own_packages() -> list[PackageStatus]:
             continue
         version = installed_version(requirement.name)
         fits = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        asked = str(requirement.specifier)
+        specifier = str(requirement.specifier)
         # A build that another directory hides is not used, whatever its version.
         is_replaced = extra in ONNXRUNTIME_EXTRAS and builds and requirement.name not in imported
-        other = imported[0] if is_replaced else ""
-        statuses.append(PackageStatus(requirement.name, version, asked, extra, fits, other))
+        replaced_by = imported[0] if is_replaced else ""
+        statuses.append(
+            PackageStatus(requirement.name, version, specifier, extra, fits, replaced_by)
+        )
     return statuses
 
 
 def _gpu_packages() -> list[PackageStatus]:
     """Return the installed GPU packages that are not among enginery's requirements."""
-    own = {requirement.name for _, requirement in own_requirements()}
-    found = {}
+    own_names = {requirement.name for _, requirement in own_requirements()}
+    statuses = {}
     for dist in metadata.distributions():
         name = (dist.metadata["Name"] or "").lower().replace("_", "-")
-        if _GPU_PACKAGE.match(name) and name not in own:
-            found[name] = PackageStatus(name, dist.version, "", "", fits=True)
-    return [found[name] for name in sorted(found)]
+        if _GPU_PACKAGE.match(name) and name not in own_names:
+            statuses[name] = PackageStatus(name, dist.version, "", "", fits=True)
+    return [statuses[name] for name in sorted(statuses)]
 
 
 def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
@@ -118,29 +120,29 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
     for status in statuses:
         if status.extra or status.fits:
             continue
-        found = f"found {status.version}" if status.version else "it is not installed"
+        evidence = f"found {status.version}" if status.version else "it is not installed"
         yield Finding(
             "error",
             f"enginery needs {status.name}{status.requirement}",
-            found,
+            evidence,
             f"Install it: pip install '{status.name}{status.requirement}'",
         )
     absent = absent_extras(statuses)
     for extra in dict.fromkeys(status.extra for status in statuses if status.extra):
         if extra in absent:
             continue  # nobody asked for it
-        asked = [s for s in statuses if s.extra == extra and not s.replaced_by]
-        missing = [status.name for status in asked if not status.version]
-        unfit = [s for s in asked if s.version and not s.fits]
+        required = [s for s in statuses if s.extra == extra and not s.replaced_by]
+        missing = [status.name for status in required if not status.version]
+        unfit = [s for s in required if s.version and not s.fits]
         if not missing and not unfit:
             continue
-        seen = [f"{', '.join(missing)} not installed"] if missing else []
-        seen += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
+        problems = [f"{', '.join(missing)} not installed"] if missing else []
+        problems += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
         yield Finding(
             # With missing packages, the extra was not installed, so other versions are no error.
             "note" if missing else "error",
             f"the extra [{extra}] is {'incomplete' if missing else 'broken'}",
-            "; ".join(seen),
+            "; ".join(problems),
             f"To use it: pip install 'enginery[{extra}]'",
         )
 
@@ -155,27 +157,27 @@ def _broken_pins(statuses: list[PackageStatus]) -> Iterator[Finding]:
             if extra or not version:
                 continue
             if not requirement.specifier.contains(version, prereleases=True):
-                wanted = f"{requirement.name}{requirement.specifier}"
+                unmet = f"{requirement.name}{requirement.specifier}"
                 yield Finding(
                     "error",
-                    f"{status.name} {status.version} needs {wanted}",
+                    f"{status.name} {status.version} needs {unmet}",
                     f"found {requirement.name} {version}",
-                    f"Install it: pip install '{wanted}'",
+                    f"Install it: pip install '{unmet}'",
                 )
 
 
 def _conflicting_onnxruntimes() -> Iterator[Finding]:
     builds = installed_onnxruntimes()
     for _, group in groupby(builds, key=lambda build: build.directory):
-        together = tuple(group)
-        names = [build.name for build in together]
+        builds_together = tuple(group)
+        names = [build.name for build in builds_together]
         if len(names) > 1:
             keep = "onnxruntime-gpu" if "onnxruntime-gpu" in names else names[0]
             yield Finding(
                 "error",
                 f"{' and '.join(names)} are installed together",
                 "all of them install the module 'onnxruntime': the last one overwrites the "
-                f"others, and removing any of them breaks the rest ({_listed(together)})",
+                f"others, and removing any of them breaks the rest ({_listed(builds_together)})",
                 reinstall(keep),
             )
     imported = [build for build in builds if build.directory == builds[0].directory]
@@ -202,7 +204,9 @@ def _wrong_tensorrt_version() -> Iterator[Finding]:
         return
     major = linked.rpartition(".")[2]
     families = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
-    for name in (f"{family}{part}" for family in families for part in ("", "-libs", "-bindings")):
+    for name in (
+        f"{family}{suffix}" for family in families for suffix in ("", "-libs", "-bindings")
+    ):
         version = installed_version(name)
         if version and version.split(".", maxsplit=1)[0] != major:
             yield Finding(
@@ -217,24 +221,24 @@ def _wrong_tensorrt_version() -> Iterator[Finding]:
 
 def _wrong_cuda_packages() -> Iterator[Finding]:
     """Report packages for another CUDA major version than onnxruntime's."""
-    wanted = cuda_major()
-    if not wanted:
+    major = cuda_major()
+    if not major:
         return
     torch = torch_cuda()
-    if torch and int(torch.split(".", maxsplit=1)[0]) != wanted:
+    if torch and int(torch.split(".", maxsplit=1)[0]) != major:
         yield Finding(
             "warning",
-            f"torch is built for CUDA {torch}, onnxruntime for CUDA {wanted}",
+            f"torch is built for CUDA {torch}, onnxruntime for CUDA {major}",
             f"torch {installed_version('torch')}; both load libcudnn.so.9, and both use the one "
             "that is loaded first",
-            f"Install torch for CUDA {wanted} from PyTorch's own index, or for the CPU.",
+            f"Install torch for CUDA {major} from PyTorch's own index, or for the CPU.",
         )
-    other = "nvidia-cudnn-cu12" if wanted != 12 else "nvidia-cudnn-cu13"
-    right = f"nvidia-cudnn-cu{wanted}"
-    if installed_version(other) and installed_version(right):
+    wrong_cudnn = "nvidia-cudnn-cu12" if major != 12 else "nvidia-cudnn-cu13"
+    right_cudnn = f"nvidia-cudnn-cu{major}"
+    if installed_version(wrong_cudnn) and installed_version(right_cudnn):
         yield Finding(
             "error",
-            f"{other} and {right} are installed together",
+            f"{wrong_cudnn} and {right_cudnn} are installed together",
             "both install libcudnn.so.9 into the same folder; the last one overwrites the other",
-            f"Run: pip uninstall -y {other} {right} && pip install {right}",
+            f"Run: pip uninstall -y {wrong_cudnn} {right_cudnn} && pip install {right_cudnn}",
         )

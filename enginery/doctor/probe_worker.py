@@ -45,8 +45,8 @@ def examine_provider(name: str) -> dict[str, Any]:
         "reason": "",
         "remedy": "",
     }
-    if found := availability.unavailable_reason(name):
-        return status | _unavailable(name, found)
+    if unavailable := availability.unavailable_reason(name):
+        return status | _unavailable(name, unavailable)
     try:
         session = _session(name)
         status["registers"] = name in session.get_providers()
@@ -70,16 +70,16 @@ def examine_unavailable(names: Sequence[str]) -> list[dict[str, Any]]:
     """Return why each provider is unavailable, as fields of `ProviderStatus`; none is probed."""
     statuses = []
     for name in names:
-        found = availability.unavailable_reason(name)
+        unavailable = availability.unavailable_reason(name)
         statuses.append(
             {
                 "name": name,
-                "compiled": found is None or _is_built_in(name),
+                "compiled": unavailable is None or _is_built_in(name),
                 "missing": [],
                 "registers": False,
                 "runs": False,
-                "reason": found.reason if found else "it was not tried",
-                "remedy": found.do if found else "",
+                "reason": unavailable.reason if unavailable else "it was not tried",
+                "remedy": unavailable.do if unavailable else "",
             }
         )
     return statuses
@@ -109,21 +109,21 @@ def gpu_fields(cuda: Any) -> list[dict[str, Any]]:
 
 def library_versions(cuda_major: int) -> dict[str, str]:
     """Return the versions that the loaded CUDA runtime, cuDNN and TensorRT report."""
-    found = {}
-    places = libraries.wheel_directories()
+    versions = {}
+    directories = libraries.wheel_directories()
     runtime = f"libcudart.so.{cuda_major or 13}"
-    if not libraries.load_error(runtime, places):
+    if not libraries.load_error(runtime, directories):
         value = ctypes.c_int()
         ctypes.CDLL(runtime).cudaRuntimeGetVersion(ctypes.byref(value))
         # 13010 is 13.1.
-        found["CUDA runtime"] = f"{value.value // 1000}.{value.value % 1000 // 10}"
-    if not libraries.load_error("libcudnn.so.9", places):
+        versions["CUDA runtime"] = f"{value.value // 1000}.{value.value % 1000 // 10}"
+    if not libraries.load_error("libcudnn.so.9", directories):
         function = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion
         function.restype = ctypes.c_size_t
-        found["cuDNN"] = format_version(function())
-    if not libraries.load_error("libnvinfer.so.10", places):
-        found["TensorRT"] = format_version(ctypes.CDLL("libnvinfer.so.10").getInferLibVersion())
-    return found
+        versions["cuDNN"] = format_version(function())
+    if not libraries.load_error("libnvinfer.so.10", directories):
+        versions["TensorRT"] = format_version(ctypes.CDLL("libnvinfer.so.10").getInferLibVersion())
+    return versions
 
 
 def format_version(number: int) -> str:
@@ -135,24 +135,26 @@ def format_version(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _unavailable(name: str, found: availability.Unavailable) -> dict[str, Any]:
+def _unavailable(name: str, unavailable: availability.Unavailable) -> dict[str, Any]:
     """Return the reason and, where that is the driver, the libraries that are missing above it.
 
     cuDNN is added to a built-in CUDA, which loads without it, but runs no convolutions.
     """
     built_in = _is_built_in(name)
     missing = availability.missing_for(name)
-    others = {key: error for key, error in missing.items() if key != gpus.DRIVER}
-    words = [availability.describe_missing(others)]
-    words += [availability.provider_warning(name) if built_in else ""]
-    more = [text for text in words if text and text not in found.reason]
+    errors = {key: error for key, error in missing.items() if key != gpus.DRIVER}
+    details = [availability.describe_missing(errors)]
+    details += [availability.provider_warning(name) if built_in else ""]
+    new_details = [text for text in details if text and text not in unavailable.reason]
     install = availability.INSTALL.get(name, "")
-    remedy = f"{found.do} Then: {install}" if install not in found.do else found.do
+    remedy = (
+        f"{unavailable.do} Then: {install}" if install not in unavailable.do else unavailable.do
+    )
     return {
         "compiled": built_in or availability.plugin_installed(name),
         "missing": list(missing),
-        "reason": "; ".join([found.reason, *more]),
-        "remedy": remedy if more else found.do,
+        "reason": "; ".join([unavailable.reason, *new_details]),
+        "remedy": remedy if new_details else unavailable.do,
     }
 
 
@@ -179,8 +181,8 @@ def _session(name: str) -> Any:
 
 def _placement(session: Any) -> set[str]:
     """Return the providers that got a node; empty if this onnxruntime does not report it."""
-    tell = getattr(session, "get_provider_graph_assignment_info", None)
-    return {part.ep_name for part in tell()} if tell else set()
+    read_assignments = getattr(session, "get_provider_graph_assignment_info", None)
+    return {assignment.ep_name for assignment in read_assignments()} if read_assignments else set()
 
 
 def one_op_model() -> bytes:

@@ -263,9 +263,9 @@ def _provider_rows(providers: Sequence[ProviderStatus]) -> tuple[tuple[str, ...]
     """Return a row for each provider that may be used here, and one for the number of others."""
     usable = [status for status in providers if _is_for_this_machine(status)]
     rows = [_provider_row(status) for status in usable]
-    if others := len(providers) - len(usable):
-        why = "for other systems, or in no package; --json lists them"
-        rows.append((f"and {others} more", "not built in", "–", "–", why))
+    if hidden := len(providers) - len(usable):
+        reason = "for other systems, or in no package; --json lists them"
+        rows.append((f"and {hidden} more", "not built in", "–", "–", reason))
     return tuple(rows)
 
 
@@ -273,16 +273,16 @@ def _is_for_this_machine(status: ProviderStatus) -> bool:
     """Return True if a provider is built in, or a package has it for this system."""
     if status.name == AZURE:  # calls an endpoint; runs no operations of a graph
         return status.runs
-    known = known_provider(status.name)
-    installable = bool(known.package) and not known.wrong_platform(sys.platform)
+    provider = known_provider(status.name)
+    installable = bool(provider.package) and not provider.wrong_platform(sys.platform)
     return status.compiled or installable or status.name in (CPU, CUDA, TENSORRT, TENSORRT_RTX)
 
 
 def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
-    known = known_provider(status.name)
+    provider = known_provider(status.name)
     options = f"{len(status.options)} {'checked' if is_typed(status.name) else 'known'}"
     return (
-        f"{short_name(status.name)} ({known.title})",
+        f"{short_name(status.name)} ({provider.title})",
         status.state,
         status.package or "build from source",
         options if status.options else "–",

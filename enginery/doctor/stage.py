@@ -101,9 +101,10 @@ def provider_status(name: str, answer: ProbeResult) -> ProviderStatus:
 
 def absent_statuses(names: Sequence[str], answer: ProbeResult) -> list[ProviderStatus]:
     """Convert the result of the probe of all other providers to one status each."""
-    told = {values["name"]: values for values in answer.values.get("providers", [])}
+    by_name = {values["name"]: values for values in answer.values.get("providers", [])}
     return [
-        provider_status(name, ProbeResult(told[name]) if name in told else answer) for name in names
+        provider_status(name, ProbeResult(by_name[name]) if name in by_name else answer)
+        for name in names
     ]
 
 

@@ -38,7 +38,7 @@ def run_probe(
     # The subprocess has the same import path; -P excludes the working directory.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", module, *arguments],
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
@@ -50,16 +50,18 @@ def run_probe(
         return ProbeResult(reason=f"no answer within {timeout_seconds:g} seconds")
     except OSError as error:
         return ProbeResult(reason=f"Python could not be started: {error}")
-    log = last_error(done.stderr.decode(errors="replace"))
-    if done.returncode < 0:
-        return ProbeResult(reason=f"the process died of {_signal_name(-done.returncode)}", log=log)
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    log = last_error(process.stderr.decode(errors="replace"))
+    if process.returncode < 0:
+        return ProbeResult(
+            reason=f"the process died of {_signal_name(-process.returncode)}", log=log
+        )
+    lines = process.stdout.decode(errors="replace").strip().splitlines()
     try:
         values = json.loads(lines[-1]) if lines else None
     except json.JSONDecodeError:
         values = None
-    if done.returncode or not isinstance(values, dict):
-        return ProbeResult(reason=f"the process ended with status {done.returncode}", log=log)
+    if process.returncode or not isinstance(values, dict):
+        return ProbeResult(reason=f"the process ended with status {process.returncode}", log=log)
     return ProbeResult(values, log=log)
 
 

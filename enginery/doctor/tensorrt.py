@@ -20,13 +20,13 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
     """Report TensorRT packages that do not work here. `doctor.packages` checks their versions."""
     yield from _wrong_cuda_version()
     for gpu in nvidia.gpus:
-        known = gpu.compute_capability in ("", *RTX.capabilities)
-        if has_tensorrt(RTX) and not known:
-            there = CudaGpu(gpu.name, gpu.compute_capability, gpu.memory_total_bytes)
+        is_supported = gpu.compute_capability in ("", *RTX.capabilities)
+        if has_tensorrt(RTX) and not is_supported:
+            cuda_gpu = CudaGpu(gpu.name, gpu.compute_capability, gpu.memory_total_bytes)
             yield Finding(
                 "note",
                 f"{RTX.title} does not run on {gpu.name}",
-                unsupported_gpu(RTX, there),
+                unsupported_gpu(RTX, cuda_gpu),
                 f"Build for it with --flavor {CLASSIC.name} ({CLASSIC.install}), or run models "
                 "with --providers cuda.",
             )
@@ -34,18 +34,18 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
 
 def _wrong_cuda_version() -> Iterator[Finding]:
     """Report a classic TensorRT for another CUDA major version than onnxruntime's."""
-    wanted = cuda_major()
+    major = cuda_major()
     names = {
         (dist.metadata["Name"] or "").lower().replace("_", "-"): dist.version
         for dist in metadata.distributions()
     }
     for name, version in sorted(names.items()):
         family, _, cuda = name.removesuffix("-bindings").removesuffix("-libs").rpartition("-cu")
-        if wanted and family == "tensorrt" and cuda.isdigit() and int(cuda) != wanted:
+        if major and family == "tensorrt" and cuda.isdigit() and int(cuda) != major:
             yield Finding(
                 "error",
-                f"{name} {version} is for CUDA {cuda}, onnxruntime for CUDA {wanted}",
-                f"ONNX Runtime's TensorRT provider links CUDA {wanted}; libraries of both versions "
+                f"{name} {version} is for CUDA {cuda}, onnxruntime for CUDA {major}",
+                f"ONNX Runtime's TensorRT provider links CUDA {major}; libraries of both versions "
                 "in one process share neither memory nor streams",
                 f"Run: pip uninstall -y {name} && {CLASSIC.install}",
             )

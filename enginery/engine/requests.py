@@ -16,7 +16,7 @@ from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.profiles.buckets import LengthBuckets
-from enginery.engine.profiles.lengths import profiles_from_data
+from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
 from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.options import check_options, get_flavor
@@ -60,9 +60,13 @@ class RequestedEngines:
     requests: tuple[EngineRequest, ...]
     buckets: LengthBuckets | None
     """Buckets of the lengths in `data`, or None."""
+    force: bool
+    """Build even if the store has the engines."""
 
 
-def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngines:
+def resolve_requests(
+    artifact: Artifact, config: BuildConfig, *, force: bool = False
+) -> RequestedEngines:
     """Resolve the options of a build into engine requests, in the order of the graphs.
 
     Raises:
@@ -95,7 +99,7 @@ def resolve_requests(artifact: Artifact, config: BuildConfig) -> RequestedEngine
             }
             key = Fingerprint(flavor.name, fields)
             requests.append(EngineRequest(graph, tuple(group), checked, capabilities, digest, key))
-    return RequestedEngines(tuple(requests), buckets)
+    return RequestedEngines(tuple(requests), buckets, force)
 
 
 def size_limits(artifact: Artifact) -> dict[str, int]:
@@ -120,9 +124,7 @@ def _profiles(
             artifact,
             graphs[0],
             Path(config.data).expanduser(),
-            column=config.column,
-            count=config.count,
-            batch=config.batch,
+            BucketOptions(column=config.column, count=config.count, batch=config.batch),
         )
         return {graphs[0].file: text_profiles}, buckets
     shapes = (config.min_shapes, config.opt_shapes, config.max_shapes)

@@ -118,7 +118,6 @@ def run(
     *,
     requested: RequestedEngines | None = None,
     key: Fingerprint | None = None,
-    force: bool = False,
     progress: Progress = SILENT,
 ) -> Artifact:
     """Build the engines, or take them from the store, and write the new artifact to `out`.
@@ -129,7 +128,6 @@ def run(
         out: directory of the new artifact.
         requested: result of `resolve_requests` for `source` and `config`; computed if None.
         key: result of `fingerprint`; computed if None.
-        force: build even if the store has the engines.
         progress: receives progress messages.
 
     Raises:
@@ -145,13 +143,13 @@ def run(
     source.require_passed(allow_failed=config.allow_failed)
     requested = requested or resolve_requests(source, config)
     key = key or fingerprint(source, config, requested)
-    left_out = _find_unsupported_graphs(source, config, requested, force=force, progress=progress)
+    left_out = _find_unsupported_graphs(source, config, requested, progress)
     refused = {graph.graph for graph in left_out}
     engines: dict[str, tuple[Engine, bool]] = {}
     for request in requested.requests:
         if request.graph.file not in refused:
             engines[request.directory] = obtain_engine(
-                source, request, config, force=force, progress=progress
+                source, request, config, force=requested.force, progress=progress
             )
     earlier = [
         Engine.open(path) for path in engine_directories(source.path) if path.name not in engines
@@ -186,12 +184,7 @@ def run(
 
 
 def _find_unsupported_graphs(
-    source: Artifact,
-    config: BuildConfig,
-    requested: RequestedEngines,
-    *,
-    force: bool,
-    progress: Progress,
+    source: Artifact, config: BuildConfig, requested: RequestedEngines, progress: Progress
 ) -> list[GraphCoverage]:
     """Return the graphs with unsupported nodes; graphs whose engines are stored are not checked.
 
@@ -202,7 +195,7 @@ def _find_unsupported_graphs(
     missing = [
         request.graph.file
         for request in requested.requests
-        if force or find_engine(request) is None
+        if requested.force or find_engine(request) is None
     ]
     refused = []
     for graph in dict.fromkeys(missing):

@@ -14,7 +14,7 @@ disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ExportError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.onnx_structure import random_notes
 from enginery.core.paths import list_tree
 from enginery.core.shapes import (
     Dim,
@@ -143,6 +143,7 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
         check_exported_graph(path, model, name=name)
         record = record_graph(path, out, model, name=name)
         precisions.append(float_precision(path, model))
+        draws = random_notes(_op_types(model.graph, *model.functions), name)
         del model  # else its weights would be in memory beside those of the probing session
         traced = exported.traced.get(path.name, TracedInputs())
         samples = sample_sizes(record, traced.shapes)
@@ -157,7 +158,7 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
             usual = {dim: usual[dim] for dim in dynamic_dims(record.inputs) if dim in usual}
             record = record.model_copy(update={"sample_sizes": {**record.sample_sizes, **usual}})
         notes += [_fixed_note(dim, fixed[dim]) for dim in sorted(traced.fixed & set(fixed))]
-        notes += read_structure(path, error=ExportError).random_notes(name)
+        notes += draws
         records.append(record)
         exported.notes.extend(notes)
     exported.notes.extend(_check_task(exported, records))
@@ -277,6 +278,15 @@ def float_precision(path: Path, model: Any = None) -> str:
                 size *= dim
             counts[names[tensor.data_type]] += size
     return max(counts, key=lambda name: counts[name])
+
+
+def _op_types(*graphs: Any) -> Iterator[str]:
+    """Yield the op types of ONNX's own domain in graphs or functions, and in their subgraphs."""
+    for node in (node for graph in graphs for node in graph.node):
+        if not node.domain:
+            yield node.op_type
+        for attribute in node.attribute:
+            yield from _op_types(attribute.g, *attribute.graphs)
 
 
 def _check_task(exported: ExportedModel, records: Sequence[GraphRecord]) -> list[str]:

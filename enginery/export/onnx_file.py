@@ -192,8 +192,9 @@ def name_input_dims(path: Path, dims_option: Sequence[str] = ()) -> list[str]:
             elif names and value.name in INPUT_AXES:  # a name that several inputs share
                 new[key] = names[axis]
             else:
-                lower = key.lower() if isinstance(key, str) else ""
-                candidates = [*names[axis : axis + 1], *([lower] if is_readable(lower) else [])]
+                candidates = list(names[axis : axis + 1])
+                if isinstance(key, str) and is_readable(key.lower()):
+                    candidates.append(key.lower())
                 new[key] = _free_name([*candidates, _axis_name(value.name, axis)], used_names)
                 used_names.add(str(new[key]))
     if not new:

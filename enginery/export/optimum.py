@@ -72,9 +72,21 @@ def export_with_optimum(
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
     with _traced_inputs() as traced:
-        untrained, config_notes = _export(
-            source, config, out, task=task, library=library, pickled=pickled, vocoder=vocoder
+        model = load_pytorch(
+            source,
+            task,
+            precision=config.dtype,
+            library=library,
+            pickled=pickled,
+            trust_remote_code=config.trust_remote_code,
+            device=config.device,
+            attention="",
         )
+        _export(model, source, config, out, task=task, vocoder=vocoder)
+        untrained = _untrained_weights(model)
+        config_notes = getattr(model, "config_notes", ())
+        # What follows may load the graphs, whose weights would be in memory twice.
+        del model
     gc.collect()
     if not (source / PreprocessorConfig.FILE).is_file():
         (out / PreprocessorConfig.FILE).unlink(missing_ok=True)
@@ -102,32 +114,18 @@ def export_with_optimum(
 
 
 def _export(
+    model: Any,
     source: Path,
     config: ExportConfig,
     out: Path,
     *,
     task: str,
-    library: str,
-    pickled: bool,
     vocoder: Path | None,
-) -> tuple[dict[str, NDArray[np.float32]], tuple[str, ...]]:
-    """Export local files like Optimum's `main_export`, with less memory.
-
-    Returns:
-        The weights by name that the files lack, which are random numbers, and notes on config.json.
+) -> None:
+    """Export a model of local files like Optimum's `main_export`, with less memory.
 
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
-    model = load_pytorch(
-        source,
-        task,
-        precision=config.dtype,
-        library=library,
-        pickled=pickled,
-        trust_remote_code=config.trust_remote_code,
-        device=config.device,
-        attention="",
-    )
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(source)
     model.config.use_cache = task.endswith("with-past")
@@ -156,13 +154,16 @@ def _export(
             model_kwargs={"vocoder": str(vocoder)} if vocoder else None,
             **shapes,
         )
+
+
+def _untrained_weights(model: Any) -> dict[str, NDArray[np.float32]]:
+    """Return the weights by name that the files lack, which are random numbers."""
     names = getattr(model, "untrained_weights", ())
-    untrained = {
+    return {
         n: weight.detach().cpu().float().numpy()
         for n, weight in model.named_parameters()
         if n in names
     }
-    return untrained, getattr(model, "config_notes", ())
 
 
 def _write_timm_processor(source: Path, out: Path) -> None:

@@ -194,8 +194,7 @@ def _run_worker(request: WorkerRequest, name: str, progress: Progress) -> Worker
             asdict(request),
             log=enginery_home() / "logs" / f"export-{name}.log",
             description=f"exporting {name}",
-            error=ExportError,
-            reraise=(OptionError, SourceError, UntrustedModelError),
+            error_classes=(ExportError, OptionError, SourceError, UntrustedModelError),
             on_phase=on_phase,
         )
     return WorkerResult(**result)

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from enginery.core.model.feeds import Feeds
 from enginery.core.tolerance import Tolerance
 from enginery.passes.cast.low_precision import low_precision_type
 from enginery.passes.cast.simulation import round_tensor
@@ -26,7 +27,6 @@ from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.ir.op_types import FLOAT
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
-Feeds = Mapping[str, NDArray[Any]]
 Batches = list[dict[str, NDArray[Any]]]
 """The outputs of each batch, by name."""
 
@@ -92,7 +92,7 @@ def compare_outputs(
     actual: Batches,
     tolerance: Tolerance,
     *,
-    noise: Batches | None = None,
+    noise: Sequence[Mapping[str, NDArray[Any]]] = (),
     max_error: float | None = None,
 ) -> list[OutputComparison]:
     """Compare each output over all batches.
@@ -102,7 +102,7 @@ def compare_outputs(
         actual: the outputs of the graph to check.
         tolerance: the tolerance of its precision.
         noise: the outputs of the reference with weights rounded to the precision. Their error is
-            the noise floor that scales the tolerance. None for no noise floor.
+            the noise floor that scales the tolerance. Empty for no noise floor.
         max_error: a limit relative to an output's largest magnitude, in place of the tolerance.
             The cosine limit is then 1 - max_error² / 2, the cosine of an angle of max_error.
     """
@@ -110,7 +110,7 @@ def compare_outputs(
     for name in expected[0]:
         reference = [batch[name] for batch in expected]
         floor, noise_cosine = 0.0, 1.0
-        for index, batch in enumerate(noise or ()):
+        for index, batch in enumerate(noise):
             # The size depends on values, so elements cannot be matched.
             if reference[index].shape != batch[name].shape:
                 continue

@@ -7,7 +7,7 @@ found without a bisection of the graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.model.feeds import Feeds
 from enginery.optimize.comparison import cast_feeds, drop_padding, input_types
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.ir.nodes import all_nodes, infer_types
 from enginery.passes.ir.op_types import FLOAT, has_subgraph
 from enginery.passes.ranges.measure import float_tensors
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-
-Feeds = Mapping[str, NDArray[Any]]
 
 # The number of inner tensors that are compared in one run.
 _GROUP = 64
@@ -102,6 +101,7 @@ def find_divergences(
     broken = [c for c in candidates if math.isinf(c.error) and math.isfinite(c.before)]
     if broken:
         return broken
+    # Behind a node that adds an error, errors are large, too: what counts is what a node adds.
     added = [c for c in candidates if c.error > c.before and math.isfinite(c.error)]
     return sorted(added, key=lambda c: c.before - c.error)
 

@@ -269,6 +269,7 @@ def _run_fixed(
 ) -> NDArray[np.float32]:
     """Return the logits of each run and row, (runs, rows, vocabulary)."""
     rows, width, ends = len(lengths), max(lengths), np.array(lengths)
+    # Longer than the rows get, as it is in use: what lies beyond must not be read.
     buffer = width + _STEPS + 2
     inputs = {value.name or "": value for value in ir.load(path).graph.inputs}
     types = input_types(path)
@@ -299,6 +300,7 @@ def _run_fixed(
                 **encoder,
                 **cache,
             }
+            # A model without positions or an encoder lacks some of these inputs.
             used = {name: array for name, array in feeds.items() if name in inputs}
             outputs = trace(cast_feeds(used, types))
             cache = {name: outputs[present_name(name)] for name in cache}

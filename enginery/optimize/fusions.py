@@ -39,12 +39,13 @@ def fuse_graphs(artifact: Artifact, level: str, out: Path) -> tuple[list[str], i
         {"model": str(source), "files": files, "level": level, "out": str(fused)},
         log=log,
         description=f"fusing {artifact.name}",
-        error=ExportError,
+        error_classes=(ExportError,),
     )
     if missing := [file for file in files if not (fused / file).is_file()]:
         raise ExportError(
             f"fusing {artifact.name} did not write {missing[0]}.", do=f"See the log: {log}"
         )
+    # Optimum does not say what it has fused, and may fuse nothing.
     for file in files:
         ops = fused_ops(fused / file)
         result["notes"].append(

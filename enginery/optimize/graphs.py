@@ -93,22 +93,14 @@ def optimize_graphs(
             _clean(source, fp32, result)
         else:
             fp32 = externalize_weights(fp32, scratch / "fused-outside")
-        batches, origin = range_feeds(artifact, record, config)
+        feeds = range_feeds(artifact, record, config)
         # Before the cast, whose error is measured against the prepared graph.
-        _compare_with_source(source, record, fp32, batches, config, result)
+        _compare_with_source(source, record, fp32, feeds.batches, config, result)
         out = directory / record.file
         out.parent.mkdir(parents=True, exist_ok=True)
         guard = None
         if config.precision != "fp32":
-            guard = cast_guarded(
-                fp32,
-                out,
-                config.precision,
-                batches,
-                config,
-                feeds_origin=origin,
-                progress=progress,
-            )
+            guard = cast_guarded(fp32, out, config.precision, feeds, config, progress=progress)
             result.records.append(guard)
             result.notes.append(guard.describe())
             data_files = guard.data_files
@@ -123,15 +115,17 @@ def optimize_graphs(
             answer, note = append_answer(artifact, record, out)
             if answer is not None:
                 result.answers[record.file] = answer
-            result.notes += [note] if note else []
+            if note:
+                result.notes.append(note)
         if wants_fixed_cache(artifact, record, config):
             # It is cast as its decoder was.
-            fp32_nodes = {*config.keep_fp32, *([] if guard is None else guard.island_names())}
-            fixed = add_fixed_cache(
-                artifact, DecoderFiles(record, fp32, out, frozenset(fp32_nodes)), config
-            )
+            fp32_nodes = frozenset(config.keep_fp32)
+            if guard is not None:
+                fp32_nodes |= frozenset(guard.island_names())
+            fixed = add_fixed_cache(artifact, DecoderFiles(record, fp32, out, fp32_nodes), config)
             result.notes.append(fixed.note)
-            result.added += [] if fixed.record is None else [fixed.record]
+            if fixed.record is not None:
+                result.added.append(fixed.record)
             data_files = fixed.data_files
         folder = Path(record.file).parent
         result.data_files[record.file] = tuple((folder / name).as_posix() for name in data_files)

@@ -16,16 +16,16 @@ FP16 graph in FP32 on the CPU and would hide an overflow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from enginery.core.errors import ExportError
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.feeds import Feeds
+from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import Tolerance
@@ -37,6 +37,7 @@ from enginery.optimize.comparison import (
 )
 from enginery.optimize.config import OptimizeConfig
 from enginery.optimize.divergence import Divergence, find_divergences
+from enginery.optimize.inputs import RangeFeeds
 from enginery.passes.cast.cast import CastResult, cast_graph
 from enginery.passes.cast.overflow import Fp32Node, find_fp32_nodes, mask_floor
 from enginery.passes.cast.simulation import simulate_cast
@@ -49,8 +50,6 @@ from enginery.passes.ranges.measure import (
 )
 from enginery.passes.ranges.tensor_range import TensorRange
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-
-Feeds = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -142,10 +141,9 @@ def cast_guarded(
     fp32: Path,
     out: Path,
     precision: Literal["fp16", "bf16"],
-    batches: Sequence[Feeds],
+    feeds: RangeFeeds,
     config: OptimizeConfig,
     *,
-    feeds_origin: str = "",
     progress: Progress = SILENT,
 ) -> GuardRecord:
     """Cast a graph, check the result, and keep more nodes in FP32 until it passes.
@@ -154,10 +152,9 @@ def cast_guarded(
         fp32: the FP32 graph after clean-up, its weights inline or external.
         out: the file for the cast graph.
         precision: the type to cast to.
-        batches: feeds of the FP32 graph.
+        feeds: feeds of the FP32 graph.
         config: the tolerance, the number of rounds, the nodes to keep and the types of inputs and
             outputs.
-        feeds_origin: the origin of the feeds, for the record.
         progress: receives progress messages.
 
     Raises:
@@ -166,24 +163,158 @@ def cast_guarded(
         InputError: a graph fails on the feeds.
     """
     with temporary_directory("guard") as scratch:
-        return _cast_guarded(
-            # Ranges and errors are recorded by name.
-            _with_unique_names(fp32, scratch),
-            out,
-            precision,
-            batches,
-            config,
-            feeds_origin,
-            scratch,
-            progress,
+        # Ranges and errors are recorded by name.
+        fp32 = _with_unique_names(fp32, scratch)
+        model = read_graph(fp32)
+        infer_types(model)
+        outputs = [value.name or "" for value in model.graph.outputs]
+        op_types = {node.name or "": node.op_type for node in all_nodes(model)}
+        cast = _Cast(fp32, precision, feeds, config, outputs, op_types)
+        ranges: dict[str, TensorRange] = {}
+        fp32_nodes: dict[str, Fp32Node] = {}
+        # BF16 has the range of FP32, so there is nothing to measure.
+        if precision == "fp16":
+            with progress.task(f"measuring ranges, {fp32.name}"):
+                ranges = measure_ranges(
+                    fp32, float_tensors(model.graph), feeds.batches, mask_floor=mask_floor(model)
+                )
+            fp32_nodes = find_fp32_nodes(model.graph, ranges)
+            progress.say(
+                f"optimize: {len(fp32_nodes)} nodes exceed FP16's range on {feeds.origin} and stay "
+                "FP32"
+            )
+        # The sessions below have weights of their own.
+        del model
+        _require_repeatable(fp32, out.name, outputs, feeds.batches[:1])
+        rounds, agreements, unrepaired = _repair(
+            cast, ranges, fp32_nodes, scratch / "simulated.onnx", progress
         )
+        result, data_files = cast.write(fp32_nodes, out)
+    not_run = ""
+    if precision == "fp16":
+        run_on_batches(out, outputs, feeds.batches[:1])  # ONNX Runtime loads and runs it
+    else:
+        not_run = "ONNX Runtime has no BF16 kernels on the CPU"
+    top = max(ranges, key=lambda name: ranges[name].largest, default="")
+    return GuardRecord(
+        graph=fp32.name,
+        precision=precision,
+        feeds=feeds.origin,
+        batches=len(feeds.batches),
+        tensors_measured=len(ranges),
+        largest=ranges[top].largest if top else 0.0,
+        largest_tensor=top,
+        islands=[node.as_json() for node in fp32_nodes.values()],
+        # The cast only knows that a node was to be kept, the guard knows why.
+        kept={
+            name: fp32_nodes[name].reason if name in fp32_nodes else reason
+            for name, reason in result.kept.items()
+        },
+        low_nodes=result.low_nodes,
+        casts=result.casts,
+        clamped=list(result.clamped),
+        shared=list(result.shared),
+        rounds=rounds,
+        agreements=agreements,
+        not_run=not_run,
+        unrepaired=unrepaired,
+        data_files=data_files,
+    )
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A graph, and how it is cast."""
+
+    fp32: Path
+    precision: Literal["fp16", "bf16"]
+    feeds: RangeFeeds
+    config: OptimizeConfig
+    outputs: Sequence[str]
+    """The names of the graph's outputs."""
+    op_types: Mapping[str, str]
+    """The operators of the graph's nodes, by their names."""
+
+    def simulate(self, fp32_nodes: Collection[str], out: Path) -> None:
+        """Write a graph that computes in FP32 and rounds as the cast graph would."""
+        model = read_graph(self.fp32)
+        keep_fp32 = {*fp32_nodes, *self.config.keep_fp32}
+        simulate_cast(model, self.precision, keep_fp32=keep_fp32, io_dtype=self.config.io_dtype)
+        write_graph(model, out, max_inline_bytes=1 << 20)
+
+    def write(self, fp32_nodes: Collection[str], out: Path) -> tuple[CastResult, tuple[str, ...]]:
+        """Write the cast graph; return what was cast, and the names of its data files."""
+        model = read_graph(self.fp32)
+        keep_fp32 = {*fp32_nodes, *self.config.keep_fp32}
+        result = cast_graph(
+            model, self.precision, keep_fp32=keep_fp32, io_dtype=self.config.io_dtype
+        )
+        data_files = write_graph(model, out)
+        check_graph(out)
+        return result, data_files
+
+
+def _repair(
+    cast: _Cast,
+    ranges: Mapping[str, TensorRange],
+    fp32_nodes: dict[str, Fp32Node],
+    simulated: Path,
+    progress: Progress,
+) -> tuple[int, list[OutputComparison], list[Divergence]]:
+    """Add nodes to `fp32_nodes` until the cast passes, or no more can or may be added.
+
+    Args:
+        cast: the cast.
+        ranges: the ranges that were measured, for the nodes' records.
+        fp32_nodes: the nodes that stay FP32.
+        simulated: a file for the simulation.
+        progress: receives progress messages.
+
+    Returns:
+        The number of rounds that added nodes, the comparison of each output in the last check, and
+        the nodes at which the graphs still diverge.
+    """
+    batches, config = cast.feeds.batches, cast.config
+    max_error = None if isinstance(config.max_error, str) else config.max_error
+    expected = run_on_batches(cast.fp32, cast.outputs, batches)
+    # The error of FP32 arithmetic on rounded weights is the least that the precision can have.
+    round_weights(cast.fp32, simulated, cast.precision)
+    noise = run_on_batches(simulated, cast.outputs, batches)
+    rounds = 0
+    while True:
+        # A simulation: ONNX Runtime computes most of an FP16 graph in FP32 on the CPU, which would
+        # hide an overflow.
+        cast.simulate(fp32_nodes, simulated)
+        agreements = compare_outputs(
+            expected,
+            run_on_batches(simulated, cast.outputs, batches),
+            Tolerance.for_precision(cast.precision),
+            noise=noise,
+            max_error=max_error,
+        )
+        if all(agreement.passed for agreement in agreements):
+            return rounds, agreements, []
+        worst = next(a for a in agreements if not a.passed)
+        fixed = {*fp32_nodes, *config.keep_fp32}
+        divergences = find_divergences(cast.fp32, simulated, batches[worst.batch], fixed=fixed)
+        movable = [divergence for divergence in divergences if not divergence.fixed]
+        # 1, 2, 4, …: one cause costs one node, and many causes still take few rounds.
+        repairable = movable[: 1 << rounds]
+        if rounds >= config.max_rounds or not repairable:
+            # A node that is FP32 already cannot be repaired, but the report names it.
+            return rounds, agreements, repairable or divergences[:1]
+        for divergence in repairable:
+            op_type = cast.op_types[divergence.node]
+            fp32_nodes[divergence.node] = _diverging_node(op_type, divergence, ranges)
+        rounds += 1
+        progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
 
 
 def _require_repeatable(
     path: Path, name: str, outputs: Sequence[str], batches: Sequence[Feeds]
 ) -> None:
     """Raise ExportError if a graph draws random numbers that its outputs depend on."""
-    notes = read_structure(path).random_notes(name)
+    notes = random_notes(read_structure(path).op_types(), name)
     if not notes or not batches:
         return
     with GraphTracer(path, outputs) as trace:  # another session would start from the same seed
@@ -193,93 +324,6 @@ def _require_repeatable(
             f"{notes[0]}, and the error of a cast cannot be told from chance.",
             do="Set the model's noise to 0 if its config.json can, and export it again.",
         )
-
-
-def _cast_guarded(
-    fp32: Path,
-    out: Path,
-    precision: Literal["fp16", "bf16"],
-    batches: Sequence[Feeds],
-    config: OptimizeConfig,
-    feeds_origin: str,
-    scratch: Path,
-    progress: Progress,
-) -> GuardRecord:
-    model = read_graph(fp32)
-    infer_types(model)
-    outputs = [value.name or "" for value in model.graph.outputs]
-    ranges: dict[str, TensorRange] = {}
-    fp32_nodes: dict[str, Fp32Node] = {}
-    # BF16 has the range of FP32, so there is nothing to measure.
-    if precision == "fp16":
-        with progress.task(f"measuring ranges, {fp32.name}"):
-            ranges = measure_ranges(
-                fp32, float_tensors(model.graph), batches, mask_floor=mask_floor(model)
-            )
-        fp32_nodes = find_fp32_nodes(model.graph, ranges)
-        where = f" on {feeds_origin}" if feeds_origin else ""
-        progress.say(f"optimize: {len(fp32_nodes)} nodes exceed FP16's range{where} and stay FP32")
-    op_types = {node.name or "": node.op_type for node in all_nodes(model)}
-    del model
-    tolerance = Tolerance.for_precision(precision)
-    limit = None if isinstance(config.max_error, str) else config.max_error
-    _require_repeatable(fp32, out.name, outputs, batches[:1])
-    expected = run_on_batches(fp32, outputs, batches)
-    rounds = 0
-    simulated = scratch / "simulated.onnx"
-    round_weights(fp32, simulated, precision)
-    # The error of FP32 arithmetic on rounded weights is the least that the precision can have.
-    noise = run_on_batches(simulated, outputs, batches)
-    while True:
-        # A simulation: ONNX Runtime computes most of an FP16 graph in FP32 on the CPU, which would
-        # hide an overflow.
-        _simulate(fp32, simulated, precision, fp32_nodes, config)
-        agreements = compare_outputs(
-            expected,
-            run_on_batches(simulated, outputs, batches),
-            tolerance,
-            noise=noise,
-            max_error=limit,
-        )
-        unrepaired: list[Divergence] = []
-        if all(agreement.passed for agreement in agreements):
-            break
-        worst = next(a for a in agreements if not a.passed)
-        fixed = {*fp32_nodes, *config.keep_fp32}
-        divergences = find_divergences(fp32, simulated, batches[worst.batch], fixed=fixed)
-        movable = [divergence for divergence in divergences if not divergence.fixed]
-        # 1, 2, 4, …: one cause costs one node, and many causes still take few rounds.
-        repairable = movable[: 1 << rounds]
-        # A node that is FP32 already cannot be repaired, but the report names it.
-        unrepaired = repairable or divergences[:1]
-        if rounds >= config.max_rounds or not repairable:
-            break
-        for divergence in repairable:
-            fp32_nodes[divergence.node] = _diverging_node(
-                op_types[divergence.node], divergence, ranges
-            )
-        rounds += 1
-        progress.say(f"optimize: {worst.describe()}; {len(repairable)} more nodes stay FP32")
-    result, data_files = _cast(fp32, out, precision, fp32_nodes, config)
-    not_run = ""
-    if precision == "fp16":
-        run_on_batches(out, outputs, batches[:1])  # ONNX Runtime loads and runs it
-    else:
-        not_run = "ONNX Runtime has no BF16 kernels on the CPU"
-    return _record(
-        fp32,
-        precision,
-        feeds_origin,
-        batches,
-        ranges,
-        fp32_nodes,
-        result,
-        rounds,
-        agreements,
-        not_run,
-        unrepaired,
-        data_files,
-    )
 
 
 def _with_unique_names(fp32: Path, scratch: Path) -> Path:
@@ -293,36 +337,6 @@ def _with_unique_names(fp32: Path, scratch: Path) -> Path:
     return path
 
 
-def _simulate(
-    fp32: Path,
-    out: Path,
-    precision: Literal["fp16", "bf16"],
-    fp32_nodes: Mapping[str, Fp32Node],
-    config: OptimizeConfig,
-) -> None:
-    model = read_graph(fp32)
-    simulate_cast(
-        model, precision, keep_fp32={*fp32_nodes, *config.keep_fp32}, io_dtype=config.io_dtype
-    )
-    write_graph(model, out, max_inline_bytes=1 << 20)
-
-
-def _cast(
-    fp32: Path,
-    out: Path,
-    precision: Literal["fp16", "bf16"],
-    fp32_nodes: Mapping[str, Fp32Node],
-    config: OptimizeConfig,
-) -> tuple[CastResult, tuple[str, ...]]:
-    model = read_graph(fp32)
-    result = cast_graph(
-        model, precision, keep_fp32={*fp32_nodes, *config.keep_fp32}, io_dtype=config.io_dtype
-    )
-    data_files = write_graph(model, out)
-    check_graph(out)
-    return result, data_files
-
-
 def _diverging_node(
     op_type: str, divergence: Divergence, ranges: Mapping[str, TensorRange]
 ) -> Fp32Node:
@@ -334,45 +348,4 @@ def _diverging_node(
         tensor_range.largest if tensor_range else float("nan"),
         tensor_range.smallest if tensor_range else float("nan"),
         f"its error in FP16 was {divergence.error:.3g}, {divergence.before:.3g} at its inputs",
-    )
-
-
-def _record(
-    fp32: Path,
-    precision: str,
-    feeds_origin: str,
-    batches: Sequence[Feeds],
-    ranges: Mapping[str, TensorRange],
-    fp32_nodes: Mapping[str, Fp32Node],
-    result: CastResult,
-    rounds: int,
-    agreements: list[OutputComparison],
-    not_run: str,
-    unrepaired: list[Divergence],
-    data_files: tuple[str, ...],
-) -> GuardRecord:
-    top = max(ranges, key=lambda name: ranges[name].largest, default="")
-    reasons = {
-        name: fp32_nodes[name].reason if name in fp32_nodes else reason
-        for name, reason in result.kept.items()
-    }
-    return GuardRecord(
-        graph=fp32.name,
-        precision=precision,
-        feeds=feeds_origin,
-        batches=len(batches),
-        tensors_measured=len(ranges),
-        largest=ranges[top].largest if top else 0.0,
-        largest_tensor=top,
-        islands=[node.as_json() for node in fp32_nodes.values()],
-        kept=reasons,
-        low_nodes=result.low_nodes,
-        casts=result.casts,
-        clamped=list(result.clamped),
-        shared=list(result.shared),
-        rounds=rounds,
-        agreements=agreements,
-        not_run=not_run,
-        unrepaired=unrepaired,
-        data_files=data_files,
     )

@@ -6,7 +6,9 @@ real. Batches are small, because inner tensors of a graph are held in memory for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,17 @@ from enginery.runtime.sample_inputs import (
 _ROWS = 4
 
 
-def range_feeds(
-    artifact: Artifact, record: GraphRecord, config: OptimizeConfig
-) -> tuple[list[Feeds], str]:
-    """Return feeds for one graph, and a description of their origin.
+@dataclass(frozen=True)
+class RangeFeeds:
+    """Feeds of one graph, a batch each, on which its ranges are measured."""
+
+    batches: Sequence[Feeds]
+    origin: str
+    """Where they come from, such as `built-in sentences`."""
+
+
+def range_feeds(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> RangeFeeds:
+    """Return feeds for one graph.
 
     If `data` is not given, built-in inputs are used, and generated numbers if there are none for
     this graph or its tokenizer or processor cannot be used.
@@ -59,7 +68,7 @@ def range_feeds(
     path = Path(config.data).expanduser()
     if config.data and holds_arrays(path):
         batches = array_batches(path, record, rows=config.rows, batch_rows=_ROWS)
-        return [batch.load() for batch in batches], f"rows of {path.name}"
+        return RangeFeeds([batch.load() for batch in batches], f"rows of {path.name}")
     if takes_real_inputs(artifact, record):
         make = _sound_feeds if takes_audio(record) else _text_feeds
         if takes_images(record):
@@ -73,7 +82,7 @@ def range_feeds(
     elif not config.data and has_builtin_inputs(artifact, record):
         with suppress(ArtifactError, InputError):
             builtin = builtin_batches(artifact, record)
-            return [batch.load() for batch in builtin], "built-in inputs"
+            return RangeFeeds([batch.load() for batch in builtin], "built-in inputs")
     elif config.data and len(artifact.manifest.graphs) == 1:
         names = sorted(spec.name for spec in record.inputs)
         raise InputError(
@@ -82,12 +91,11 @@ def range_feeds(
             do="Save an array for each of them as .npz, or omit --data: ranges are then measured "
             "on generated inputs.",
         )
-    return _generated_feeds(artifact, record), "generated numbers, which real inputs may exceed"
+    generated = _generated_feeds(artifact, record)
+    return RangeFeeds(generated, "generated numbers, which real inputs may exceed")
 
 
-def _text_feeds(
-    artifact: Artifact, record: GraphRecord, config: OptimizeConfig
-) -> tuple[list[Feeds], str]:
+def _text_feeds(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> RangeFeeds:
     feeder = TextFeeder.open(artifact, record)
     # The last text is truncated to the model's maximum length.
     texts, origin = [*SENTENCES, " ".join(SENTENCES) * 4], "built-in sentences"
@@ -98,28 +106,25 @@ def _text_feeds(
     lengths = feeder.lengths(texts)
     order = sorted(range(len(texts)), key=lambda index: lengths[index])
     parts = in_batches([texts[i] for i in order], _ROWS if feeder.can_pad else 1, record)
-    return [feeder(part) for part in parts], origin
+    return RangeFeeds([feeder(part) for part in parts], origin)
 
 
-def _image_feeds(
-    artifact: Artifact, record: GraphRecord, config: OptimizeConfig
-) -> tuple[list[Feeds], str]:
+def _image_feeds(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> RangeFeeds:
     feeder = ImageFeeder.open(artifact, record)
     images: list[Any] = [*synthetic_images(2), *_extreme_images()]
     origin = "built-in images"
     if config.data:
         path = Path(config.data).expanduser()
         images, origin = list(list_images(path, rows=config.rows)), f"images of {path.name}"
-    return [
+    batches = [
         feeder(part)
         for indices in feeder.by_shape(images).values()
         for part in in_batches([images[index] for index in indices], _ROWS, record)
-    ], origin
+    ]
+    return RangeFeeds(batches, origin)
 
 
-def _sound_feeds(
-    artifact: Artifact, record: GraphRecord, config: OptimizeConfig
-) -> tuple[list[Feeds], str]:
+def _sound_feeds(artifact: Artifact, record: GraphRecord, config: OptimizeConfig) -> RangeFeeds:
     feeder = SoundFeeder.open(artifact, record)
     sounds: list[Any] = synthetic_sounds(feeder.processor.sampling_rate, 2)
     origin = "built-in sounds"
@@ -127,7 +132,7 @@ def _sound_feeds(
         path = Path(config.data).expanduser()
         sounds, origin = list_media(path, "audio", rows=config.rows), f"sounds of {path.name}"
     batches = media_batches("sounds", feeder, sounds, record)
-    return [batch.load() for batch in batches], origin
+    return RangeFeeds([batch.load() for batch in batches], origin)
 
 
 def _extreme_images() -> list[NDArray[np.uint8]]:

@@ -201,15 +201,15 @@ def _graph_record(record: GraphRecord, directory: Path, optimized: OptimizedGrap
     def typed(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=_DTYPES.get(types[spec.name], spec.dtype))
 
-    answer = optimized.answers.get(record.file)
+    outputs = [typed(spec) for spec in record.outputs]
+    if answer := optimized.answers.get(record.file):
+        outputs.append(answer)
     return record.model_copy(
         update={
+            # That of the file: preparing the graph may have changed it.
             "opset": next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx")),
             "inputs": tuple(typed(spec) for spec in record.inputs),
-            "outputs": (
-                *(typed(spec) for spec in record.outputs),
-                *([answer] if answer else ()),
-            ),
+            "outputs": tuple(outputs),
             "data_files": optimized.data_files.get(record.file, ()),
         }
     )

@@ -46,6 +46,7 @@ from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.row_stream import Window
 from enginery.runtime.tasks.task import Modality, RowValues
 
@@ -288,16 +289,18 @@ class BatchPredictor(Closeable):
             try:
                 results = finish(stats)
             except InputError as error:
+                # A bad row fails its whole batch; the other rows still get their predictions.
                 answers: dict[int, Any] = {}
                 self._bisect_failures(rows, selected.inputs, error, answers, errors, stats)
                 rows, results = list(answers), list(answers.values())
-        for row, is_finite in zip(rows, self._finite(results), strict=True):
-            if not is_finite:
+        for row, finite in zip(rows, self._finite(results), strict=True):
+            if not finite:
                 errors[row] = "the model returned NaN or infinity"
         if errors:
+            # Bad rows were left out before the run: put the results back into the window's order.
             by_row = dict(zip(rows, results, strict=True))
             results = [None if row in errors else by_row[row] for row in range(len(batch.values))]
-        bad = min(errors) if errors else None
+        first_bad_row = min(errors) if errors else None
         counts = Counts(
             rows=len(batch.values),
             bad_rows=len(errors),
@@ -307,7 +310,9 @@ class BatchPredictor(Closeable):
             encode_seconds=stats.encode_seconds,
             run_seconds=stats.run_seconds,
         )
-        first_bad = None if bad is None else (batch.first + bad, errors[bad])
+        first_bad = (
+            None if first_bad_row is None else (batch.first + first_bad_row, errors[first_bad_row])
+        )
         return PredictedBatch(
             batch.first, columns.batch(batch.kept, results, errors), counts, first_bad
         )
@@ -317,7 +322,7 @@ class BatchPredictor(Closeable):
         if isinstance(results, np.ndarray):
             finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(results), axis=1)
             return list(finite)
-        return map(self._model.task.is_finite, results)
+        return map(is_finite, results)
 
     def _bisect_failures(
         self,
@@ -345,13 +350,13 @@ class BatchPredictor(Closeable):
             errors[rows[0]] = row_message(self.task, failure.message)
             return
         middle = len(rows) // 2
-        for part in (slice(None, middle), slice(middle, None)):
+        for half in (slice(None, middle), slice(middle, None)):
             try:
-                results = self._model(inputs[part], stats)
+                results = self._model(inputs[half], stats)
             except InputError as error:
-                self._bisect_failures(rows[part], inputs[part], error, answers, errors, stats)
+                self._bisect_failures(rows[half], inputs[half], error, answers, errors, stats)
             else:
-                answers.update(zip(rows[part], results, strict=True))
+                answers.update(zip(rows[half], results, strict=True))
 
     def _input(self, values: Values) -> Any:
         if self.modality != "text":

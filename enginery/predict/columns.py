@@ -23,6 +23,7 @@ import numpy as np
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
 from enginery.predict.task_inputs import PredictedTask
+from enginery.runtime.tasks.results import arrow_fields, arrow_values
 from enginery.runtime.tasks.task import RowValues, TaskOptions
 
 ERROR = "error"
@@ -44,7 +45,7 @@ class OutputColumns:
         task: PredictedTask,
         options: TaskOptions | dict[str, Any],
         kept: Any,
-        taken: Sequence[str],
+        input_names: Sequence[str],
         *,
         prefix: str,
         dim: int,
@@ -55,7 +56,7 @@ class OutputColumns:
             task: the model's task.
             options: options of the task.
             kept: `pyarrow.Schema` of the columns that are kept of the input.
-            taken: names of the input's columns.
+            input_names: names of the input's columns.
             prefix: prefix of the names of the prediction's columns.
             dim: length of an embedding; not used by other tasks.
 
@@ -64,10 +65,11 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        found = [*task.arrow_fields(options, dim), pa.field(ERROR, pa.string())]
-        fields = [field.with_name(prefix + field.name) for field in found]
+        columns = arrow_fields(task.result_type, items=_items(options), dim=dim)
+        columns.append(pa.field(ERROR, pa.string()))
+        fields = [field.with_name(prefix + field.name) for field in columns]
         names = tuple(field.name for field in fields)
-        check_column_names(names, taken, prefix)
+        check_column_names(names, input_names, prefix)
         return cls(pa.schema([*kept, *fields], metadata=kept.metadata), task, names)
 
     def batch(self, kept: Any, answers: RowValues, errors: Mapping[int, str]) -> Any:
@@ -81,13 +83,13 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        first = kept.num_columns
-        fields = [self.schema.field(first + index) for index in range(len(self.predicted))]
+        offset = kept.num_columns
+        fields = [self.schema.field(offset + index) for index in range(len(self.predicted))]
         if isinstance(answers, np.ndarray):
             arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
         else:
-            values = self.task.arrow_values
-            rows = [None if answer is None else values(answer) for answer in answers]
+            kind = self.task.result_type
+            rows = [None if answer is None else arrow_values(kind, answer) for answer in answers]
             arrays = [
                 to_arrow([None if row is None else row[index] for row in rows], field.type)
                 for index, field in enumerate(fields[:-1])
@@ -96,10 +98,17 @@ class OutputColumns:
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
 
 
+def _items(options: TaskOptions | dict[str, Any]) -> int:
+    """Return the maximum number of items of a result; 0 for all."""
+    if isinstance(options, dict):
+        return int(options.get("num_return_sequences") or 1)
+    return int(getattr(options, "top_k", 0))
+
+
 def check_column_names(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:
     """Raise InputError if the input has a column with the name of a column of the prediction."""
-    if taken := [name for name in answers if name in names]:
+    if duplicates := [name for name in answers if name in names]:
         raise InputError(
-            f"the input has a column '{taken[0]}', and the prediction would have one, too.",
+            f"the input has a column '{duplicates[0]}', and the prediction would have one, too.",
             do=f"Give the prediction's columns a prefix: --prefix predicted_{prefix}",
         )

@@ -106,7 +106,7 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         """Raise OptionError for an invalid value."""
-        least = {
+        minimums = {
             "top_k": 0,
             "max_answer_tokens": 1,
             "workers": 0,
@@ -117,12 +117,13 @@ class PredictConfig:
             "ray_actors": 0,
             "ray_gpus": 0,
         }
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
+        for name, minimum in minimums.items():
+            if getattr(self, name) < minimum:
                 raise OptionError(
-                    f"option '{name}' is {getattr(self, name)}, expected {smallest} or more.",
+                    f"option '{name}' is {getattr(self, name)}, expected {minimum} or more.",
                     option=name,
                 )
+        # Not `<= 0`, which is False for NaN.
         if not self.part_seconds > 0:
             raise OptionError(
                 f"option 'part_seconds' is {self.part_seconds}, expected more than 0.",

@@ -7,15 +7,15 @@ runner(["The engine"], WindowStats())[0].text
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
 from enginery.runtime.generation.generator import Generation, TextGenerator
+from enginery.runtime.tasks.results import Alternatives
 from enginery.runtime.tasks.task import InputField, Modality
 
 
@@ -26,27 +26,7 @@ class Generate:
     modality: ClassVar[Modality] = "text"
     inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
     notes: ClassVar[tuple[str, ...]] = ()
-
-    @staticmethod
-    def arrow_fields(options: Any, _: int) -> list[Any]:
-        """Return the columns: `generated`, why it ended, and the score of beam search."""
-        import pyarrow as pa
-
-        names = {"generated": pa.string(), "finish": pa.string(), "score": pa.float32()}
-        if _results(options) > 1:
-            names = {name: pa.list_(kind) for name, kind in names.items()}
-        return [pa.field(name, kind) for name, kind in names.items()]
-
-    @staticmethod
-    def arrow_values(result: Sequence[Generation]) -> tuple[Any, ...]:
-        """Return a row's values; lists if `num_return_sequences` is above 1."""
-        values = [(each.text, each.finish, each.score) for each in result]
-        return values[0] if len(values) == 1 else tuple(map(list, zip(*values, strict=True)))
-
-    @staticmethod
-    def is_finite(result: Sequence[Generation]) -> bool:
-        """Return True if the scores are finite."""
-        return all(each.score is None or math.isfinite(each.score) for each in result)
+    result_type: ClassVar[Any] = Annotated[list[Generation], Alternatives()]
 
 
 class GenerateFromImages(Generate):
@@ -78,7 +58,7 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
     Raises:
         OptionError: one is not of the form NAME=VALUE.
     """
-    found = {}
+    options = {}
     for text in config.generation:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -88,10 +68,10 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
                 option="generation",
             )
         try:
-            found[name.strip()] = json.loads(value)
+            options[name.strip()] = json.loads(value)
         except ValueError:
-            found[name.strip()] = value.strip()
-    return found
+            options[name.strip()] = value.strip()
+    return options
 
 
 class GenerationRunner(Closeable):
@@ -112,10 +92,10 @@ class GenerationRunner(Closeable):
         self._generator = generator
         self._options = {"num_return_sequences": 1, **options}
         try:
-            chosen = generator.read_options(self._options)[1]
+            generation_options = generator.read_options(self._options)[1]
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
-        self._batch_rows = max(1, batch_rows // chosen.num_beams)
+        self._batch_rows = max(1, batch_rows // generation_options.num_beams)
 
     def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
         """Return the results of each input; rows of similar length run together.
@@ -123,23 +103,18 @@ class GenerationRunner(Closeable):
         Raises:
             InputError: an input cannot be used.
         """
-        length = len if all(isinstance(each, str) for each in inputs) else (lambda _: 0)
+        length = len if all(isinstance(value, str) for value in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
-        found = self._generator.generate(
+        generations = self._generator.generate(
             [inputs[index] for index in order], batch_size=self._batch_rows, **self._options
         )
-        each = len(found) // len(inputs)
+        per_input = len(generations) // len(inputs)
         results: list[list[Generation]] = [[] for _ in inputs]
-        for place, index in enumerate(order):
-            results[index] = found[place * each : (place + 1) * each]
+        for position, index in enumerate(order):
+            results[index] = generations[position * per_input : (position + 1) * per_input]
             stats.tokens += sum(len(result.tokens) for result in results[index])
         return results
 
     def close(self) -> None:
         """Free the sessions."""
         self._generator.close()
-
-
-def _results(options: Any) -> int:
-    """Return the number of results of a row."""
-    return int(options.get("num_return_sequences") or 1)

@@ -5,7 +5,7 @@ They are in `OUTPUT.parts/` beside the output, as `part-000000`, `part-000001`, 
 
 >>> fingerprint = Fingerprint("predict", {"input": "reviews.csv"})
 >>> journal = Journal.open(tmp_path / "out.parquet", fingerprint, schema="text: string")
->>> journal.counts.rows, journal.whole
+>>> journal.counts.rows, journal.has_all_rows
 (0, False)
 
 A part is synced to the disk before its line is written. A line counts if it is complete and its
@@ -32,7 +32,7 @@ from enginery.core.durable import make_directory, replace_synced, sync_directory
 from enginery.core.errors import InputError
 from enginery.core.home import enginery_home, file_lock
 from enginery.core.json_file import json_bytes, read_document
-from enginery.core.paths import list_prefixed
+from enginery.core.paths import list_directory, list_prefixed
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import remove_leftovers as remove_temporary
 from enginery.core.temporary import write_atomically
@@ -83,7 +83,7 @@ def remove_leftovers() -> int:
     still write.
     """
     freed = remove_temporary(_notes())
-    for note in _notes().iterdir() if _notes().is_dir() else ():
+    for note in list_directory(_notes()):
         with suppress(OSError):  # of a run that has just ended, or of another user
             output = Path(os.fsdecode(read_document(note).replace(b"\0", b"")))
             if _output_id(output) != note.name:  # it was damaged
@@ -100,10 +100,10 @@ def _clear(output: Path) -> int:
     """Remove all but the finished parts of an output; return the removed size in bytes."""
     freed = 0
     directory = parts_directory(output)
-    kept = set() if _is_delivered(output) else _resumable_files(directory)
-    for path in directory.iterdir() if directory.is_dir() else ():
+    finished_files = set() if _is_delivered(output) else _resumable_files(directory)
+    for path in list_directory(directory):
         ours = path.name in _KNOWN_FILES or path.name.startswith(_PART)
-        if ours and path.name not in kept and path.is_file():
+        if ours and path.name not in finished_files and path.is_file():
             freed += path.stat().st_size
             path.unlink()
     with suppress(OSError):  # it is not empty, or not there
@@ -114,22 +114,15 @@ def _clear(output: Path) -> int:
 class Journal:
     """The finished parts of an output."""
 
-    def __init__(
-        self,
-        directory: Path,
-        parts: list[Counts],
-        *,
-        whole: bool = False,
-        first_bad: str = "",
-        damage: str = "",
-    ) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.parts = parts
-        self.whole = whole
+        self.parts: list[Counts] = []
+        """Counts of each finished part."""
+        self.has_all_rows = False
         """True if the parts have all rows and only need to be assembled."""
-        self.first_bad = first_bad
+        self.first_bad = ""
         """The first bad row and its problem; empty if there is none."""
-        self.damage = damage
+        self.damage = ""
         """The part from an earlier run that cannot be used, and the reason; empty if all can."""
 
     @classmethod
@@ -148,13 +141,13 @@ class Journal:
         _check_untracked_files(directory)
         head = {"key": fingerprint.key, "schema": schema}
         try:
-            found = _read(directory, head)
-            if found is not None:
-                return found
+            resumed = _read(directory, head)
+            if resumed is not None:
+                return resumed
             make_directory(directory)
             for path in [directory / _JOURNAL, *list_prefixed(directory, _PART)]:
                 path.unlink(missing_ok=True)
-            journal = cls(directory, [])
+            journal = cls(directory)
             journal._append(head)
         except OSError as error:
             raise InputError(f"output '{output}' cannot be written: {error.strerror}.") from error
@@ -191,25 +184,27 @@ class Journal:
             InputError: the input cannot be read to its end, or has no rows; with `fail_fast`, a
                 row is bad. Finished parts stay.
         """
-        steps, done, said = 0, 0.0, time.monotonic()
+        steps, share_done, last_message_at = 0, 0.0, time.monotonic()
         with progress.task("predicting", total=100) as advance:
 
             def show(share: float) -> None:
-                nonlocal steps, done
-                done = share
-                while steps < int(done * 100):
+                nonlocal steps, share_done
+                share_done = share
+                while steps < int(share_done * 100):
                     advance()
                     steps += 1
 
             while self._write_part(windows, columns, config, assembly.kind, show):
                 assembly.add(self.directory / _name(len(self.parts) - 1))
-                if time.monotonic() - said > _LOG_INTERVAL_SECONDS:
-                    said = time.monotonic()
-                    progress.say(f"predict: {self.counts.rows:,} rows, {done:.0%} of the input")
+                if time.monotonic() - last_message_at > _LOG_INTERVAL_SECONDS:
+                    last_message_at = time.monotonic()
+                    progress.say(
+                        f"predict: {self.counts.rows:,} rows, {share_done:.0%} of the input"
+                    )
         if not self.parts:
             raise InputError("the input has no rows.")
         self._append({"whole": True})
-        self.whole = True
+        self.has_all_rows = True
 
     def write_report(self, report: PredictReport) -> None:
         """Write the report of the finished output, atomically."""
@@ -292,8 +287,8 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
     lines = _lines(directory)
     if not lines or lines[0] != head:
         return None
-    journal = Journal(directory, [])
-    good = 1
+    journal = Journal(directory)
+    valid_lines = 1
     for line in lines[1:]:
         if "part" in line:
             journal.damage = _find_damage(directory, line, len(journal.parts))
@@ -301,11 +296,11 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
                 break
             journal.parts.append(Counts(**line["counts"]))
             journal.first_bad = journal.first_bad or line["first_bad"]
-        journal.whole = "whole" in line
-        good += 1
+        journal.has_all_rows = "whole" in line
+        valid_lines += 1
     file = directory / _JOURNAL
     with file.open("r+b") as stream:
-        for _ in range(good):
+        for _ in range(valid_lines):
             stream.readline()
         stream.truncate(stream.tell())
         os.fsync(stream.fileno())
@@ -314,7 +309,7 @@ def _read(directory: Path, head: dict[str, Any]) -> Journal | None:
 
 def _check_untracked_files(directory: Path) -> None:
     """Raise InputError if the directory has files that predict does not write."""
-    for path in directory.iterdir() if directory.is_dir() else ():
+    for path in list_directory(directory):
         if path.name not in _KNOWN_FILES and not path.name.startswith(_PART):
             raise InputError(
                 f"{directory} contains {path.name}, expected only parts from an earlier run.",
@@ -324,14 +319,14 @@ def _check_untracked_files(directory: Path) -> None:
 
 def _lines(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of a journal up to the first incomplete one."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     with suppress(OSError, ValueError), (directory / _JOURNAL).open("rb") as stream:
         for line in stream:
             entry = json.loads(line) if line.endswith(b"\n") else None
             if not isinstance(entry, dict):
                 break
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def _find_damage(directory: Path, line: dict[str, Any], number: int) -> str:
@@ -344,8 +339,8 @@ def _find_damage(directory: Path, line: dict[str, Any], number: int) -> str:
 
 def _resumable_files(directory: Path) -> set[str]:
     """Return the names of the journal and its parts; nothing if no part is finished."""
-    parts = {_name(line["part"]) for line in _lines(directory) if "part" in line}
-    return {_JOURNAL, *parts} if parts else set()
+    part_names = {_name(line["part"]) for line in _lines(directory) if "part" in line}
+    return {_JOURNAL, *part_names} if part_names else set()
 
 
 def _is_delivered(output: Path) -> bool:

@@ -136,9 +136,9 @@ class PredictReport:
     def rows(self) -> list[Table | str]:
         """Return a table of facts: counts, times, memory."""
         counts = self.counts
-        good = counts.rows - counts.bad_rows
+        predicted_rows = counts.rows - counts.bad_rows
         facts = {
-            "rows": f"{counts.rows:,} read, {good:,} predicted, {counts.bad_rows:,} bad",
+            "rows": f"{counts.rows:,} read, {predicted_rows:,} predicted, {counts.bad_rows:,} bad",
         }
         if self.resumed_rows:
             facts["from an earlier run"] = f"{self.resumed_rows:,} rows"

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import (
@@ -70,7 +70,9 @@ STAGE_VERSION = "3"
 STDIN = "-"
 
 
-def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig) -> Fingerprint:
+def fingerprint(
+    artifact: Artifact, path: Path, output_format: str, config: PredictConfig
+) -> Fingerprint:
     """Compute the fingerprint of an output from its input, artifact, options and tools."""
     return stage_fingerprint(
         STAGE,
@@ -78,7 +80,7 @@ def fingerprint(artifact: Artifact, path: Path, kind: str, config: PredictConfig
         {
             "input": data_content(path),
             "artifact": artifact.content_sha256(),
-            "output_format": kind,
+            "output_format": output_format,
         },
         option_fields(config, providers=format_providers(provider_specs(config))),
         stage_tools(["tokenizers"]),
@@ -132,16 +134,16 @@ def run(
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)
-        if done := find_finished_report(output, key, force=force):
+        if report := find_finished_report(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             remove_parts(output)  # of a run that was killed after it had assembled them
-            return done
+            return report
         with ExitStack() as joining:
             with ExitStack() as opened:
                 # The session loads while the input is checked.
-                side = opened.enter_context(ThreadPoolExecutor(1))
+                loader = opened.enter_context(ThreadPoolExecutor(1))
                 base = path if path.is_dir() else path.parent
-                loading = side.submit(_open_predictor, artifact, config, base)
+                loading = loader.submit(_open_predictor, artifact, config, base)
                 try:
                     columns = column_names(require_task(artifact, config), config)
                     reader = open_dataset(path, columns, options)
@@ -165,7 +167,7 @@ def run(
                 assembly = joining.enter_context(Assembly(journal.directory, kind, written.schema))
                 for part in journal.paths():
                     assembly.add(part)
-                if not journal.whole:
+                if not journal.has_all_rows:
                     # Closed here, not by the garbage collector: the generator holds the workers.
                     with closing(predictor.stream(reader, written, skip=resumed)) as windows:
                         journal.write_parts(windows, written, config, assembly, progress=progress)
@@ -206,7 +208,7 @@ def _run_tensors(
     """Write the graph's own outputs for every row, unless they are already up to date."""
     started = time.perf_counter()
     if str(source) == STDIN:
-        raise InputError("standard input is no input for .npz output; name a file or a folder.")
+        raise InputError("standard input cannot be read for .npz output; name a file or a folder.")
     if source.resolve() == output.resolve():
         raise InputError(f"output '{output}' is the input, which is never overwritten.")
     if not source.exists():
@@ -218,38 +220,38 @@ def _run_tensors(
         directory_beside(output) as scratch,
     ):
         key = fingerprint(artifact, source, NPZ, config)
-        if done := find_finished_report(output, key, force=force):
+        if report := find_finished_report(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
-            return done
-        made = write_tensors(artifact, source, scratch, config)
-        report = _tensors_report(artifact, output, made, key, started)
+            return report
+        tensors = write_tensors(artifact, source, scratch, config)
+        report = _tensors_report(artifact, output, tensors, key, started)
         # First the report: without its output, the next run writes both again, and beside an
         # earlier output its digest is another.
         write_atomically(sidecar(output), json_bytes(report.as_json()))
-        replace_synced(made.path, output)
+        replace_synced(tensors.path, output)
         return report
 
 
 def _tensors_report(
-    artifact: Artifact, output: Path, made: WrittenTensors, key: Fingerprint, started: float
+    artifact: Artifact, output: Path, tensors: WrittenTensors, key: Fingerprint, started: float
 ) -> PredictReport:
     return PredictReport(
         output=str(output),
         task=artifact.manifest.task,
         worked=True,
-        counts=Counts(rows=made.rows, run_seconds=made.run_seconds),
+        counts=Counts(rows=tensors.rows, run_seconds=tensors.run_seconds),
         resumed_rows=0,
         first_bad="",
         workers=1,
-        providers=made.providers,
+        providers=tensors.providers,
         notes=(),
-        boot_seconds=made.boot_seconds,
+        boot_seconds=tensors.boot_seconds,
         total_seconds=time.perf_counter() - started,
         peak_rss_bytes=peak_rss_bytes(),
         fingerprint=key.fields,
         key=key.key,
-        size_bytes=made.path.stat().st_size,
-        sha256=sha256_of(made.path),
+        size_bytes=tensors.path.stat().st_size,
+        sha256=sha256_of(tensors.path),
     )
 
 
@@ -296,8 +298,8 @@ def find_finished_report(output: Path, key: Fingerprint, *, force: bool) -> Pred
         do=do,
     )
     try:
-        report = json.loads(sidecar(output).read_bytes())
-        changes = key.changes(report["fingerprint"])
+        document = json.loads(sidecar(output).read_bytes())
+        changes = key.changes(document["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         if is_complete(output, key):
             return None  # killed before the report was written: assemble the parts again
@@ -305,16 +307,16 @@ def find_finished_report(output: Path, key: Fingerprint, *, force: bool) -> Pred
     if changes:
         raise InputError(f"output '{output}' was made from something else: {changes[0]}.", do=do)
     try:
-        found = PredictReport.from_json(report, worked=False)
+        report = PredictReport.from_json(document, worked=False)
     except (KeyError, TypeError):
         raise unknown from None
-    if (digest := sha256_of(output)) != found.sha256:
+    if (digest := sha256_of(output)) != report.sha256:
         raise InputError(
             f"output '{output}' was changed: its sha256 is {digest[:12]}…, expected "
-            f"{found.sha256[:12]}… as in its report.",
+            f"{report.sha256[:12]}… as in its report.",
             do=do,
         )
-    return found
+    return report
 
 
 def _open_predictor(
@@ -332,16 +334,16 @@ def _check_input_kind(
     predictor: BatchPredictor | RayPredictor,
 ) -> None:
     """Raise InputError if the input is a folder or lines of text, but the model needs another."""
-    taken = PLURALS[predictor.modality]
-    if isinstance(reader, FolderReader) and reader.kind != taken:
+    plural = PLURALS[predictor.modality]
+    if isinstance(reader, FolderReader) and reader.kind != plural:
         raise InputError(
-            f"the input is {reader.kind}, but the model's task is {task}, which takes {taken}.",
-            do="" if taken == "texts" else f"If it has {taken}, too, pass --format {taken}.",
+            f"the input is {reader.kind}, but the model's task is {task}, which takes {plural}.",
+            do="" if plural == "texts" else f"If it has {plural}, too, pass --format {plural}.",
         )
     if isinstance(reader, LineReader) and (len(columns) > 1 or predictor.modality != "text"):
-        wanted = " and ".join(f"'{column}'" for column in columns)
+        names = " and ".join(f"'{column}'" for column in columns)
         raise InputError(
-            f"the input is lines of text, but {task} needs the columns {wanted}.",
+            f"the input is lines of text, but {task} needs the columns {names}.",
             do="Use a CSV, JSONL or Parquet file.",
         )
 
@@ -350,13 +352,14 @@ def _check_text_columns(reader: DatasetReader, columns: tuple[str, ...], path: P
     """Raise InputError if a Parquet column is not of a text type."""
     import pyarrow as pa
 
-    for column in columns if isinstance(reader, ParquetReader) else ():
-        found = kind = reader.schema.field(column).type
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
-        texts = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
-        if kind not in texts:
-            raise InputError(f"data '{path}': column '{column}' holds {found}, expected text.")
+    if not isinstance(reader, ParquetReader):
+        return
+    text_types = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
+    for column in columns:
+        dtype = reader.schema.field(column).type
+        value_type = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+        if value_type not in text_types:
+            raise InputError(f"data '{path}': column '{column}' holds {dtype}, expected text.")
 
 
 def _make_output_directory(output: Path) -> None:
@@ -408,12 +411,11 @@ def input_file(
     check_stdin_format(config)
     if stream is None and sys.stdin is None:
         raise InputError("standard input is closed.")
-    given: Any = stream or sys.stdin.buffer
     copied = parts_directory(output) / STDIN_COPY
     try:
         copied.parent.mkdir(exist_ok=True)
         with copied.open("wb") as copy:
-            shutil.copyfileobj(given, copy, 1 << 20)
+            shutil.copyfileobj(stream or sys.stdin.buffer, copy, 1 << 20)
         yield copied
     finally:
         copied.unlink(missing_ok=True)

@@ -69,13 +69,13 @@ def column_names(task: PredictedTask, config: PredictConfig) -> tuple[str, ...]:
 
     If no option sets the column of an input, it is the one with the input's name.
     """
-    found = []
+    columns = []
     for field in task.inputs:
         option = _COLUMNS.get(field.name)
         column = getattr(config, option) if option else field.name
         if column or not field.optional:
-            found.append(column)
-    return tuple(found)
+            columns.append(column)
+    return tuple(columns)
 
 
 def output_options(task: PredictedTask, config: PredictConfig) -> TaskOptions | dict[str, Any]:

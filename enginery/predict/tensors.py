@@ -115,17 +115,19 @@ def write_tensors(
             )
         )
         loaded = time.perf_counter()
+        # The outputs of all rows may not fit into memory, and an .npz file takes one array
+        # at a time.
         spools = [
             opened.enter_context(_Spool(spec.name, scratch / f"part-{index:06}"))
             for index, spec in enumerate(record.outputs)
         ]
         task = Tensors.open(artifact, record)
         names = _run(BatchRunner(task, runner), inputs, spools, config.batch_rows or MAX_ROWS)
-        done = time.perf_counter()
+        finished = time.perf_counter()
         providers = tuple(provider.name for provider in runner.providers)
     path = scratch / ASSEMBLED
     _assemble(path, spools, names, joined=task.has_rows, name_rows=not holds_arrays(source))
-    return WrittenTensors(path, len(names), providers, loaded - started, done - loaded)
+    return WrittenTensors(path, len(names), providers, loaded - started, finished - loaded)
 
 
 class _Spool(Closeable):
@@ -133,7 +135,7 @@ class _Spool(Closeable):
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-        self.kinds: list[tuple[tuple[int, ...], str]] = []
+        self._shapes_and_dtypes: list[tuple[tuple[int, ...], str]] = []
         """Shape and dtype of each row."""
         self._stream = path.open("wb")
 
@@ -149,15 +151,15 @@ class _Spool(Closeable):
         """
         if array.dtype.hasobject:
             raise InputError(f"output '{self.name}' holds texts, which .npz files do not take.")
-        self.kinds.append((array.shape, array.dtype.str))
+        self._shapes_and_dtypes.append((array.shape, array.dtype.str))
         self._stream.write(np.ascontiguousarray(array).data)
 
     def members(self, names: list[str], *, joined: bool) -> Iterator[tuple[str, Any, int]]:
         """Yield (name, header, size in bytes) of the arrays that the file becomes, in its order."""
-        same = len(set(self.kinds)) == 1
-        for name, (shape, dtype) in zip(names, self.kinds, strict=True):
+        have_one_shape = len(set(self._shapes_and_dtypes)) == 1
+        for name, (shape, dtype) in zip(names, self._shapes_and_dtypes, strict=True):
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            if joined and same:
+            if joined and have_one_shape:
                 yield self.name, _header((len(names), *shape[1:]), dtype), size * len(names)
                 return
             alone = len(names) == 1 and not joined
@@ -178,21 +180,21 @@ def _read_inputs(
     """
     if holds_arrays(source):
         return _read_arrays(record, source)
-    kind: MediaKind = "audio" if takes_audio(record) else "images"
+    media: MediaKind = "audio" if takes_audio(record) else "images"
     if takes_images(record) and not (artifact.path / PreprocessorConfig.FILE).is_file():
         raise InputError(
             f"data '{source}': the artifact does not say how images become its input.",
             do="Import the .onnx file with --resize, --rescale, --mean and --std, or save arrays.",
         )
-    if not takes_real_inputs(artifact, record) or not (takes_images(record) or kind == "audio"):
+    if not takes_real_inputs(artifact, record) or not (takes_images(record) or media == "audio"):
         names = ", ".join(spec.name for spec in record.inputs)
         raise InputError(
             f"data '{source}': the graph takes {names}, of which raw tensors are expected as .npz.",
             do="Save an array for each input: numpy.savez(path, name=array, …); or choose a table, "
             "such as --out results.parquet, if the model's task has one.",
         )
-    files = list_media(source, kind, rows=sys.maxsize)
-    feeder = (SoundFeeder if kind == "audio" else ImageFeeder).open(artifact, record)
+    files = list_media(source, media, rows=sys.maxsize)
+    feeder = (SoundFeeder if media == "audio" else ImageFeeder).open(artifact, record)
     return _read_media(source, files, feeder)
 
 
@@ -216,17 +218,17 @@ def _run(
     """Run the rows in their order, and return their names."""
     names: list[str] = []
 
-    def rows() -> Iterator[Row]:
+    def named_rows() -> Iterator[Row]:
         for name, feeds in inputs:
             try:
-                found = batch.task.preprocess(feeds, None).rows
+                rows = batch.task.preprocess(feeds, None).rows
             except InputError as error:
                 raise InputError(f"data '{name}': {error.message}", do=error.do) from error
-            numbered = len(found) > 1
-            names.extend(f"{name}/{i}" if numbered else name for i in range(len(found)))
-            yield from found
+            numbered = len(rows) > 1
+            names.extend(f"{name}/{i}" if numbered else name for i in range(len(rows)))
+            yield from rows
 
-    waiting = rows()
+    waiting = named_rows()
     while window := list(islice(waiting, batch_rows)):
         for outputs in batch.run_stream(window):
             for spool in spools:

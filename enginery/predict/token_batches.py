@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.predict.config import MAX_ROWS, MAX_TOKENS, PredictConfig
@@ -57,6 +59,7 @@ _GPU_QUEUE = 4
 _GPU_WINDOWS = 3
 """Windows that wait at most until they are written, while a part is synced to the disk."""
 _PROBE_TOKENS = 8
+_GREY_IMAGE = np.full((64, 64, 3), 128, np.uint8)
 
 
 Result = TypeVar("Result")
@@ -102,7 +105,7 @@ class PooledBatchRunner(BatchRunner):
     def run(self, rows: Sequence[Row]) -> list[Any]:
         """Run rows as one batch; see `BatchRunner.run`."""
         feeds = self.feeds(rows)
-        run = partial(self.runner, feeds, self.task.outputs_for(rows))
+        run = partial(self.runner, feeds, self.task.outputs_read(raw=rows[0].reads_raw))
         return list(self.split(rows, feeds, self._pool.call(run)))
 
 
@@ -204,14 +207,14 @@ class WindowRunner:
             name="enginery-prepare",
         )
         is_stopped = threading.Event()
-        done = read_ahead(
+        collected = read_ahead(
             stream.run(_until(is_stopped, prepared)),
             ahead=1 if self._on_cpu else _GPU_WINDOWS,
             name="enginery-collect",
         )
-        with closing(done), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
+        with closing(collected), nullcontext() if self._on_cpu else SWITCH_INTERVAL.lowered():
             try:
-                for window in done:  # noqa: UP028  `yield from` would close it before `finally`
+                for window in collected:  # noqa: UP028  `yield from` would close it before `finally`
                     yield window
             finally:
                 is_stopped.set()  # the rest of a window may take long
@@ -247,12 +250,13 @@ class WindowRunner:
         """
         if self.task.result_type is not Vectors:
             return 0
-        limit = self.task.tokenizer.limit if isinstance(self.task, TextTask) else _PROBE_TOKENS
-        work = ModelInputs([self.task.probe(min(_PROBE_TOKENS, limit))])
-        if isinstance(self.task, MediaTask):
-            outputs = self.batches.run(work.rows)
-        else:
+        if isinstance(self.task, TextTask):
+            limit = self.task.tokenizer.limit
+            work = ModelInputs([self.task.probe(min(_PROBE_TOKENS, limit))])
             outputs = self.pool.call(partial(self.batches.run, work.rows))
+        else:
+            work = self.task.preprocess([_GREY_IMAGE], self.options)
+            outputs = self.batches.run(work.rows)
         (vector,) = self.task.postprocess(work, outputs, self.options)
         return len(vector)
 

@@ -49,10 +49,9 @@ class TokenizerWatchdog:
             if self._stuck and text in self._stuck:
                 raise _timeout_error(index)
         if not self._stuck:
-            whole = self._submit(lambda: encode(texts))
-            if _finished_in_time(whole):
-                found: list[Any] = whole.result()
-                return found
+            batch_job = self._submit(lambda: encode(texts))
+            if _finished_in_time(batch_job):
+                return list(batch_job.result())
         # One text at a time: the tokenizer's thread pool, which encodes lists, may be blocked by
         # texts on which it hangs.
         encodings: list[Any] = []
@@ -110,18 +109,18 @@ class _EncoderThread(threading.Thread):
         self._idle = idle
 
     def run(self) -> None:
-        while (taken := self.jobs.get()) is not None:
-            job, work = taken
+        while (item := self.jobs.get()) is not None:
+            job, work = item
             try:
-                made = work()
+                result = work()
             except BaseException as error:
                 self._idle.append(self)
                 job.set_exception(error)
             else:
                 self._idle.append(self)
-                job.set_result(made)
-                del made
-            del taken, job, work  # they may hold megabytes of text
+                job.set_result(result)
+                del result
+            del item, job, work  # they may hold megabytes of text
 
 
 def _timeout_error(index: int) -> InputError:

@@ -61,13 +61,13 @@ _SYNCED_BYTES = 64 << 20
 
 def output_format(output: Path) -> OutputFormat:
     """Return the format by the suffix; raise InputError for an unknown suffix."""
-    found = _SUFFIXES.get(output.suffix.lower())
-    if found is None:
+    name = _SUFFIXES.get(output.suffix.lower())
+    if name is None:
         raise InputError(
             f"output '{output}' has the suffix '{output.suffix}', expected {', '.join(_SUFFIXES)}, "
             "or .npz for the graph's own outputs."
         )
-    return found
+    return name
 
 
 class PartWriter(Closeable):
@@ -232,7 +232,7 @@ def _write_parquet(parts: Iterator[Path], stream: _HashedStream, schema: Any) ->
     compression = {
         path: "none" if path.partition(".")[0] in vectors else "zstd" for path in _leaves(schema)
     }
-    dictionaries = [path for path, kind in compression.items() if kind != "none"]
+    dictionaries = [path for path, codec in compression.items() if codec != "none"]
     with pq.ParquetWriter(
         stream,
         schema,
@@ -270,8 +270,8 @@ def _leaves(schema: Any) -> list[str]:
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, schema):
         pass
-    found = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
-    return [found.column(index).path for index in range(len(found))]
+    parquet_schema = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    return [parquet_schema.column(index).path for index in range(len(parquet_schema))]
 
 
 def _json_lines(batch: Any) -> Iterator[bytes]:
@@ -333,13 +333,13 @@ def _cells(column: Any) -> Any:
     """Return a column's values. Vectors stay float32 arrays, which print with fewer digits."""
     import pyarrow as pa
 
-    kind = column.type
-    if pa.types.is_fixed_size_list(kind) and pa.types.is_float32(kind.value_type):
+    dtype = column.type
+    if pa.types.is_fixed_size_list(dtype) and pa.types.is_float32(dtype.value_type):
         flat = numeric_view(column.values)
-        rows = flat.reshape(-1, kind.list_size)[column.offset :][: len(column)]
+        rows = flat.reshape(-1, dtype.list_size)[column.offset :][: len(column)]
         valid = column.is_valid().to_pylist()
-        return [row if there else None for row, there in zip(rows, valid, strict=True)]
-    if pa.types.is_float32(kind):
+        return [row if is_valid else None for row, is_valid in zip(rows, valid, strict=True)]
+    if pa.types.is_float32(dtype):
         return [None if cell is None else np.float32(cell) for cell in column.to_pylist()]
     return column.to_pylist()
 

@@ -20,7 +20,13 @@ from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import FileRecord, RelativePath
 from enginery.core.artifact.staging import CARD, LISTING
 from enginery.core.errors import ArtifactError, RegistryError
-from enginery.core.json_file import ChecksumError, append_checksum, read_document, verify_checksum
+from enginery.core.json_file import (
+    ChecksumError,
+    append_checksum,
+    first_problem,
+    read_document,
+    verify_checksum,
+)
 from enginery.core.paths import resolve_inside
 
 __all__ = ["CARD", "LISTING", "Publication", "PublishedEngine", "Rights", "check_file"]
@@ -115,10 +121,8 @@ class Publication(_Record):
         except ChecksumError as error:
             raise ArtifactError(f"{label}: {LISTING}: {error}.", do=altered) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
             raise ArtifactError(
-                f"{label}: {LISTING}: {where}: {first['msg']} (expected version {SCHEMA_VERSION}).",
+                f"{label}: {LISTING}: {first_problem(error)} (expected version {SCHEMA_VERSION}).",
                 do=altered,
             ) from error
         _check_names(publication, label)

@@ -14,11 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.options import options_from
 from enginery.runtime.model import Model, load_model
+from enginery.runtime.tasks.results import to_plain
 from enginery.runtime.tasks.task import Task
 
 
@@ -59,8 +58,7 @@ class PyfuncModel:
             InputError: a column is missing, or the task does not accept a value.
         """
         rows = _rows(model_input, type(self.model.definition))
-        answers = self.model(rows, **(params or {}))
-        return answers if isinstance(answers, np.ndarray) else _to_plain(answers)
+        return to_plain(self.model(rows, **(params or {})))
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> PyfuncModel:
@@ -151,9 +149,3 @@ def _as_list(value: Any) -> list[Any]:
     if isinstance(value, str | bytes):
         return [value]
     return value.tolist() if hasattr(value, "tolist") and value.ndim == 1 else list(value)
-
-
-def _to_plain(answer: Any) -> Any:
-    if isinstance(answer, list):
-        return [_to_plain(item) for item in answer]
-    return answer.to_dict()

@@ -20,7 +20,6 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.fingerprint import sha256_of
 from enginery.core.errors import CheckFailedError, InputError, OptionError, nearest
-from enginery.core.progress import SILENT, Progress
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor
 from enginery.passes.ir.cleanup import make_pools_global
@@ -31,7 +30,7 @@ from enginery.passes.qdq.insert import insert_qdq, quantize_residuals
 from enginery.passes.qdq.joining import joining_tensors
 from enginery.passes.qdq.layers import Layer, operands, quantized_tensors
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
-from enginery.passes.qdq.scheme import FP8, INT8, Scheme, Vector
+from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.passes.ranges.measure import float_tensors, measure_ranges
 from enginery.quantize.accuracy import AccuracyEvaluator, measure_file
 from enginery.quantize.calibration.activation_statistics import (
@@ -42,7 +41,7 @@ from enginery.quantize.calibration.activation_statistics import (
 )
 from enginery.quantize.calibration.batches import MAX_HELD_OUT
 from enginery.quantize.calibration.cache import CalibrationCache, SmoothQuantParams
-from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
+from enginery.quantize.calibration.data import Batch, make_batches
 from enginery.quantize.calibration.ranges import choose_range
 from enginery.quantize.calibration.smoothing import (
     choose_smoothing,
@@ -51,6 +50,7 @@ from enginery.quantize.calibration.smoothing import (
     with_observed_range,
 )
 from enginery.quantize.config import QuantizeConfig, residual_precision
+from enginery.quantize.job import QuantizeJob, scheme_from_config
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.quantize.multiply_adds import (
     MultiplyAddCounts,
@@ -88,7 +88,7 @@ class AccuracySearch:
     budget: AccuracyBudget
     evaluator: AccuracyEvaluator
     beyond_layers: bool
-    """True if what is no layer is to be quantized as well."""
+    """True if what `BeyondLayers` names is to be quantized as well."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,11 @@ class BeyondLayers:
         return [note for note, names in names_by_note.items() if names]
 
 
-def scheme_from_config(config: QuantizeConfig) -> Scheme:
-    """Return the quantization scheme that the options select."""
-    kind = FP8 if config.scheme == "fp8" else INT8
-    return replace(kind, per_channel=config.per_channel, unsigned=config.target == "cpu")
-
-
 def quantize_graph(
     model: ir.Model,
     layers: Sequence[Layer],
+    cache: CalibrationCache,
     config: QuantizeConfig,
-    ranges: Mapping[str, ActivationQuantParams],
-    bias_deltas: Mapping[str, Vector],
-    fp32_nodes: Collection[str],
     *,
     beyond_layers: bool = False,
 ) -> BeyondLayers:
@@ -138,11 +130,9 @@ def quantize_graph(
     Args:
         model: the FP32 graph.
         layers: the layers to quantize.
+        cache: ranges, corrections of biases and nodes that are not cast.
         config: the options.
-        ranges: the parameters of each activation, by name.
-        bias_deltas: layer -> correction of its bias.
-        fp32_nodes: nodes that are not cast.
-        beyond_layers: also quantize what is no layer, see `BeyondLayers`.
+        beyond_layers: also quantize what `BeyondLayers` names.
 
     Returns:
         What was quantized besides the layers.
@@ -151,8 +141,15 @@ def quantize_graph(
     more = BeyondLayers()
     if beyond_layers and scheme.unsigned:
         joining = joining_tensors(model, layers)  # a tensor of zeros has no range
-        more = BeyondLayers(joining=[name for name in joining if name in ranges])
-    insert_qdq(model, layers, ranges, scheme=scheme, bias_deltas=bias_deltas, joining=more.joining)
+        more = BeyondLayers(joining=[name for name in joining if name in cache.ranges])
+    insert_qdq(
+        model,
+        layers,
+        cache.ranges,
+        scheme=scheme,
+        bias_deltas=cache.bias_deltas,
+        joining=more.joining,
+    )
     if beyond_layers and scheme.unsigned:
         more = replace(more, tables=quantize_embeddings(model))
     elif beyond_layers:
@@ -164,51 +161,42 @@ def quantize_graph(
         # With known shapes, ONNX Runtime fuses residuals to a kernel that is slower than its parts.
         clear_shapes(model)
     if residual_precision(config) == "fp16":
-        cast_graph(model, "fp16", keep_fp32=set(fp32_nodes))
+        cast_graph(model, "fp16", keep_fp32=set(cache.fp32_nodes))
     return more
 
 
 def calibrate(
-    source: SourceGraph,
-    model: ir.Model,
-    layers: Sequence[Layer],
-    data: CalibrationData,
-    config: QuantizeConfig,
-    *,
-    scratch: Path,
-    progress: Progress = SILENT,
+    job: QuantizeJob, source: SourceGraph, model: ir.Model, layers: Sequence[Layer]
 ) -> tuple[CalibrationCache, AccuracySearch]:
     """Calibrate the layers and search for those to leave in floating point.
 
     Args:
+        job: options and calibration inputs.
         source: the FP32 graph.
         model: the same graph, in memory.
         layers: all layers that could be quantized.
-        data: the calibration inputs.
-        config: the options.
-        scratch: directory for FP32's outputs, see `AccuracyEvaluator`.
-        progress: receives progress messages.
 
     Raises:
+        OptionError: there are no calibration inputs.
         InputError: an input cannot be used, or an activation is not finite.
         CheckFailedError: no set of quantized layers meets the accuracy budget.
     """
-    scheme = scheme_from_config(config)
+    config, data = job.config, job.require_data()
     # A budget in accuracy counts right answers, which takes more rows than a cosine.
     max_held_out = _MAX_COUNTED_ROWS if config.accuracy_budget else MAX_HELD_OUT
     batches, held_out = make_batches(
         source.artifact, source.record, data, seed=config.seed, max_held_out=max_held_out
     )
-    counts_rows = "logits" in source.outputs and "pred_boxes" not in source.outputs
-    for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
-        if counts_rows:  # an image has several boxes
-            progress.say(f"quantize: {note}")
+    # An image has several boxes, so its rows say nothing about how many answers may change.
+    if "logits" in source.outputs and "pred_boxes" not in source.outputs:
+        for note in AccuracyBudget.notes(config, sum(len(batch.rows) for batch in held_out)):
+            job.progress.say(f"quantize: {note}")
     multiply_adds = count_multiply_adds(
         source.path, model, layers, mean_length_feeds(batches, source.record)
     )
     # The rows of a step are those of the batch: each input and each beam is one.
     counted = None if source.is_step else multiply_adds
-    left_out = excluded_layers(layers, config.exclude, counted, scheme)
+    left_out = excluded_layers(layers, config.exclude, counted, job.scheme)
     candidates = [layer for layer in layers if layer.name not in left_out]
     if not candidates:
         raise InputError(
@@ -216,81 +204,32 @@ def calibrate(
             + "; ".join(sorted(set(left_out.values())))
             + "."
         )
-    tensors, _ = _quantized_tensors(model, candidates, scheme)
-    with progress.task("calibrating: channels", total=len(batches)) as advance:
-        statistics = collect_channel_statistics(
-            source.path, tensors, batches, seed=config.seed, advance=advance
-        )
-    zeros = {name for name, channels in statistics.items() if not channels.largest_magnitude}
-    for layer in list(candidates):
-        reads_zeros, writes_zeros = layer.activation in zeros, layer.activated_output in zeros
-        # On the CPU, the output of a convolution is quantized as well.
-        if reads_zeros or (writes_zeros and scheme.unsigned and not layer.linear):
-            tensor = "its input" if reads_zeros else "its output"
-            left_out[layer.name] = f"{tensor} is zero on all calibration inputs, so it has no range"
-            candidates.remove(layer)
-    if not candidates:
-        raise InputError("every layer's input or output is zero on all calibration inputs.")
-    # Once more, without the layers that were just left out.
-    tensors, sources = _quantized_tensors(model, candidates, scheme)
-    tensors = {name: by_channel for name, by_channel in tensors.items() if name not in zeros}
-    sources = {name: source for name, source in sources.items() if source in tensors}
-    statistics = {name: channels for name, channels in statistics.items() if name in tensors}
-    weights = _weights(model, candidates)
-    ranges, smoothed = _choose_smoothing(candidates, weights, statistics, config, scheme, progress)
+    observed, zeros = _observe_activations(job, source, model, candidates, batches)
+    ranges, smoothed = _choose_smoothing(job, observed)
     # So far, ranges cover all values that were seen.
     if config.method != "minmax":
-        ranges = _ranges_by_method(
-            source, tensors, batches, statistics, ranges, config, scheme, progress
-        )
+        ranges = _ranges_by_method(job, observed, ranges)
     # A tensor whose numbers are only moved has the range of the one that they come from.
-    ranges |= {name: ranges[source] for name, source in sources.items()}
+    ranges |= {name: ranges[origin] for name, origin in observed.origins.items()}
     # The graph stores scales in FP16: round them before anything is measured.
     ranges = {
         name: replace(params, scale=float(fp16_scale(params.scale)))
         for name, params in ranges.items()
     }
-    deltas = {
-        x.name: mean_output_error(
-            statistics[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
-        )
-        for x in candidates
-        if config.bias_correction and x.linear and statistics[x.activation].width > 1
-    }
-    convolutions = [x for x in candidates if config.bias_correction and not x.linear]
-    if convolutions:
-        with progress.task("calibrating: biases", total=len(batches)) as advance:
-            means = collect_channel_means(
-                source.path, convolutions, batches, ranges, scheme, advance=advance
-            )
-        deltas |= {
-            x.name: mean_convolution_error(means[x.activation], x, weights[x.name], scheme)
-            for x in convolutions
-        }
-    # Needed for an FP32 residual as well: the cache may be reused for FP16.
-    fp32_nodes = _fp32_nodes(source, model, batches)
-    measured = _search(
-        source,
-        candidates,
-        ranges,
-        deltas,
-        held_out,
-        data,
-        config,
-        multiply_adds,
-        scheme,
-        fp32_nodes,
-        scratch,
-        progress,
-    )
     cache = CalibrationCache(
         graph_sha256=sha256_of(source.path),
-        scheme=scheme.title,
+        scheme=job.scheme.title,
         ranges=ranges,
-        bias_deltas=deltas,
-        left_out={**left_out, **measured.result.left_out},
+        bias_deltas=_correct_biases(job, observed, ranges) if config.bias_correction else {},
+        left_out=left_out | zeros,
         smoothed=smoothed,
-        fp32_nodes=fp32_nodes,
+        # Needed for an FP32 residual as well: the cache may be reused for FP16.
+        fp32_nodes=_fp32_nodes(source, model, batches),
+    )
+    measured = _search(job, source, cache, observed.layers, held_out, multiply_adds)
+    cache = replace(
+        cache,
+        left_out=cache.left_out | measured.result.left_out,
         beyond_layers=measured.beyond_layers,
     )
     return cache, measured
@@ -319,6 +258,7 @@ def excluded_layers(
     reasons = {}
     for layer in layers:
         named = next((p for p in patterns if fnmatchcase(layer.name, p)), "")
+        # A product with one row reads each weight once: memory limits it, not arithmetic.
         vector = multiply_adds is not None and multiply_adds.rows_by_layer[layer.name] <= 1
         on_cpu = scheme.unsigned and not layer.linear
         # A small size matters to tensor cores alone.
@@ -353,25 +293,80 @@ def _reads_few_channels(layer: Layer) -> bool:
     return few and layer.in_channels < layer.reduction_size < _FEW_PRODUCTS and layer.groups == 1
 
 
-def _weights(model: ir.Model, layers: Sequence[Layer]) -> dict[str, Vector]:
+@dataclass(frozen=True)
+class _Observations:
+    """Layers to quantize, and what the calibration batches show of the tensors around them."""
+
+    source: SourceGraph
+    batches: Sequence[Batch]
+    layers: Sequence[Layer]
+    weights: Mapping[str, Vector]
+    """Layer -> its weight."""
+    tensors: Mapping[str, bool]
+    """Tensor that needs a range -> whether its channels are told apart; see `quantized_tensors`."""
+    origins: Mapping[str, str]
+    """Tensor whose numbers are only moved -> the one that they come from."""
+    statistics: Mapping[str, ChannelStatistics]
+
+
+def _observe_activations(
+    job: QuantizeJob,
+    source: SourceGraph,
+    model: ir.Model,
+    layers: Sequence[Layer],
+    batches: Sequence[Batch],
+) -> tuple[_Observations, dict[str, str]]:
+    """Run the FP32 graph; return what was seen, and the layers that cannot have a range.
+
+    Raises:
+        InputError: an activation is not finite, or no layer can have a range.
+    """
+    scheme = job.scheme
+    tensors, _ = _quantized_tensors(model, layers, scheme)
+    with job.progress.task("calibrating: channels", total=len(batches)) as advance:
+        statistics = collect_channel_statistics(
+            source.path, tensors, batches, seed=job.config.seed, advance=advance
+        )
+    # A range of zero has no scale.
+    zeros = {name for name, channels in statistics.items() if not channels.largest_magnitude}
+    left_out = {}
+    for layer in layers:
+        reads_zeros, writes_zeros = layer.activation in zeros, layer.activated_output in zeros
+        # On the CPU, the output of a convolution is quantized as well.
+        if reads_zeros or (writes_zeros and scheme.unsigned and not layer.linear):
+            tensor = "its input" if reads_zeros else "its output"
+            left_out[layer.name] = f"{tensor} is zero on all calibration inputs, so it has no range"
+    layers = [layer for layer in layers if layer.name not in left_out]
+    if not layers:
+        raise InputError("every layer's input or output is zero on all calibration inputs.")
+    # Once more, without the layers that were just left out.
+    tensors, origins = _quantized_tensors(model, layers, scheme)
+    tensors = {name: by_channel for name, by_channel in tensors.items() if name not in zeros}
     nodes = {node.name: node for node in model.graph}
-    return {layer.name: operands(nodes[layer.name])[1] for layer in layers}
+    observed = _Observations(
+        source=source,
+        batches=batches,
+        layers=layers,
+        weights={layer.name: operands(nodes[layer.name])[1] for layer in layers},
+        tensors=tensors,
+        origins={name: origin for name, origin in origins.items() if origin in tensors},
+        statistics={name: channels for name, channels in statistics.items() if name in tensors},
+    )
+    return observed, left_out
 
 
 def _choose_smoothing(
-    layers: Sequence[Layer],
-    weights: Mapping[str, Vector],
-    statistics: Mapping[str, ChannelStatistics],
-    config: QuantizeConfig,
-    scheme: Scheme,
-    progress: Progress,
+    job: QuantizeJob, observed: _Observations
 ) -> tuple[dict[str, ActivationQuantParams], dict[str, SmoothQuantParams]]:
+    """Return the parameters of each activation, with ranges that cover all values, and why."""
+    config, scheme = job.config, job.scheme
     ranges: dict[str, ActivationQuantParams] = {}
     smoothed: dict[str, SmoothQuantParams] = {}
-    with progress.task("calibrating: smoothing", total=len(statistics)) as advance:
-        for name, channels in statistics.items():
+    total = len(observed.statistics)
+    with job.progress.task("calibrating: smoothing", total=total) as advance:
+        for name, channels in observed.statistics.items():
             # All layers that read an activation share its scales, so they choose together.
-            group = [(x, weights[x.name]) for x in layers if x.activation == name]
+            group = [(x, observed.weights[x.name]) for x in observed.layers if x.activation == name]
             choice = choose_smoothing(
                 channels, group, scheme, strength=config.smoothing, shift=config.shift
             )
@@ -382,22 +377,22 @@ def _choose_smoothing(
 
 
 def _ranges_by_method(
-    source: SourceGraph,
-    tensors: Mapping[str, bool],
-    batches: Sequence[Batch],
-    statistics: Mapping[str, ChannelStatistics],
-    ranges: Mapping[str, ActivationQuantParams],
-    config: QuantizeConfig,
-    scheme: Scheme,
-    progress: Progress,
+    job: QuantizeJob, observed: _Observations, ranges: Mapping[str, ActivationQuantParams]
 ) -> dict[str, ActivationQuantParams]:
-    with progress.task("calibrating: ranges", total=len(batches)) as advance:
+    """Return the ranges that `method` derives from the histograms of the activations."""
+    config, scheme, statistics = job.config, job.scheme, observed.statistics
+    with job.progress.task("calibrating: ranges", total=len(observed.batches)) as advance:
         # A second pass: the first one found the upper edges, so that the bins never change.
         histograms = collect_histograms(
-            source.path, tensors, batches, statistics, ranges, advance=advance
+            observed.source.path,
+            observed.tensors,
+            observed.batches,
+            statistics,
+            ranges,
+            advance=advance,
         )
 
-    def chosen(name: str) -> ActivationQuantParams:
+    def range_of(name: str) -> ActivationQuantParams:
         def params_of(limit: float) -> ActivationQuantParams:
             return with_observed_range(statistics[name], ranges[name], scheme, limit=limit)
 
@@ -407,7 +402,39 @@ def _ranges_by_method(
             )
         )
 
-    return {name: chosen(name) for name in ranges}
+    return {name: range_of(name) for name in ranges}
+
+
+def _correct_biases(
+    job: QuantizeJob, observed: _Observations, ranges: Mapping[str, ActivationQuantParams]
+) -> dict[str, Vector]:
+    """Return the mean error of each output channel, which is added to the bias, by layer."""
+    scheme, weights, statistics = job.scheme, observed.weights, observed.statistics
+    deltas = {
+        x.name: mean_output_error(
+            statistics[x.activation].sample, x, weights[x.name], ranges[x.activation], scheme
+        )
+        for x in observed.layers
+        # A sample of width 1 holds single numbers: there are no rows to multiply by the weight.
+        if x.linear and statistics[x.activation].width > 1
+    }
+    convolutions = [x for x in observed.layers if not x.linear]
+    if convolutions:
+        # A third pass: a convolution's mean output follows from the means of its input channels.
+        with job.progress.task("calibrating: biases", total=len(observed.batches)) as advance:
+            means = collect_channel_means(
+                observed.source.path,
+                convolutions,
+                observed.batches,
+                ranges,
+                scheme,
+                advance=advance,
+            )
+        deltas |= {
+            x.name: mean_convolution_error(means[x.activation], x, weights[x.name], scheme)
+            for x in convolutions
+        }
+    return deltas
 
 
 def _quantized_tensors(
@@ -421,42 +448,36 @@ def _quantized_tensors(
 
 
 def _search(
+    job: QuantizeJob,
     source: SourceGraph,
+    cache: CalibrationCache,
     layers: Sequence[Layer],
-    ranges: Mapping[str, ActivationQuantParams],
-    deltas: Mapping[str, Vector],
     held_out: Sequence[Batch],
-    data: CalibrationData,
-    config: QuantizeConfig,
     multiply_adds: MultiplyAddCounts,
-    scheme: Scheme,
-    fp32_nodes: Collection[str],
-    scratch: Path,
-    progress: Progress,
 ) -> AccuracySearch:
+    """Search for the layers to leave in floating point, of those that were calibrated."""
+    config, scheme = job.config, job.scheme
     total = sum(multiply_adds.by_layer.values())
     weights = {layer.name: multiply_adds.by_layer[layer.name] / total for layer in layers}
     effect_batches = _batches_for_effects(held_out)
     with (
-        LayerToggleModel(source.path, layers, ranges, deltas, scheme) as toggled,
-        progress.task("measuring mixed precision") as advance,
+        LayerToggleModel(source.path, layers, cache.ranges, cache.bias_deltas, scheme) as toggled,
+        job.progress.task("measuring mixed precision") as advance,
     ):
         evaluator = AccuracyEvaluator.of(
             source,
             held_out,
             lambda feeds: toggled(feeds, ()),
-            scratch=scratch,
-            labels=data.labels,
+            scratch=job.scratch,
+            labels=job.require_data().labels,
         )
         budget = AccuracyBudget.of(config, evaluator.measure_reference())
 
         def confirm(beyond_layers: bool, quantized: Collection[str]) -> AccuracyMetrics:
             graph = source.read()
             chosen = [layer for layer in layers if layer.name in quantized]
-            quantize_graph(
-                graph, chosen, config, ranges, deltas, fp32_nodes, beyond_layers=beyond_layers
-            )
-            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            quantize_graph(graph, chosen, cache, config, beyond_layers=beyond_layers)
+            with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
                 path = Path(folder, "model.onnx")
                 write_graph(graph, path)
                 # ONNX Runtime's CPU kernels lack FP8 fusions.
@@ -475,7 +496,6 @@ def _search(
 
         def search(beyond_layers: bool) -> SearchResult:
             return search_mixed_precision(
-                list(weights),
                 weights,
                 measure,
                 budget,
@@ -484,26 +504,28 @@ def _search(
                 advance=advance,
             )
 
+        # For the CPU, rounding what joins convolutions costs accuracy, so it is part of the search.
+        # For TensorRT, residual additions are tried on what the search has chosen.
         if scheme.unsigned:
             result, beyond_layers = _search_for_cpu(search, weights)
-        else:  # additions are tried on what the search has found
+        else:
             result, beyond_layers = search(False), True
     for name, reason in result.left_out.items():
-        progress.say(f"quantize: {name} is not quantized: {reason}")
+        job.progress.say(f"quantize: {name} is not quantized: {reason}")
     return AccuracySearch(result, multiply_adds, budget, evaluator, beyond_layers)
 
 
 def _search_for_cpu(
     search: Callable[[bool], SearchResult], weights: Mapping[str, float]
 ) -> tuple[SearchResult, bool]:
-    """Search with what is no layer quantized, and without it if little is left in INT8.
+    """Search with tensors beyond the layers quantized, and without if little is left in INT8.
 
     Args:
-        search: searches with or without it.
+        search: searches with or without them, see `BeyondLayers`.
         weights: layer -> its share of the multiply-adds.
 
     Returns:
-        The result, and whether what is no layer is quantized.
+        The result, and whether tensors beyond the layers are quantized.
 
     Raises:
         CheckFailedError: no combination meets the budget either way.

@@ -121,6 +121,7 @@ def check_options(config: QuantizeConfig) -> None:
             do="Use percentile, minmax, moving-average or mse; entropy is for INT8.",
             option="method",
         )
+    # Ranges reproduce a graph, whatever its accuracy; data would calibrate another one.
     if config.ranges and (config.data or config.accuracy_budget):
         conflicting = "data" if config.data else "accuracy_budget"
         raise OptionError(
@@ -129,6 +130,7 @@ def check_options(config: QuantizeConfig) -> None:
             do="Remove one: 'ranges' makes the same graph again, a calibration makes a new one.",
             option="ranges",
         )
+    # Here rather than in the trial build, which comes after the calibration.
     if config.scheme == "fp8":
         for capability in list_capabilities(config):
             if not _has_fp8(capability):

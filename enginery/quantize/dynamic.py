@@ -5,21 +5,20 @@ Inputs are optional. If there are any, the accuracy is measured on them and must
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, CheckFailedError
-from enginery.core.progress import Progress
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
 from enginery.quantize.accuracy import AccuracyEvaluator
 from enginery.quantize.calibrate import check_patterns
 from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.job import QuantizeJob, QuantizeResult
 from enginery.quantize.report import describe_accuracy
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
@@ -28,27 +27,20 @@ from enginery.runtime.decoder_graphs import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 
 
-def quantize_dynamic(
-    source: Artifact,
-    config: QuantizeConfig,
-    directory: Path,
-    data: CalibrationData | None,
-    fields: Mapping[str, str],
-    scratch: Path,
-    progress: Progress,
-) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    """Quantize each graph; return the records of the graphs, the report and its notes.
+def quantize_dynamic(job: QuantizeJob) -> QuantizeResult:
+    """Quantize each graph of the artifact.
 
     Raises:
         OptionError: a pattern of `exclude` matches no layer.
         ArtifactError: no graph has a matrix product to quantize.
         CheckFailedError: the outputs on the inputs do not meet the accuracy budget.
     """
+    source, config, data = job.source, job.config, job.data
     excluded = _excluded_nodes(source, config.exclude)
     records, products = [], {}
     for record in source.manifest.graphs:
-        path = directory / record.file
-        with progress.task(f"quantizing {record.file}"):
+        path = job.directory / record.file
+        with job.progress.task(f"quantizing {record.file}"):
             names = quantize_dynamically(
                 source.path / record.file, path, excluded.get(record.file, ())
             )
@@ -56,6 +48,7 @@ def quantize_dynamic(
         folder = Path(record.file).parent
         data_files = tuple((folder / name).as_posix() for name in names)
         records.append(record.model_copy(update={"data_files": data_files}))
+    # ONNX Runtime's quantizer skips a product without a constant weight, and raises nothing.
     if not any(products.values()):
         unquantizable = "that 'exclude' leaves" if config.exclude else "with a constant weight"
         raise ArtifactError(
@@ -76,9 +69,9 @@ def quantize_dynamic(
         require_calibratable(source)
         accuracies = {}
         for record in records:
-            graph, folder = SourceGraph.of(source, record), scratch / record.file
+            graph, folder = SourceGraph.of(source, record), job.scratch / record.file
             folder.mkdir(parents=True)
-            measured = _measure(graph, directory / record.file, config, data, folder)
+            measured = _measure(graph, job.directory / record.file, config, data, folder)
             accuracies[record.file] = measured
             name = f"{record.file}: " if len(records) > 1 else ""
             parts.append(f"{name}{describe_accuracy(measured)}")
@@ -92,11 +85,11 @@ def quantize_dynamic(
         scheme="dynamic",
         products=products,
         notes=list(notes),
-        fields=dict(fields),
+        fields=dict(job.fields),
         accuracy=accuracy,
         encoder_accuracy=encoder_accuracy,
     )
-    return tuple(records), report, notes
+    return QuantizeResult(tuple(records), report, notes)
 
 
 def _excluded_nodes(source: Artifact, patterns: Sequence[str]) -> dict[str, list[str]]:

@@ -16,22 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from enginery.core.artifact.artifact import REPORTS, Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.artifact import REPORTS
 from enginery.core.errors import CheckFailedError, EngineryError
-from enginery.core.progress import Progress
-from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches
-from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.calibration.data import Batch, make_batches
+from enginery.quantize.job import QuantizeJob, QuantizeResult
 from enginery.quantize.source_graph import SourceGraph
-from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.machine import usable_cpus
 from enginery.runtime.onnxruntime.tracing import GraphTracer
-
-Result = tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]
-Make = Callable[
-    [Artifact, QuantizeConfig, Path, CalibrationData | None, Mapping[str, str], Path, Progress],
-    Result,
-]
 
 SchemeName = Literal["int8", "dynamic"]
 Ratios = Sequence[float]
@@ -46,36 +37,24 @@ _SECONDS = 2.0
 
 
 def quantize_to_fastest(
-    makers: Mapping[SchemeName, Make],
-    source: Artifact,
-    config: QuantizeConfig,
-    directory: Path,
-    data: CalibrationData,
-    fields: Mapping[str, str],
-    scratch: Path,
-    progress: Progress,
-) -> tuple[SchemeName, Result]:
-    """Quantize with each scheme, and leave the files of the fastest in `directory`.
+    makers: Mapping[SchemeName, Callable[[QuantizeJob], QuantizeResult]], job: QuantizeJob
+) -> tuple[SchemeName, QuantizeResult]:
+    """Quantize with each scheme, and leave the files of the fastest in the job's directory.
 
     Args:
-        makers: what quantizes to a directory, by scheme. The first counts if none is faster.
-        source: the FP32 artifact.
-        config: the options.
-        directory: directory of the new artifact.
-        data: the calibration inputs.
-        fields: fields of the stage's fingerprint.
-        scratch: a temporary directory.
-        progress: receives progress messages.
+        makers: the function that quantizes, by scheme. The first counts if none is faster.
+        job: the quantization, with calibration inputs.
 
     Returns:
-        The scheme, and its records, report and notes.
+        The scheme, and its result.
 
     Raises:
         CheckFailedError: no scheme meets the accuracy budget.
         EngineryError: what the first scheme raises.
     """
+    source, directory = job.source, job.directory
     first = next(iter(makers))
-    results: dict[SchemeName, Result] = {}
+    results: dict[SchemeName, QuantizeResult] = {}
     failures: dict[str, Exception] = {}
     large = sum(map(source.graph_bytes, source.manifest.graphs)) > _MAX_BYTES
     for scheme, make in makers.items():
@@ -84,12 +63,14 @@ def quantize_to_fastest(
                 "its quantizer would hold more than 2 GB of weights several times in memory."
             )
             continue
-        folder, temporary = directory / scheme, scratch / scheme
-        (folder / REPORTS).mkdir(parents=True)
-        temporary.mkdir()
-        scheme_config = replace(config, scheme=scheme)
+        (directory / scheme / REPORTS).mkdir(parents=True)
+        scheme_job = replace(
+            job.in_folder(scheme),
+            config=replace(job.config, scheme=scheme),
+            directory=directory / scheme,
+        )
         try:
-            results[scheme] = make(source, scheme_config, folder, data, fields, temporary, progress)
+            results[scheme] = make(scheme_job)
         except Exception as error:  # ONNX Runtime's quantizer raises many unrelated types
             # The other schemes only compete: no failure of theirs stops the first one.
             if scheme == first and not isinstance(error, CheckFailedError):
@@ -97,8 +78,8 @@ def quantize_to_fastest(
             failures[scheme] = error
     if not results:
         raise failures[first]
-    with progress.task("measuring speed"):
-        ratios = _measure(source, {scheme: directory / scheme for scheme in results}, data, config)
+    with job.progress.task("measuring speed"):
+        ratios = _measure(job, {scheme: directory / scheme for scheme in results})
     preferred = first if first in results else next(iter(results))
     # Another scheme has to beat the first one's fastest round in its slowest.
     faster = [s for s in results if min(ratios[s]) > max(ratios[preferred])]
@@ -111,17 +92,14 @@ def quantize_to_fastest(
     ]
     if statistics.median(ratios[chosen]) < 1:
         notes.append(f"{_NAMES[chosen]} is slower than FP32 on this machine")
-        progress.say(f"quantize: {notes[-1]}")
+        job.progress.say(f"quantize: {notes[-1]}")
     for scheme in makers:
         if scheme == chosen:
             _move_files(directory / scheme, directory)
         shutil.rmtree(directory / scheme, ignore_errors=True)
-    records, report, scheme_notes = results[chosen]
-    return chosen, (
-        records,
-        replace(report, notes=[*report.notes, *notes]),
-        [*scheme_notes, *notes],
-    )
+    result = results[chosen]
+    report = replace(result.report, notes=[*result.report.notes, *notes])
+    return chosen, replace(result, report=report, notes=[*result.notes, *notes])
 
 
 def _describe(ratios: Mapping[str, Ratios]) -> str:
@@ -143,15 +121,14 @@ def _explain(scheme: str, error: Exception) -> str:
     return f"{_NAMES[scheme]} was not chosen: {reason}"
 
 
-def _measure(
-    source: Artifact, folders: Mapping[str, Path], data: CalibrationData, config: QuantizeConfig
-) -> dict[str, Ratios]:
+def _measure(job: QuantizeJob, folders: Mapping[str, Path]) -> dict[str, Ratios]:
     """Run FP32 and each quantized artifact in turns over held-out rows."""
+    source, data = job.source, job.require_data()
     schemes = ("fp32", *folders)
     rounds = [dict.fromkeys(schemes, 0.0) for _ in range(_ROUNDS)]
     for record in source.manifest.graphs:
         graph = SourceGraph.of(source, record)
-        _, held_out = make_batches(source, record, data, seed=config.seed)
+        _, held_out = make_batches(source, record, data, seed=job.config.seed)
         with ExitStack() as stack:
             runs = {
                 scheme: stack.enter_context(

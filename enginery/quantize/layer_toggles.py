@@ -102,26 +102,16 @@ def _insert_toggles(
     """Replace each layer by an If whose branches are the quantized and the FP32 layer."""
     nodes = {node.name: node for node in model.graph}
     for layer in layers:
-        node, params = nodes[layer.name], ranges[layer.activation]
+        node = nodes[layer.name]
+        # A graph input, so that one session measures every combination of layers.
         toggle = ir.Value(
             name=toggles[layer.name], shape=ir.Shape([]), type=_type(ir.DataType.BOOL)
         )
         model.graph.inputs.append(toggle)
-        weight = scale_weight(layer, operands(node)[1], params)
-        rounded = fake_quantize_weight(layer, weight, scheme)
-        delta = bias_shift(layer, weight, params)
-        if layer.name in bias_deltas:
-            delta = delta + bias_deltas[layer.name]
-        if layer.op_type == "Conv":
-            # The channels of a convolution's output are on axis 1.
-            delta = delta.reshape((-1,) + (1,) * (weight.ndim - 2))
         stem = toggles[layer.name]
-        # As in `insert_qdq`: on the CPU, a convolution multiplies between quantized tensors only.
-        quantizes_output = scheme.unsigned and not layer.linear
-        output_params = ranges[layer.activated_output] if quantizes_output else None
         branches = {
             "then_branch": _quantized_branch(
-                stem, node, params, output_params, rounded, delta, scheme
+                stem, node, layer, ranges, bias_deltas.get(layer.name), scheme
             ),
             "else_branch": _branch(f"{stem}_fp32", [_copy(node, node.inputs)]),
         }
@@ -130,6 +120,7 @@ def _insert_toggles(
         switch.outputs[0].name = f"{stem}_output"
         switch.outputs[0].type, switch.outputs[0].shape = output.type, output.shape
         model.graph.insert_before(node, switch)
+        # A copy, because a use that is replaced leaves the collection.
         for use in list(output.uses()):
             use.node.replace_input_with(use.idx, switch.outputs[0])
         for index, value in enumerate(model.graph.outputs):
@@ -143,17 +134,25 @@ def _insert_toggles(
 def _quantized_branch(
     stem: str,
     node: ir.Node,
-    params: ActivationQuantParams,
-    output_params: ActivationQuantParams | None,
-    weight: Vector,
-    delta: Vector,
+    layer: Layer,
+    ranges: Mapping[str, ActivationQuantParams],
+    bias_delta: Vector | None,
     scheme: Scheme,
 ) -> ir.Graph:
-    """Return the quantized layer; `output_params` of None leaves its output as it is.
+    """Return the quantized layer.
 
     What a ReLU behind the layer removes is outside the range of its output, so that quantizing
     before it is the same as behind it.
     """
+    params = ranges[layer.activation]
+    value, weight = operands(node)
+    weight = scale_weight(layer, weight, params)
+    delta = bias_shift(layer, weight, params)
+    if bias_delta is not None:
+        delta = delta + bias_delta
+    if layer.op_type == "Conv":
+        # The channels of a convolution's output are on axis 1.
+        delta = delta.reshape((-1,) + (1,) * (weight.ndim - 2))
     nodes: list[ir.Node] = []
 
     def constant(name: str, array: NDArray[Any]) -> ir.Value:
@@ -179,21 +178,21 @@ def _quantized_branch(
         return add("DequantizeLinear", [add("QuantizeLinear", [value, scale, zero]), scale, zero])
 
     constants: list[ir.Value] = []
-    value, _ = operands(node)
     if params.multiplier is not None:
         value = add("Mul", [value, constant("multiplier", params.multiplier)])
     if params.offset is not None:
         value = add("Add", [value, constant("offset", params.offset)])
     value = fake_quantize(value, "input", params)
     # The weight is rounded already; the product is computed in FP32.
-    nodes.append(_copy(node, [value, constant("weight", weight), *node.inputs[2:]]))
+    rounded = constant("weight", fake_quantize_weight(layer, weight, scheme))
+    nodes.append(_copy(node, [value, rounded, *node.inputs[2:]]))
     value = nodes[-1].outputs[0]
     value.name = f"{stem}_product"
     if np.any(delta):
         value = add("Add", [value, constant("delta", delta)])
-    if output_params is not None:
-        # Also in front of a ReLU: what that removes is outside the range.
-        fake_quantize(value, "output", output_params)
+    # As in `insert_qdq`: on the CPU, a convolution multiplies between quantized tensors only.
+    if scheme.unsigned and not layer.linear:
+        fake_quantize(value, "output", ranges[layer.activated_output])
     return _branch(stem, nodes, constants)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from enginery.core.figures import save_figure
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch, BeyondLayers
 from enginery.quantize.calibration.cache import CalibrationCache
-from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig, residual_precision
+from enginery.quantize.job import QuantizeJob
 from enginery.reports.quantization import (
     CalibrationRecord,
     EngineTrial,
@@ -80,27 +80,25 @@ class QuantizedGraph:
 
 
 def make_report(
+    job: QuantizeJob,
     graphs: Sequence[QuantizedGraph],
     answers: QuantizedGraph,
     cache: CalibrationCache,
-    config: QuantizeConfig,
-    data: CalibrationData | None,
     notes: Sequence[str],
-    fields: Mapping[str, str],
 ) -> QuantizationReport:
     """Return the report.
 
     Args:
+        job: the options, and the calibration inputs if no ranges were reused.
         graphs: all graphs.
         answers: the one of them that computes the answers.
         cache: what was calibrated for all of them.
-        config: the options.
-        data: the calibration inputs; None if ranges were reused.
         notes: notes of the stage.
-        fields: fields of the stage's fingerprint.
     """
+    config, data = job.config, job.data
     quantized = [name for graph in graphs for name in graph.quantized]
     held_out, named = data is None or data.has_held_out_rows, len(graphs) > 1
+    # An encoder is reported beside its decoder, which computes the answers.
     others = [graph for graph in graphs if graph is not answers]
     return QuantizationReport(
         summary="; ".join(g.summarize(config, held_out=held_out, named=named) for g in graphs),
@@ -120,6 +118,7 @@ def make_report(
         activations=_activations(cache),
         engines=[trial for graph in graphs for trial in graph.trials],
         multiply_adds=_multiply_adds(graphs),
+        # With reused ranges, nothing was searched and no accuracy was measured.
         search=_search(answers.measured) if answers.measured else None,
         accuracy=answers.accuracy,
         encoder_accuracy=others[0].accuracy if others else None,
@@ -128,7 +127,7 @@ def make_report(
             n: e for graph in graphs for n, e in graph.builtin_layer_errors.items()
         },
         notes=list(notes),
-        fields=dict(fields),
+        fields=dict(job.fields),
     )
 
 
@@ -149,6 +148,7 @@ def describe_accuracy(accuracy: AccuracyMetrics, *, held_out: bool = True) -> st
     ):
         if value is not None:
             words += f", {value:.1%} of the {name} agree"
+    # With a few hundred rows, the share of equal neighbours is uncertain by several percent.
     if accuracy.neighbour_agreement is not None:
         same = round(accuracy.neighbour_agreement * accuracy.rows)
         low, high = wilson_interval(same, accuracy.rows)
@@ -183,6 +183,7 @@ def save_curve(path: Path, measured: AccuracySearch, scheme: str) -> bool:
             label="chosen",
         )
         minimum = budget.reference - budget.allowed
+        # A line far below all points would squeeze them together.
         if minimum > min(values) - 3 * (max(values) - min(values)) - 1e-3:
             axes.axhline(minimum, color="black", linestyle="--", linewidth=1, label="budget")
         axes.set(xlabel=f"multiply-adds in {scheme.upper()}, %", ylabel=_AXES[budget.kind])
@@ -200,13 +201,13 @@ _AXES = {
 
 def _activations(cache: CalibrationCache) -> dict[str, Any]:
     """Return scale and smoothing of each activation; the vectors are only in ranges.json."""
-    return {
-        name: {
-            "scale": params.scale,
-            **(asdict(cache.smoothed[name]) if name in cache.smoothed else {}),
-        }
-        for name, params in cache.ranges.items()
-    }
+    activations: dict[str, Any] = {}
+    for name, params in cache.ranges.items():
+        activations[name] = {"scale": params.scale}
+        # A tensor whose numbers are only moved has no smoothing of its own.
+        if name in cache.smoothed:
+            activations[name] |= asdict(cache.smoothed[name])
+    return activations
 
 
 def _multiply_adds(graphs: Sequence[QuantizedGraph]) -> MultiplyAdds | None:

@@ -154,7 +154,6 @@ class SearchResult:
 
 
 def search_mixed_precision(
-    names: Sequence[str],
     weights: Mapping[str, float],
     measure: Measure,
     budget: AccuracyBudget,
@@ -166,8 +165,7 @@ def search_mixed_precision(
     """Choose the layers to leave out; see the module for the algorithm.
 
     Args:
-        names: layers that can be quantized.
-        weights: layer -> its share of the multiply-adds, 0 to 1.
+        weights: layer that can be quantized -> its share of the multiply-adds, 0 to 1.
         measure: measures the accuracy of a combination.
         budget: the accuracy budget.
         curve: also measure combinations with fewer quantized layers, for the report.
@@ -177,6 +175,7 @@ def search_mixed_precision(
     Raises:
         CheckFailedError: no combination with a quantized layer meets the budget.
     """
+    names = list(weights)
 
     def measure_point(left_out: Sequence[str]) -> CurvePoint:
         accuracy = measure(set(names) - set(left_out), False)

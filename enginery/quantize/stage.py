@@ -9,7 +9,7 @@ graph and, unless `capability` is `none`, builds a trial engine. Dynamic INT8, f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,9 @@ from enginery.quantize.calibrate import (
     check_patterns,
     excluded_layers,
     quantize_graph,
-    scheme_from_config,
 )
 from enginery.quantize.calibration.cache import RANGES, CalibrationCache, find_ranges_file
-from enginery.quantize.calibration.data import CalibrationData, make_batches, read_data
+from enginery.quantize.calibration.data import Batch, CalibrationData, make_batches, read_data
 from enginery.quantize.config import (
     QuantizeConfig,
     check_options,
@@ -68,12 +67,13 @@ from enginery.quantize.config import (
     resolve_scheme,
 )
 from enginery.quantize.dynamic import quantize_dynamic
-from enginery.quantize.fastest import Make, SchemeName, quantize_to_fastest
+from enginery.quantize.fastest import quantize_to_fastest
+from enginery.quantize.job import QuantizeJob, QuantizeResult, scheme_from_config
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
-from enginery.reports.quantization import QuantizationReport
+from enginery.reports.quantization import EngineTrial, QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 
@@ -104,6 +104,7 @@ def fingerprint(
         STAGE_VERSION,
         {
             "artifact": source.content_sha256(),
+            # With `auto`, speeds on this machine decide.
             **(_machine() if config.scheme == "auto" else {}),
         },
         option_fields(
@@ -190,20 +191,17 @@ def run(
         source.copy_side_files(directory)
         (directory / REPORTS).mkdir()
         with temporary_directory("quantize") as scratch:
-            if config.scheme == "auto" and data is not None:
-                makers: dict[SchemeName, Make] = {
-                    "int8": _quantize_static,
-                    "dynamic": quantize_dynamic,
-                }
-                scheme, (graphs, report, notes) = quantize_to_fastest(
-                    makers, source, config, directory, data, key.fields, scratch, progress
+            job = QuantizeJob(source, config, data, key.fields, directory, scratch, progress)
+            if config.scheme == "auto":
+                scheme, result = quantize_to_fastest(
+                    {"int8": _quantize_static, "dynamic": quantize_dynamic}, job
                 )
                 config = replace(config, scheme=scheme)
+            elif config.scheme == "dynamic":
+                result = quantize_dynamic(job)
             else:
-                make = quantize_dynamic if config.scheme == "dynamic" else _quantize_static
-                graphs, report, notes = make(
-                    source, config, directory, data, key.fields, scratch, progress
-                )
+                result = _quantize_static(job)
+        report, notes = result.report, result.notes
         fused = config.scheme == "dynamic" or scheme_from_config(config).supports_fusions
         first = SourceGraph.of(source, input_graph(source.manifest.graphs))
         # On the inputs of `validate`, so that it knows what to expect.
@@ -227,7 +225,7 @@ def run(
             "precision": "int8" if config.scheme == "dynamic" else config.scheme,
             "residual": residual_precision(config),
             "target": config.target,
-            "graphs": graphs,
+            "graphs": result.graphs,
             "stages": (*source.manifest.stages, stage),
             # Verdicts on the source artifact do not apply to this one.
             "verdicts": (),
@@ -237,35 +235,33 @@ def run(
     return Artifact.open(out)
 
 
-def _quantize_static(
-    source: Artifact,
-    config: QuantizeConfig,
-    directory: Path,
-    data: CalibrationData | None,
-    fields: Mapping[str, str],
-    scratch: Path,
-    progress: Progress,
-) -> tuple[tuple[GraphRecord, ...], QuantizationReport, list[str]]:
-    """Write the graphs with Q/DQ nodes to `directory`; return their records, the report, notes."""
+def _quantize_static(job: QuantizeJob) -> QuantizeResult:
+    """Insert Q/DQ nodes into each graph, with ranges from the calibration inputs or a cache."""
+    source, config, data = job.source, job.config, job.data
     notes = [data.description if data else f"ranges from {find_ranges_file(config.ranges)}"]
     if data and data.kind == "random":
         notes.append("calibrated on random inputs: only for trying things out")
-        progress.say(
+        job.progress.say(
             "quantize: calibrated on random inputs; do not use this artifact in production"
         )
+    records = source.manifest.graphs
+    # The files with FP32's outputs have the same names for each graph.
+    jobs = [job.in_folder(f"graph-{index}") for index in range(len(records))]
     graphs = []
-    for index, record in enumerate(source.manifest.graphs):
-        folder = scratch / f"graph-{index}"
-        folder.mkdir()
-        graphs.append(_convert(source, record, config, folder, data, notes, progress))
+    for graph_job, record in zip(jobs, records, strict=True):
+        graph, note = _convert(graph_job, record)
+        graphs.append(graph)
+        if note:
+            notes.append(note)
     # After the conversions: ranges belong to the digest of all graphs.
     reused = _read_ranges(graphs, config)
-    quantized = []
-    for index, graph in enumerate(graphs):
-        folder = scratch / f"graph-{index}"
-        quantized.append(_quantize_graph(graph, config, directory, data, reused, folder, progress))
+    quantized = [
+        _quantize_graph(graph_job, graph, reused)
+        for graph_job, graph in zip(jobs, graphs, strict=True)
+    ]
+    # One file, from which all graphs can be quantized again.
     cache = CalibrationCache.merge([graph.cache for graph in quantized], _digest(graphs))
-    answers = quantized[source.manifest.graphs.index(answer_graph(source.manifest.graphs))]
+    answers = quantized[records.index(answer_graph(records))]
     if config.target == "cpu":
         notes.append("activations are stored as uint8, for ONNX Runtime's CPU kernels")
     elif not list_capabilities(config):
@@ -276,46 +272,36 @@ def _quantize_static(
     notes += [note for graph in quantized for note in graph.more.notes()]
     if answers.measured:
         notes += AccuracyBudget.notes(config, answers.measured.evaluator.rows)
-        if not save_curve(directory / CURVE, answers.measured, config.scheme):
+        if not save_curve(job.directory / CURVE, answers.measured, config.scheme):
             notes.append(NOT_DRAWN)
-    (directory / REPORTS / RANGES).write_bytes(cache.to_json())
-    report = make_report(quantized, answers, cache, config, data, notes, fields)
-    return tuple(graph.record for graph in quantized), report, notes
+    (job.directory / REPORTS / RANGES).write_bytes(cache.to_json())
+    report = make_report(job, quantized, answers, cache, notes)
+    return QuantizeResult(tuple(graph.record for graph in quantized), report, notes)
 
 
-def _convert(
-    source: Artifact,
-    record: GraphRecord,
-    config: QuantizeConfig,
-    folder: Path,
-    data: CalibrationData | None,
-    notes: list[str],
-    progress: Progress,
-) -> SourceGraph:
-    """Return a graph in the opset that Q and DQ need, in `folder` if it has an earlier one.
+def _convert(job: QuantizeJob, record: GraphRecord) -> tuple[SourceGraph, str]:
+    """Return a graph in the opset that Q and DQ need, and a note; empty if it has that opset.
 
     Raises:
         ExportError: the graph cannot be converted, or its outputs change.
     """
-    graph = SourceGraph.of(source, record)
+    graph = SourceGraph.of(job.source, record)
     if record.opset >= _MIN_OPSET:
-        return graph
+        return graph, ""
     note = (
         f"converted from opset {record.opset} to {_MIN_OPSET}, because earlier Q and DQ support "
         "neither FP16 scales nor FP8: the outputs are those of the graph before"
     )
-    progress.say(f"quantize: {note}")
-    notes.append(note)
+    job.progress.say(f"quantize: {note}")
     # Without data, both graphs run on generated numbers.
-    generated = CalibrationData("random", (0,), (), "", "")
-    batches, _ = make_batches(source, record, data or generated, seed=config.seed)
-    path = folder / record.file
+    data = job.data or CalibrationData("random", (0,), (), "", "")
+    batches, _ = make_batches(job.source, record, data, seed=job.config.seed)
+    path = job.scratch / record.file
     data_files = convert_opset(graph.path, path, _MIN_OPSET, [batches[0].load()])
     inside = Path(record.file).parent
     names = tuple((inside / name).as_posix() for name in data_files)
-    return SourceGraph(
-        source, record.model_copy(update={"opset": _MIN_OPSET, "data_files": names}), path
-    )
+    converted = record.model_copy(update={"opset": _MIN_OPSET, "data_files": names})
+    return SourceGraph(job.source, converted, path), note
 
 
 def _read_ranges(graphs: Sequence[SourceGraph], config: QuantizeConfig) -> CalibrationCache | None:
@@ -336,44 +322,45 @@ def _digest(graphs: Sequence[SourceGraph]) -> str:
 
 
 def _quantize_graph(
-    source: SourceGraph,
-    config: QuantizeConfig,
-    directory: Path,
-    data: CalibrationData | None,
-    reused: CalibrationCache | None,
-    scratch: Path,
-    progress: Progress,
+    job: QuantizeJob, source: SourceGraph, reused: CalibrationCache | None
 ) -> QuantizedGraph:
-    """Write a graph with Q/DQ nodes to `directory`, and measure it."""
+    """Write a graph with Q/DQ nodes to the job's directory, and measure it."""
+    config = job.config
     model = source.read()
     layers = find_layers(model)
-    cache, measured = _obtain_calibration(
-        source, model, layers, data, config, reused, scratch, progress
-    )
+    cache, measured = _obtain_calibration(job, source, model, layers, reused)
     quantized = cache.quantized_layers(layers)
     # Before the graph is quantized in place.
     fp32_operands = float_operands(model, quantized)
-    record, more = _write_graph(model, quantized, cache, source.record, directory, config)
-    graph = directory / record.file
+    record, more = _write_graph(job, model, quantized, cache, source.record)
+    graph = job.directory / record.file
     accuracy = _measure_saved(graph, measured, config)
     if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
         # The layers alone may still meet the budget.
         cache = replace(cache, beyond_layers=False)
         model = source.read()
         fp32_operands = float_operands(model, quantized)
-        record, more = _write_graph(model, quantized, cache, source.record, directory, config)
+        record, more = _write_graph(job, model, quantized, cache, source.record)
         accuracy = _measure_saved(graph, measured, config)
     _check_accuracy(accuracy, measured, config)
-    trials = []
+    trials: list[EngineTrial] = []
     if config.target == "tensorrt":
-        with progress.task("building a trial engine"):
+        with job.progress.task("building a trial engine"):
             trials = build_trials(graph, source, config, quantized)
     # The graph is saved by now; these nodes only measure.
     add_float_layers(model, float_layers(model, quantized, fp32_operands))
-    with progress.task("measuring each layer"):
-        held_out, builtin = _measure_layers(model, source, measured, config, scratch)
+    with job.progress.task("measuring each layer"):
+        layer_errors, builtin_layer_errors = _measure_layers(job, model, source, measured)
     return QuantizedGraph(
-        record, layers, cache, measured, accuracy, trials, held_out, builtin, more
+        record=record,
+        layers=layers,
+        cache=cache,
+        measured=measured,
+        accuracy=accuracy,
+        trials=trials,
+        layer_errors=layer_errors,
+        builtin_layer_errors=builtin_layer_errors,
+        more=more,
     )
 
 
@@ -411,47 +398,34 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
 
 
 def _obtain_calibration(
+    job: QuantizeJob,
     source: SourceGraph,
     model: ir.Model,
     layers: Sequence[Layer],
-    data: CalibrationData | None,
-    config: QuantizeConfig,
     reused: CalibrationCache | None,
-    scratch: Path,
-    progress: Progress,
 ) -> tuple[CalibrationCache, AccuracySearch | None]:
+    """Calibrate a graph, or take its part of the ranges that are reused."""
     if reused is None:
-        if data is None:
-            raise OptionError(
-                "neither calibration inputs nor ranges were given.",
-                do="Name one: --data FILE or --ranges ARTIFACT",
-            )
-        return calibrate(source, model, layers, data, config, scratch=scratch, progress=progress)
-    excluded = excluded_layers(layers, config.exclude, None, scheme_from_config(config))
-    progress.say(f"quantize: ranges from {find_ranges_file(config.ranges)}, nothing is calibrated")
+        return calibrate(job, source, model, layers)
+    ranges = find_ranges_file(job.config.ranges)
+    job.progress.say(f"quantize: ranges from {ranges}, nothing is calibrated")
     cache = reused.of_graph(model, layers)
-    return replace(cache, left_out={**cache.left_out, **excluded}), None
+    # `exclude` may name other layers than in the run that calibrated.
+    excluded = excluded_layers(layers, job.config.exclude, None, job.scheme)
+    return replace(cache, left_out=cache.left_out | excluded), None
 
 
 def _write_graph(
+    job: QuantizeJob,
     model: ir.Model,
     quantized: Sequence[Layer],
     cache: CalibrationCache,
     old: GraphRecord,
-    directory: Path,
-    config: QuantizeConfig,
 ) -> tuple[GraphRecord, BeyondLayers]:
     """Write the quantized graph; return its record and what is quantized besides the layers."""
-    more = quantize_graph(
-        model,
-        quantized,
-        config,
-        cache.ranges,
-        cache.bias_deltas,
-        cache.fp32_nodes,
-        beyond_layers=cache.beyond_layers and config.scheme == "int8",
-    )
-    path = directory / old.file
+    beyond_layers = cache.beyond_layers and job.config.scheme == "int8"
+    more = quantize_graph(model, quantized, cache, job.config, beyond_layers=beyond_layers)
+    path = job.directory / old.file
     path.parent.mkdir(parents=True, exist_ok=True)
     data_files = write_graph(model, path)
     check_graph(path)
@@ -490,20 +464,18 @@ def _check_accuracy(
 
 
 def _measure_layers(
-    model: ir.Model,
-    source: SourceGraph,
-    measured: AccuracySearch | None,
-    config: QuantizeConfig,
-    scratch: Path,
+    job: QuantizeJob, model: ir.Model, source: SourceGraph, measured: AccuracySearch | None
 ) -> tuple[dict[str, LayerError], dict[str, LayerError]]:
     """Measure the layers of a graph with `add_float_layers` on held-out and on built-in inputs."""
-    path = scratch / "layers" / "model.onnx"
+    path = job.scratch / "layers" / "model.onnx"
     path.parent.mkdir()
     write_graph(model, path, max_inline_bytes=0)
-    fused = scheme_from_config(config).supports_fusions
-    evaluator = measured.evaluator if measured else None
-    # About `MAX_ROWS` rows, spread over the batches.
-    held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)] if evaluator else []
+    fused = job.scheme.supports_fusions
+    held_out: Sequence[Batch] = ()
+    if measured:
+        # About `MAX_ROWS` rows, spread over the batches.
+        evaluator = measured.evaluator
+        held_out = evaluator.batches[:: -(-evaluator.rows // MAX_ROWS)]
     return (
         measure_layer_errors(path, [batch.load for batch in held_out], fused=fused),
         measure_layer_errors(path, [b.load for b in find_builtin_batches(source)], fused=fused),

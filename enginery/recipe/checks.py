@@ -66,8 +66,8 @@ _DIMS = {
 
 
 @dataclass
-class _Known:
-    """What is known before a stage runs."""
+class _Facts:
+    """What the checks of a stage build on: the recipe's model and the stages before."""
 
     task: str
     """The task in the recipe; empty if it is inferred."""
@@ -88,10 +88,10 @@ def check_recipe(recipe: Recipe) -> None:
             an option of the command line.
     """
     with _located(recipe, key="model"), _about("model"):
-        known = _read_model(recipe)
+        facts = _read_model(recipe)
     require_stages(
         [(step.stage, step.options) for step in recipe.steps],
-        is_onnx=known.is_onnx,
+        is_onnx=facts.is_onnx,
         purpose=PURPOSES["run"],
     )
     outs: set[Path] = set()
@@ -103,10 +103,10 @@ def check_recipe(recipe: Recipe) -> None:
                 _check_copy(step.out, outs)
             if hasattr(step.options, "provider_option"):
                 _check_providers(step.options)
-            _check_profiles(step.options, known)
+            _check_profiles(step.options, facts)
             if check := _CHECKS.get(step.stage):
-                check(step.options, known)
-            _check_files(step.options, known)
+                check(step.options, facts)
+            _check_files(step.options, facts)
 
 
 @contextmanager
@@ -134,28 +134,28 @@ def _about(option: str) -> Iterator[None]:
         raise InputError(reason, option=option) from error
 
 
-def _read_model(recipe: Recipe) -> _Known:
-    named = recipe.steps[0].options.task
-    task = "" if named == "auto" else named
+def _read_model(recipe: Recipe) -> _Facts:
+    option = recipe.steps[0].options.task
+    task = "" if option == "auto" else option
     path = find_local(recipe.model)
     if path is None:
-        return _Known(task, is_onnx=False, limits={})
+        return _Facts(task, is_onnx=False, limits={})
     if path.is_file():
         read_structure(path, error=SourceError)
-        return _Known(task, is_onnx=True, limits={})
+        return _Facts(task, is_onnx=True, limits={})
     find_local_weights(recipe.model, path, allow_pickle=recipe.steps[0].options.allow_pickle)
     settings = ModelConfig.read(path, error=SourceError)
-    return _Known(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
+    return _Facts(task, is_onnx=False, limits=FeedLimits.from_config(settings).max_sizes)
 
 
-def _check_copy(out: str, others: set[Path]) -> None:
+def _check_copy(out: str, outs: set[Path]) -> None:
     """Check that a copy of an artifact can be written, and that no other one goes there."""
     if not out:
         return
     path = Path(out).resolve()
-    if path in others:
+    if path in outs:
         raise OptionError(f"two artifacts go to {out}.", do="Name another directory.")
-    others.add(path)
+    outs.add(path)
     _require_writable(Path(out), directory=True)
     check_overwritable(Path(out))
 
@@ -163,16 +163,16 @@ def _check_copy(out: str, others: set[Path]) -> None:
 # Checks of one stage
 
 
-def _check_export(options: export.ExportConfig, known: _Known) -> None:
-    export.check_options(options, is_onnx=known.is_onnx)
+def _check_export(options: export.ExportConfig, facts: _Facts) -> None:
+    export.check_options(options, is_onnx=facts.is_onnx)
     with _about("device"):
         if options.device != "cpu":
             visible_gpus()
-    if not known.is_onnx:  # which is imported, whatever it is for
+    if not facts.is_onnx:  # which is imported, whatever it is for
         task_name(options.task)
 
 
-def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
+def _check_quantize(options: quantize.QuantizeConfig, _facts: _Facts) -> None:
     from enginery.quantize.calibration.cache import find_ranges_file
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
@@ -190,7 +190,7 @@ def _check_quantize(options: quantize.QuantizeConfig, _known: _Known) -> None:
                 require_tensorrt("Building a trial engine (with capability: none, none is built)")
 
 
-def _check_build(options: engine.BuildConfig, known: _Known) -> None:
+def _check_build(options: engine.BuildConfig, facts: _Facts) -> None:
     from enginery.runtime.tensorrt.capabilities import resolve_capabilities
     from enginery.runtime.tensorrt.library import require_tensorrt
     from enginery.runtime.tensorrt.options import check_options, get_flavor
@@ -200,7 +200,7 @@ def _check_build(options: engine.BuildConfig, known: _Known) -> None:
     check_options(flavor, options.options)
     with _about("batch"):
         DimRange.parse(options.batch)
-    if not (options.profile or options.min_shapes or options.data or known.is_onnx):
+    if not (options.profile or options.min_shapes or options.data or facts.is_onnx):
         raise ShapeError(
             "build has no profile, and an exported graph has dynamic dims.",
             do="Add one: profile: batch=1:8:32,sequence=8:128:512",
@@ -218,7 +218,7 @@ def _check_build(options: engine.BuildConfig, known: _Known) -> None:
         )
 
 
-def _check_bench(options: BenchStage, known: _Known) -> None:
+def _check_bench(options: BenchStage, facts: _Facts) -> None:
     bench.check_options(options)
     with _about("out"):
         if options.out:
@@ -226,8 +226,8 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
     bench.read_sizes(options.batch, "batch")
     for text in options.shape:
         with _about("shape"):
-            _require_dims(f"option 'shape': '{text}'", bench.parse_shape(text), known)
-    limit = known.limits.get("sequence")
+            _require_dims(f"option 'shape': '{text}'", bench.parse_shape(text), facts)
+    limit = facts.limits.get("sequence")
     if options.sequence != bench.AUTO:
         longest = bench.read_sizes(options.sequence, "sequence")[-1]
         if limit and longest > limit:
@@ -238,7 +238,7 @@ def _check_bench(options: BenchStage, known: _Known) -> None:
             )
 
 
-def _check_predict(options: PredictStage, known: _Known) -> None:
+def _check_predict(options: PredictStage, facts: _Facts) -> None:
     from enginery.core.datasets.reader import detect_format
     from enginery.predict.stage import STDIN, check_stdin_format, input_options
     from enginery.predict.writer import output_format
@@ -251,7 +251,7 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
                 f"out '{options.out}' is the input, which is never overwritten.",
                 do="Name another output.",
             )
-    kind = None
+    input_format = None
     with _about("input"):
         if not options.input:
             raise OptionError(
@@ -259,14 +259,14 @@ def _check_predict(options: PredictStage, known: _Known) -> None:
             )
         if options.input == STDIN:
             check_stdin_format(options)
-        elif options.input not in known.outputs:
-            kind = detect_format(Path(options.input), input_options(options))
-    if known.task:
-        _check_answers(options, known.task, kind)
-    known.outputs.add(options.out)
+        elif options.input not in facts.outputs:
+            input_format = detect_format(Path(options.input), input_options(options))
+    if facts.task:
+        _check_answers(options, facts.task, input_format)
+    facts.outputs.add(options.out)
 
 
-def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
+def _check_answers(options: PredictStage, task_name: str, input_format: str | None) -> None:
     """Check that the task takes this input, and that its columns are free."""
     from enginery.core.datasets.reader import open_dataset
     from enginery.predict.columns import OutputColumns
@@ -274,25 +274,30 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
     from enginery.predict.task_inputs import column_names, read_options
 
     # Some names are of two tasks: feature-extraction is of texts and of images.
-    fitting = [each for each in TASKS.values() if name in each.tasks]
-    usual = fitting[0].modality if fitting else "text"
-    given = next((each for each, plural in PLURALS.items() if plural == kind), usual)
-    task = find_task(name, modality=given)
-    if task is None and fitting:
+    definitions = [definition for definition in TASKS.values() if task_name in definition.tasks]
+    default_modality = definitions[0].modality if definitions else "text"
+    modality = next(
+        (modality for modality, plural in PLURALS.items() if plural == input_format),
+        default_modality,
+    )
+    task = find_task(task_name, modality=modality)
+    if task is None and definitions:
+        expected = PLURALS[default_modality]
         raise InputError(
-            f"input '{options.input}' is {kind}, but the model's task is {name}, which takes "
-            f"{PLURALS[usual]}.",
-            do=f"Name a {'file' if usual == 'text' else 'folder'} of {PLURALS[usual]}.",
+            f"input '{options.input}' is {input_format}, but the model's task is {task_name}, "
+            f"which takes {expected}.",
+            do=f"Name a {'file' if default_modality == 'text' else 'folder'} of {expected}.",
             option="input",
         )
     if task is None:
         raise ArtifactError(
-            f"predict follows an export for {name}; it answers {', '.join(supported_tasks())}.",
+            f"predict follows an export for {task_name}; it answers "
+            f"{', '.join(supported_tasks())}.",
             do="Leave predict out, or export for another task.",
         )
     of_task = read_options(task, options)
     with _about("input"):
-        if kind:
+        if input_format:
             path, columns = Path(options.input), column_names(task, options)
             reader = open_dataset(path, columns, input_options(options, keep="columns"))
             OutputColumns.of(
@@ -300,7 +305,7 @@ def _check_answers(options: PredictStage, name: str, kind: str | None) -> None:
             )
 
 
-def _check_publish(options: PublishStage, _known: _Known) -> None:
+def _check_publish(options: PublishStage, _facts: _Facts) -> None:
     from enginery.publish.destination import open_destination, scheme_of
     from enginery.publish.targets.folder import check_registry_root, path_from_url
 
@@ -310,14 +315,14 @@ def _check_publish(options: PublishStage, _known: _Known) -> None:
             check_registry_root(path_from_url(options.url))
 
 
-def _check_directory(options: TritonStage | KserveStage, _known: _Known) -> None:
+def _check_directory(options: TritonStage | KserveStage, _facts: _Facts) -> None:
     if not options.out:
         raise OptionError("option 'out' is empty.", do="Name where the files go.", option="out")
     with _about("out"):
         _require_writable(Path(options.out), directory=True)
 
 
-_CHECKS: dict[str, Callable[[Any, _Known], None]] = {
+_CHECKS: dict[str, Callable[[Any, _Facts], None]] = {
     "export": _check_export,
     "optimize": lambda options, _: optimize.check_options(options),
     "quantize": _check_quantize,
@@ -336,14 +341,14 @@ _CHECKS: dict[str, Callable[[Any, _Known], None]] = {
 
 def _check_providers(options: Any) -> None:
     """Check that the providers are available and take these options."""
-    ways = ("io_binding", "cuda_graph", "shrink_arena")
+    option_names = ("io_binding", "cuda_graph", "shrink_arena")
     with _about("providers"):
         check_run_options(parse_providers(options.providers, default="cpu"))
     with _about("provider_option"):
         specs = parse_providers(options.providers, options.provider_option, default="cpu")
         check_run_options(specs)
     with _about("cuda_graph"):
-        chosen = {way: getattr(options, way) for way in ways if hasattr(options, way)}
+        chosen = {name: getattr(options, name) for name in option_names if hasattr(options, name)}
         check_run_options(specs, **chosen)
     if [spec.name for spec in specs] != ["cpu"]:
         from enginery.runtime.providers import choose_providers
@@ -352,40 +357,42 @@ def _check_providers(options: Any) -> None:
             choose_providers(specs, allow_fallback=options.allow_fallback)
 
 
-def _check_profiles(options: Any, known: _Known) -> None:
+def _check_profiles(options: Any, facts: _Facts) -> None:
     """Check profiles against the dims of the task and the positions of the model."""
     with _about("profile"):
         for text in getattr(options, "profile", ()):
             profile = Profile.parse(text)
-            _require_dims(f"profile '{text}'", profile.dims, known)
-            if known.task in _TEXTS and not known.is_onnx:
-                profile.check([TensorSpec("input_ids", "int64", _DIMS[known.task])], known.limits)
-            profile.check_limits(known.limits)
+            _require_dims(f"profile '{text}'", profile.dims, facts)
+            if facts.task in _TEXTS and not facts.is_onnx:
+                profile.check([TensorSpec("input_ids", "int64", _DIMS[facts.task])], facts.limits)
+            profile.check_limits(facts.limits)
 
 
-def _require_dims(where: str, names: Iterable[str], known: _Known) -> None:
+def _require_dims(subject: str, names: Iterable[str], facts: _Facts) -> None:
     """Raise ShapeError if no model of the task has a dim."""
-    dims = () if known.is_onnx else _DIMS.get(known.task, ())
-    for name in names if dims else ():
+    if facts.is_onnx or facts.task not in _DIMS:
+        return
+    dims = _DIMS[facts.task]
+    for name in names:
         if name not in dims:
             raise ShapeError(
-                f"{where}: the model has no dynamic dim '{name}'{nearest(name, dims)}",
-                do=f"Dims of {known.task}: {', '.join(dims)}.",
+                f"{subject}: the model has no dynamic dim '{name}'{nearest(name, dims)}",
+                do=f"Dims of {facts.task}: {', '.join(dims)}.",
             )
 
 
-def _check_files(options: Any, known: _Known) -> None:
+def _check_files(options: Any, facts: _Facts) -> None:
     """Open the files of texts and images that a stage will read."""
     data = getattr(options, "data", "")
-    if data and data not in known.outputs:
+    if data and data not in facts.outputs:
         labels = getattr(options, "label_column", "")
         with _about("data"):
-            _check_data(Path(data).expanduser(), options.column, labels, known.task)
+            _check_data(Path(data).expanduser(), options.column, labels, facts.task)
     with _about("images"):
         if images := getattr(options, "images", ""):
-            if known.task in _TEXTS and not known.is_onnx:
+            if facts.task in _TEXTS and not facts.is_onnx:
                 raise InputError(
-                    f"option 'images' is given, but the model's task is {known.task}, which takes "
+                    f"option 'images' is given, but the model's task is {facts.task}, which takes "
                     "texts.",
                     do="Leave it out.",
                 )
@@ -408,9 +415,9 @@ def _check_data(path: Path, column: str, label_column: str, task: str) -> None:
 
 def _require_writable(path: Path, *, directory: bool = False) -> None:
     """Raise ArtifactError if a path cannot be written because of an existing file or directory."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if there.is_dir() != (directory or there != path):
-        kinds = ("a directory", "a file") if there.is_dir() else ("a file", "a directory")
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if existing.is_dir() != (directory or existing != path):
+        kinds = ("a directory", "a file") if existing.is_dir() else ("a file", "a directory")
         raise ArtifactError(
-            f"'{path}' cannot be written: {there} is {kinds[0]}, expected {kinds[1]}."
+            f"'{path}' cannot be written: {existing} is {kinds[0]}, expected {kinds[1]}."
         )

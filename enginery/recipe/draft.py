@@ -60,11 +60,11 @@ def draft_recipe(
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     if (column or label_column) and not data:
-        named = "column" if column else "label_column"
+        option = "column" if column else "label_column"
         raise OptionError(
-            f"option '{named}' is set, but there are no data.",
+            f"option '{option}' is set, but there are no data.",
             do="Name their file: --data reviews.csv",
-            option=named,
+            option=option,
         )
     path = find_local(model)
     is_onnx = path is not None and path.is_file()
@@ -79,10 +79,14 @@ def draft_recipe(
             option="label_column",
         )
     # The shapes of models for audio differ, so the draft has no profile for them.
-    known = [each for each in TASKS.values() if task in each.tasks and each.modality != "audio"]
+    drafted = [
+        definition
+        for definition in TASKS.values()
+        if task in definition.tasks and definition.modality != "audio"
+    ]
     takes_images = bool(settings and settings.image_size and not settings.merged().vocab_size)
     modality = "image" if takes_images else "text"
-    fitting = [each for each in known if each.modality == modality] or known
+    fitting = [definition for definition in drafted if definition.modality == modality] or drafted
     served = fitting[0] if fitting else None
     takes_texts = served is not None and issubclass(served, TextTask)
     limits = FeedLimits.from_config(settings).max_sizes if settings else {}
@@ -96,10 +100,12 @@ def draft_recipe(
         keep_trailing_newline=True,
     )
     environment.filters["yaml"] = _yaml_text
-    written = model if path is None or model.startswith("package:") else _relative(path, file)
+    model_in_recipe = (
+        model if path is None or model.startswith("package:") else _relative(path, file)
+    )
     return environment.get_template("draft.yaml.jinja").render(
         file=file.name,
-        model=written,
+        model=model_in_recipe,
         name=name,
         is_onnx=is_onnx,
         is_hub=path is None and "@" not in model,
@@ -150,8 +156,8 @@ def _profile(longest: int, *, takes_texts: bool) -> str:
 
 def _relative(path: Path, file: Path) -> str:
     """Return a path as the recipe names it: relative to its directory."""
-    found = os.path.relpath(path.absolute(), file.absolute().parent)
-    return found if found.startswith("..") else f"./{found}"
+    relative = os.path.relpath(path.absolute(), file.absolute().parent)
+    return relative if relative.startswith("..") else f"./{relative}"
 
 
 def _yaml_text(text: str) -> str:

@@ -75,8 +75,8 @@ class Recipe:
             error = OptionError("stages: found none, expected export first.", do="Add - export.")
             raise self.located(error, key="stages")
         if problem := find_order_problem(self.steps):
-            place, message, do = problem
-            raise self.located(OptionError(message, do=do), step=self.steps[place])
+            position, message, do = problem
+            raise self.located(OptionError(message, do=do), step=self.steps[position])
         _, pinned = _hub_revision(self.model)
         revision = self.steps[0].options.revision
         if pinned and revision not in ("main", pinned):
@@ -125,18 +125,18 @@ class Recipe:
         base = base or Path()
         document = read_yaml(text, name)
         try:
-            written = RecipeFile.model_validate(document.data, context=base)
+            file = RecipeFile.model_validate(document.data, context=base)
         except ValidationError as error:
             raise _first_problem(error, document) from error
         steps = []
-        for place, step in enumerate(written.stages):
-            path = ("stages", place, step.stage)
+        for position, step in enumerate(file.stages):
+            path = ("stages", position, step.stage)
             steps.append(replace(step, line=document.line(path), lines=document.lines_in(path)))
         return cls(
-            _resolve_model(written.model, base),
+            _resolve_model(file.model, base),
             tuple(steps),
-            out=_resolve(written.out, base),
-            ask=written.ask,
+            out=_resolve(file.out, base),
+            ask=file.ask,
             name=name,
             lines=document.lines_in(()),
         )
@@ -173,21 +173,23 @@ class Recipe:
                 f"model '{model}' names the revision '{pinned}', "
                 f"but the option revision is '{revision}'."
             )
-        another = hub_id != _hub_revision(self.model)[0]
+        is_other_model = hub_id != _hub_revision(self.model)[0]
         # The arguments override what the recipe pins, by `revision` or by `model@revision`.
-        given = {"task": task, "revision": revision or ("main" if model and pinned else "")}
+        overrides = {"task": task, "revision": revision or ("main" if model and pinned else "")}
         steps = []
         for step in self.steps:
             values: dict[str, Any] = {}
             for option in MODEL_OPTIONS.get(step.stage, ()):
-                if given.get(option):
-                    values[option] = given[option]
-                elif another:
+                if overrides.get(option):
+                    values[option] = overrides[option]
+                elif is_other_model:
                     values[option] = _default_of(step.options, option)
             lines = {**step.lines, **dict.fromkeys(values, 0)}
             steps.append(replace(step, options=replace(step.options, **values), lines=lines))
-        named = {"model": hub_id if revision else model} if model or revision else {}
-        return self.changed(steps=tuple(steps), ask=() if another else self.ask, **named)
+        changed_model = {"model": hub_id if revision else model} if model or revision else {}
+        return self.changed(
+            steps=tuple(steps), ask=() if is_other_model else self.ask, **changed_model
+        )
 
     def changed(self, **values: Any) -> Recipe:
         """Return the recipe with other values, which have no lines in the file."""
@@ -209,8 +211,10 @@ class Recipe:
         for step in self.steps:
             options = step.options
             if hasattr(options, "allow_pickle") and not getattr(options, "reference", ""):
-                own = {name: getattr(options, name) or grant for name, grant in granted.items()}
-                options = replace(options, **own)
+                permissions = {
+                    name: getattr(options, name) or grant for name, grant in granted.items()
+                }
+                options = replace(options, **permissions)
             steps.append(replace(step, options=options))
         return replace(self, steps=tuple(steps))
 
@@ -229,14 +233,14 @@ class Recipe:
             return error
         do = f"See: enginery {step.stage} --help" if step else ""
         if isinstance(error, InputError | SourceError | ArtifactError):
-            named = error.option or key or "value"
-            do = f"Change '{named}'; paths start from the recipe's directory."
+            key_to_change = error.option or key or "value"
+            do = f"Change '{key_to_change}'; paths start from the recipe's directory."
         return error_at(self.name, line, error.message, do=error.do or do)
 
 
-def _wrap_error(error: EngineryError, *place: int | str) -> PydanticCustomError:
+def _wrap_error(error: EngineryError, *location: int | str) -> PydanticCustomError:
     """Wrap an error for pydantic, with its place below the value that is being validated."""
-    return PydanticCustomError("recipe", "{error}", {"error": error, "place": place})
+    return PydanticCustomError("recipe", "{error}", {"error": error, "place": location})
 
 
 def _read_step(value: Any, info: ValidationInfo) -> Step:
@@ -255,44 +259,46 @@ def _read_step(value: Any, info: ValidationInfo) -> Step:
                 do="Indent its options further, or write - export: {opset: 20}.",
             )
         )
-    ((stage, given),) = value.items()
+    ((stage, options_in_file),) = value.items()
     if stage not in STAGES:
-        known = f"Known stages: {', '.join(STAGES)}."
-        unknown = OptionError(f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known)
+        known_stages = f"Known stages: {', '.join(STAGES)}."
+        unknown = OptionError(f"unknown stage '{stage}'{nearest(stage, STAGES)}", do=known_stages)
         raise _wrap_error(unknown, stage)
     base = info.context or Path()
     of_step = ("from", "out") if stage in ARTIFACT_STAGES else ("from",)
-    written = {}
-    if isinstance(given, dict):
-        written = {key: given[key] for key in of_step if key in given}
-        given = {key: text for key, text in given.items() if key not in written}
+    step_keys = {}
+    if isinstance(options_in_file, dict):
+        step_keys = {key: options_in_file[key] for key in of_step if key in options_in_file}
+        options_in_file = {
+            key: text for key, text in options_in_file.items() if key not in step_keys
+        }
     try:
-        for key, text in written.items():
+        for key, text in step_keys.items():
             if not isinstance(text, str) or not text:
-                found = _describe(text) if text != "" else "nothing"
+                description = _describe(text) if text != "" else "nothing"
                 expected = "the name of a stage" if key == "from" else "a directory"
-                raise OptionError(f"{key}: found {found}, expected {expected}.", option=key)
-        values = _convert_options(stage, given, base)
+                raise OptionError(f"{key}: found {description}, expected {expected}.", option=key)
+        values = _convert_options(stage, options_in_file, base)
         options: Any = options_from(STAGES[stage], stage, values)
     except EngineryError as error:
         error.do = error.do or f"See: enginery {stage} --help"
         raise _wrap_error(error, stage, error.option) from error
-    out = _resolve(written.get("out", ""), base)
-    return Step(stage, options, source=written.get("from", ""), out=out)
+    out = _resolve(step_keys.get("out", ""), base)
+    return Step(stage, options, source=step_keys.get("from", ""), out=out)
 
 
-def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
+def _convert_options(stage: str, values: Any, base: Path) -> dict[str, Any]:
     """Convert a stage's options to what its dataclass takes: lists, paths, models, providers."""
     hints = get_type_hints(STAGES[stage])
-    if given is None:
+    if values is None:
         return {}
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise OptionError(
-            f"{stage}: found {_describe(given)}, expected its options.",
+            f"{stage}: found {_describe(values)}, expected its options.",
             do=f"Write - {stage}: {{{next(iter(hints))}: …}}.",
         )
-    found: dict[str, Any] = {}
-    for option, value in given.items():
+    options: dict[str, Any] = {}
+    for option, value in values.items():
         if value is None and option in hints:
             raise OptionError(
                 f"option '{option}' has no value.",
@@ -300,17 +306,17 @@ def _convert_options(stage: str, given: Any, base: Path) -> dict[str, Any]:
                 option=option,
             )
         if option == "providers" and value != "":
-            found[option] = _convert_providers(stage, value, base)
+            options[option] = _convert_providers(stage, value, base)
         elif isinstance(value, str):
-            found[option] = _convert_text(option, hints.get(option), value, base)
+            options[option] = _convert_text(option, hints.get(option), value, base)
         elif option == "model_kwargs" and isinstance(value, dict):
-            found[option] = {
+            options[option] = {
                 name: _resolve_model(model, base) if isinstance(model, str) else model
                 for name, model in value.items()
             }
         else:
-            found[option] = value
-    return found
+            options[option] = value
+    return options
 
 
 def _convert_text(option: str, hint: Any, value: str, base: Path) -> Any:
@@ -362,29 +368,30 @@ class RecipeFile(BaseModel):
 def _first_problem(error: ValidationError, document: Document) -> RecipeError:
     """Return the first problem in the file."""
     problems = []
-    for found in error.errors(include_url=False):
-        context = found.get("ctx", {})
-        line = document.line((*found["loc"], *context.get("place", ())))
-        problems.append((line, context.get("error") or _to_option_error(found)))
-    line, first = min(problems, key=lambda problem: problem[0])
-    return error_at(document.name, line, first.message, do=first.do)
+    for detail in error.errors(include_url=False):
+        context = detail.get("ctx", {})
+        line = document.line((*detail["loc"], *context.get("place", ())))
+        problems.append((line, context.get("error") or _to_option_error(detail)))
+    line, problem = min(problems, key=lambda problem: problem[0])
+    return error_at(document.name, line, problem.message, do=problem.do)
 
 
 def _to_option_error(problem: Any) -> OptionError:
     """Describe a problem with a key of the recipe."""
-    kind, value, keys = problem["type"], problem["input"], list(RecipeFile.model_fields)
+    problem_type, value, keys = problem["type"], problem["input"], list(RecipeFile.model_fields)
     if not problem["loc"]:
-        found = "text" if isinstance(value, str) else _describe(value)
+        description = "text" if isinstance(value, str) else _describe(value)
         return OptionError(
-            f"found {found}, expected the keys model and stages.", do="Start from one of recipes/."
+            f"found {description}, expected the keys model and stages.",
+            do="Start from one of recipes/.",
         )
     key = problem["loc"][0]
-    if kind == "extra_forbidden":
-        known = f"Known keys: {', '.join(keys)}."
-        return OptionError(f"unknown key '{key}'{nearest(key, keys)}", do=known)
-    if kind == "missing":
+    if problem_type == "extra_forbidden":
+        known_keys = f"Known keys: {', '.join(keys)}."
+        return OptionError(f"unknown key '{key}'{nearest(key, keys)}", do=known_keys)
+    if problem_type == "missing":
         return OptionError(f"the key '{key}' is missing.", do=f"Add a line: {key}: …")
-    if kind == "string_too_short":
+    if problem_type == "string_too_short":
         do = "Name a Hub id, a directory or an .onnx file."
         return OptionError(f"the key '{key}' is empty.", do=do)
     expected = "a list of stages" if key == "stages" else "text"

@@ -43,7 +43,7 @@ _TYPED: dict[str, type] = {
     TENSORRT: TensorrtOptions,
     TENSORRT_RTX: TensorrtRtxOptions,
 }
-_BASES = dict.fromkeys(base for kind in STAGES.values() for base in kind.__mro__[1:-1])
+_BASES = dict.fromkeys(base for options in STAGES.values() for base in options.__mro__[1:-1])
 """The base classes of the options. pydantic reads docstrings of a class, not of its bases."""
 
 _VARIABLE: Schema = {"type": "string", "pattern": r"\$\{[A-Za-z_]"}
@@ -62,9 +62,9 @@ class _RecipeJsonSchema(GenerateJsonSchema):
 
     def str_schema(self, schema: core_schema.StringSchema) -> Schema:
         # YAML reads the task `no` as a boolean and the capability 8.9 as a number.
-        found = self._defined("text", {"type": ["string", "number", "boolean"]})
-        least = {"minLength": schema["min_length"]} if "min_length" in schema else {}
-        return {"allOf": [found], **least} if least else found
+        text = self._defined("text", {"type": ["string", "number", "boolean"]})
+        limits = {"minLength": schema["min_length"]} if "min_length" in schema else {}
+        return {"allOf": [text], **limits} if limits else text
 
     def bool_schema(self, schema: core_schema.BoolSchema) -> Schema:  # noqa: ARG002
         return self._or_quoted("boolean", _BOOLEANS)
@@ -82,25 +82,25 @@ class _RecipeJsonSchema(GenerateJsonSchema):
         return {"anyOf": [{"enum": list(schema["expected"])}, variable]}
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> Schema:
-        kind = schema["items_schema"][0]
-        item = self.generate_inner(kind)
+        item_schema = schema["items_schema"][0]
+        item = self.generate_inner(item_schema)
         several = {"anyOf": [item, {"type": "array", "items": item}]}
-        return self._defined(f"{kind['type']}_list", several)
+        return self._defined(f"{item_schema['type']}_list", several)
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Schema:
         self._of_provider = schema["cls"] in _TYPED.values()
-        found = super().dataclass_schema(schema)
+        json_schema = super().dataclass_schema(schema)
         self._of_provider = False
-        del found["title"]
-        if not found.get("required"):
+        del json_schema["title"]
+        if not json_schema.get("required"):
             # A key without a value is null in YAML, and stands for the defaults.
-            found["type"] = ["object", "null"]
-        return found
+            json_schema["type"] = ["object", "null"]
+        return json_schema
 
-    def _or_quoted(self, kind: str, pattern: str) -> Schema:
+    def _or_quoted(self, json_type: str, pattern: str) -> Schema:
         """Allow a type, and its values as quoted text."""
         quoted = {"type": "string", "pattern": pattern}
-        return self._defined(kind, {"anyOf": [{"type": kind}, quoted, _VARIABLE]})
+        return self._defined(json_type, {"anyOf": [{"type": json_type}, quoted, _VARIABLE]})
 
     def _defined(self, name: str, schema: Schema) -> Schema:
         """Add a schema to the definitions and return a reference to it."""
@@ -111,28 +111,30 @@ class _RecipeJsonSchema(GenerateJsonSchema):
 
 def recipe_schema() -> Schema:
     """Return the schema of a recipe, in draft 7 of JSON Schema."""
-    kinds = (RecipeFile, *STAGES.values(), *_TYPED.values(), *_BASES)
-    described: dict[str, Any] = {kind.__name__: (kind, ...) for kind in kinds}
-    every = create_model("Every", __config__=RecipeFile.model_config, **described)
-    made = every.model_json_schema(schema_generator=_RecipeJsonSchema)
-    definitions = json.loads(json.dumps(made["$defs"]), object_hook=_in_one_line)
-    for kind in STAGES.values():
-        properties = definitions[kind.__name__]["properties"]
-        for base in kind.__mro__[1:-1]:
+    classes = (RecipeFile, *STAGES.values(), *_TYPED.values(), *_BASES)
+    fields: dict[str, Any] = {
+        option_class.__name__: (option_class, ...) for option_class in classes
+    }
+    every = create_model("Every", __config__=RecipeFile.model_config, **fields)
+    document = every.model_json_schema(schema_generator=_RecipeJsonSchema)
+    definitions = json.loads(json.dumps(document["$defs"]), object_hook=_in_one_line)
+    for option_class in STAGES.values():
+        properties = definitions[option_class.__name__]["properties"]
+        for base in option_class.__mro__[1:-1]:
             for name, option in definitions[base.__name__]["properties"].items():
                 properties[name] = {**option, **properties[name]}
         if "provider_option" in properties:
             properties["providers"]["$ref"] = "#/$defs/providers"
-    first, *later = STAGES
+    first_stage, *later_stages = STAGES
     for name in STAGES:
-        definitions[STAGES[name].__name__]["properties"] |= _step_keys(name, first)
+        definitions[STAGES[name].__name__]["properties"] |= _step_keys(name, first_stage)
     recipe = definitions.pop("RecipeFile")
     recipe["properties"]["stages"] = {
         "description": recipe["properties"]["stages"]["description"],
         "type": "array",
         "minItems": 1,
-        "items": [_steps(definitions, first)],
-        "additionalItems": _steps(definitions, *later),
+        "items": [_steps(definitions, first_stage)],
+        "additionalItems": _steps(definitions, *later_stages),
     }
     recipe["title"] = "enginery recipe"
     for base in _BASES:
@@ -145,20 +147,20 @@ def schema_json() -> str:
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
-def _in_one_line(found: Schema) -> Schema:
+def _in_one_line(schema: Schema) -> Schema:
     """Reduce a description to its first paragraph, in one line."""
-    if isinstance(text := found.get("description"), str):
-        found["description"] = " ".join(text.partition("\n\n")[0].split())
-    return found
+    if isinstance(text := schema.get("description"), str):
+        schema["description"] = " ".join(text.partition("\n\n")[0].split())
+    return schema
 
 
-def _step_keys(stage: str, first: str) -> Schema:
+def _step_keys(stage: str, first_stage: str) -> Schema:
     """Describe the keys of a stage that are not options: the artifact it takes, and a copy."""
-    named = {"anyOf": [{"enum": list(ARTIFACT_STAGES)}, {"$ref": "#/$defs/variable"}]}
+    stage_name = {"anyOf": [{"enum": list(ARTIFACT_STAGES)}, {"$ref": "#/$defs/variable"}]}
     source = {"description": "The stage whose artifact this one takes; the one before by default."}
     copy = {"description": "Where a copy of the artifact goes.", "$ref": "#/$defs/text"}
-    found: Schema = {} if stage == first else {"from": {**source, **named}}
-    return {**found, "out": copy} if stage in ARTIFACT_STAGES else found
+    keys: Schema = {} if stage == first_stage else {"from": {**source, **stage_name}}
+    return {**keys, "out": copy} if stage in ARTIFACT_STAGES else keys
 
 
 def _steps(definitions: Schema, *names: str) -> Schema:
@@ -180,22 +182,22 @@ def _steps(definitions: Schema, *names: str) -> Schema:
 
 def _providers() -> Schema:
     """Describe providers as text, as a list, or as a mapping with their options."""
-    found: Schema = {}
+    by_name: Schema = {}
     for short, full in SHORT_NAMES.items():
         text = {"$ref": "#/$defs/text"}
         options: Schema = {"type": ["object", "null"], "additionalProperties": text}
         if full in _TYPED:
             options = {"$ref": f"#/$defs/{_TYPED[full].__name__}"}
-        found[short] = found[full] = options
-    named = {
+        by_name[short] = by_name[full] = options
+    mapping = {
         "type": "object",
         "minProperties": 1,
         "additionalProperties": False,
-        "properties": found,
+        "properties": by_name,
     }
     item = {"anyOf": [{"type": "string", "examples": [*SHORT_NAMES]}, {"$ref": "#/$defs/provider"}]}
     return {
-        "provider": named,
+        "provider": mapping,
         "providers": {"anyOf": [*item["anyOf"], {"type": "array", "items": item}]},
     }
 

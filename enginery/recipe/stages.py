@@ -135,8 +135,8 @@ class Step:
         option = error.option
         if isinstance(error, InputError) and error.column:
             columns = (name for name in self.lines if name.endswith("column"))
-            same = (name for name in columns if getattr(self.options, name) == error.column)
-            option = next(same, option)
+            matching = (name for name in columns if getattr(self.options, name) == error.column)
+            option = next(matching, option)
         return self.lines.get(option, self.line)
 
 
@@ -144,34 +144,34 @@ def find_order_problem(steps: Sequence[Step]) -> tuple[int, str, str] | None:
     """Return the first misplaced stage, why, and what to do; None if the order is valid."""
     if steps[0].stage != "export":
         return 0, f"the first stage is '{steps[0].stage}', expected export.", "Begin with - export."
-    made = _State()
-    made_by: dict[str, _State] = {}
-    for place, step in enumerate(steps):
-        problem = _find_repetition(steps[:place], step) or _find_unknown_source(made_by, step)
-        made = made_by.get(step.source, made)
-        problem = problem or _find_mismatch(made, step.stage, step.options)
+    artifact = _PlannedArtifact()
+    artifacts: dict[str, _PlannedArtifact] = {}
+    for position, step in enumerate(steps):
+        problem = _find_repetition(steps[:position], step) or _find_unknown_source(artifacts, step)
+        artifact = artifacts.get(step.source, artifact)
+        problem = problem or _find_mismatch(artifact, step.stage, step.options)
         if step.stage == "publish":
-            problem = problem or _find_variant_problem(made_by, step.options)
+            problem = problem or _find_variant_problem(artifacts, step.options)
         if problem:
-            return place, *problem
+            return position, *problem
         if step.stage == "build":
             classic = step.options.flavor == "tensorrt"
-            made = replace(made, has_engine=made.has_engine or classic)
+            artifact = replace(artifact, has_engine=artifact.has_engine or classic)
         elif step.stage in ARTIFACT_STAGES:
             result = _result_of(step.stage, step.options)
-            quantized = made.quantized or step.stage == "quantize"
-            made = _State(step.stage, *result, quantized=quantized)
+            quantized = artifact.quantized or step.stage == "quantize"
+            artifact = _PlannedArtifact(step.stage, *result, quantized=quantized)
         if step.stage in ARTIFACT_STAGES:
-            made_by[step.stage] = made
-        made.validated |= step.stage == "validate"
+            artifacts[step.stage] = artifact
+        artifact.validated |= step.stage == "validate"
     return None
 
 
 @dataclass
-class _State:
+class _PlannedArtifact:
     """What is known of an artifact before it is made."""
 
-    by: str = ""
+    stage: str = ""
     """The stage that made the graph."""
     precision: str = ""
     target: str = ""
@@ -204,53 +204,60 @@ def _find_repetition(before: Sequence[Step], step: Step) -> tuple[str, str] | No
     return None
 
 
-def _find_unknown_source(made_by: Mapping[str, _State], step: Step) -> tuple[str, str] | None:
-    if not step.source or step.source in made_by:
+def _find_unknown_source(
+    artifacts: Mapping[str, _PlannedArtifact], step: Step
+) -> tuple[str, str] | None:
+    if not step.source or step.source in artifacts:
         return None
-    if not made_by:
+    if not artifacts:
         return "export makes the first artifact, and takes none.", "Leave from out."
     if step.source in ARTIFACT_STAGES:
-        return f"from: no {step.source} stands before it.", f"Known here: {', '.join(made_by)}."
-    known = f"Stages that make an artifact: {', '.join(made_by)}."
-    return f"from: unknown stage '{step.source}'{nearest(step.source, made_by)}", known
+        return f"from: no {step.source} stands before it.", f"Known here: {', '.join(artifacts)}."
+    known_stages = f"Stages that make an artifact: {', '.join(artifacts)}."
+    return f"from: unknown stage '{step.source}'{nearest(step.source, artifacts)}", known_stages
 
 
-def _find_mismatch(made: _State, stage: str, options: Any) -> tuple[str, str] | None:
+def _find_mismatch(artifact: _PlannedArtifact, stage: str, options: Any) -> tuple[str, str] | None:
     """Return why a stage cannot take the result so far, and what to do; None if it can."""
-    found = f"{stage} follows {made.by}, which leaves {made.precision} for {made.target}; "
-    if stage == "optimize" and made.precision != "fp32":
-        return f"{found}optimize starts from fp32.", _take_export(made)
+    prefix = (
+        f"{stage} follows {artifact.stage}, which leaves {artifact.precision} for "
+        f"{artifact.target}; "
+    )
+    if stage == "optimize" and artifact.precision != "fp32":
+        return f"{prefix}optimize starts from fp32.", _take_export(artifact)
     if stage == "quantize":
-        if made.quantized:
+        if artifact.quantized:
             return "quantize is named twice.", "Leave one out."
         targets = ("onnx", "cpu" if options.scheme == "dynamic" else "tensorrt")
-        if made.precision != "fp32" or made.target not in targets:
+        if artifact.precision != "fp32" or artifact.target not in targets:
             return (
-                f"{found}quantize starts from fp32 for {' or '.join(targets)}.",
-                _take_export(made),
+                f"{prefix}quantize starts from fp32 for {' or '.join(targets)}.",
+                _take_export(artifact),
             )
-    if stage == "build" and made.target in ("cuda", "cpu"):
+    if stage == "build" and artifact.target in ("cuda", "cpu"):
         do = "Use optimize: {target: tensorrt}, or leave build out."
-        return f"{found}TensorRT parses no graph for {made.target}.", do
-    if stage == "publish" and not (made.validated or options.allow_failed):
+        return f"{prefix}TensorRT parses no graph for {artifact.target}.", do
+    if stage == "publish" and not (artifact.validated or options.allow_failed):
         return (
-            f"publish follows {made.by} without a validation, which it requires.",
+            f"publish follows {artifact.stage} without a validation, which it requires.",
             "Put - validate before it, or set allow_failed: true.",
         )
     if stage in ("export-triton", "export-kserve"):
-        return _find_provider_problem(made, stage, options)
+        return _find_provider_problem(artifact, stage, options)
     return None
 
 
-def _find_variant_problem(made_by: Mapping[str, _State], options: Any) -> tuple[str, str] | None:
+def _find_variant_problem(
+    artifacts: Mapping[str, _PlannedArtifact], options: Any
+) -> tuple[str, str] | None:
     """Return why `publish` cannot take artifacts of other stages."""
     if options.variants and options.layout != "hub":
         return "publish has variants, which only the layout hub holds.", "Set layout: hub."
     for name in options.variants:
-        if name not in made_by:
-            known = f"Stages that make an artifact: {', '.join(made_by)}."
-            return f"variants: no {name} stands before it{nearest(name, made_by)}", known
-        if not (made_by[name].validated or options.allow_failed):
+        if name not in artifacts:
+            known_stages = f"Stages that make an artifact: {', '.join(artifacts)}."
+            return f"variants: no {name} stands before it{nearest(name, artifacts)}", known_stages
+        if not (artifacts[name].validated or options.allow_failed):
             return (
                 f"publish takes what {name} made without a validation, which it requires.",
                 f"Put - validate: {{from: {name}}} before it, or set allow_failed: true.",
@@ -258,20 +265,22 @@ def _find_variant_problem(made_by: Mapping[str, _State], options: Any) -> tuple[
     return None
 
 
-def _find_provider_problem(made: _State, stage: str, options: Any) -> tuple[str, str] | None:
+def _find_provider_problem(
+    artifact: _PlannedArtifact, stage: str, options: Any
+) -> tuple[str, str] | None:
     """Return why another server cannot run the result so far as the options say."""
     runs_plan = stage == "export-triton" and (options.backend == "tensorrt" or options.engine)
     if not runs_plan:
         try:
             provider = resolve_provider(
-                options.provider, precision=made.precision, target=made.target
+                options.provider, precision=artifact.precision, target=artifact.target
             )
         except OptionError as error:
             return error.message, error.do
         # Triton can build the engine itself, `enginery serve` cannot.
         serves = stage == "export-kserve" and options.runtime == "enginery"
         runs_plan = serves and provider == "tensorrt"
-    if runs_plan and not made.has_engine:
+    if runs_plan and not artifact.has_engine:
         return (
             f"{stage} requires an engine of classic TensorRT, and no stage builds one.",
             "Put - build: {flavor: tensorrt} before it, or name another provider.",
@@ -279,7 +288,7 @@ def _find_provider_problem(made: _State, stage: str, options: Any) -> tuple[str,
     return None
 
 
-def _take_export(made: _State) -> str:
-    if made.by == "export":
+def _take_export(artifact: _PlannedArtifact) -> str:
+    if artifact.stage == "export":
         return "Export fp32: leave dtype out."
-    return f"Set from: export, or leave {made.by} out."
+    return f"Set from: export, or leave {artifact.stage} out."

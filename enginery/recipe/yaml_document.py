@@ -87,18 +87,18 @@ def read_yaml(text: str, name: str) -> Document:
         root = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        words = ", ".join(part for part in (error.context, error.problem) if part)
+        message = ", ".join(part for part in (error.context, error.problem) if part)
         raise error_at(
             name,
             mark.line + 1 if mark else 1,
-            f"{words}.",
+            f"{message}.",
             do="Fix the YAML: check brackets, quotes, tabs and indentation.",
         ) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        found = f"U+{ord(text[error.position]):04X}"
+        character = f"U+{ord(text[error.position]):04X}"
         raise error_at(
-            name, line, f"{error.reason}, found {found}.", do="Remove the character."
+            name, line, f"{error.reason}, found {character}.", do="Remove the character."
         ) from error
     except AssertionError as error:  # raised by ruamel.yaml for a directive such as %YAML 1.3
         raise error_at(
@@ -163,10 +163,10 @@ class _Reader:
             return None if node.tag == f"{_CORE}null" else self._expand(node.value, line)
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
-        return [self.read(item, (*path, place)) for place, item in enumerate(node.value)]
+        return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
 
     def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, ScalarNode):
@@ -181,16 +181,16 @@ class _Reader:
                 )
             self._check_tag(key, line)
             name = key.value
-            if name in found:
-                there = self.document.lines[*path, name]
+            if name in values:
+                first_line = self.document.lines[*path, name]
                 self._fail(
                     line,
-                    f"the key '{name}' is repeated: see line {there}.",
+                    f"the key '{name}' is repeated: see line {first_line}.",
                     do="Keep one.",
                 )
             self.document.lines[*path, name] = line
-            found[name] = self.read(value, (*path, name))
-        return found
+            values[name] = self.read(value, (*path, name))
+        return values
 
     def _check_tag(self, node: Node, line: int) -> None:
         if node.tag not in _PLAIN_TAGS:

@@ -9,17 +9,17 @@ torch or transformers.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
@@ -31,8 +31,12 @@ from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxrun
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
-from enginery.runtime.tasks import TASKS, require_task
+from enginery.runtime.tasks import require_task
+from enginery.runtime.tasks.answer import MAX_ANSWER_TOKENS, ContextAnswer
+from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
+from enginery.runtime.tasks.classify import Activation, Classification
+from enginery.runtime.tasks.fill import MaskFillings
 from enginery.runtime.tasks.row_stream import (
     PREPARED_BATCHES,
     SWITCH_INTERVAL,
@@ -41,9 +45,26 @@ from enginery.runtime.tasks.row_stream import (
     read_ahead,
     run_here,
 )
-from enginery.runtime.tasks.task import MediaTask, ModelInputs, Row, RowValues, Task, TaskOptions
+from enginery.runtime.tasks.tag import Aggregation, TokenSpan
+from enginery.runtime.tasks.task import (
+    MediaTask,
+    ModelInputs,
+    Row,
+    RowValues,
+    TaskOptions,
+    count_characters,
+)
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ImageInput: TypeAlias = "str | Path | bytes | Image | NDArray[np.uint8]"
+"""A path, the content of a file, a Pillow image, or an array (height, width, channels)."""
+AudioInput: TypeAlias = "str | Path | bytes | tuple[NDArray[Any], int] | Mapping[str, Any]"
+"""A path, the content of a file, samples with their sampling rate in Hz, or a mapping with the keys
+`array` and `sampling_rate`. Samples are (samples,) or (samples, channels)."""
 
 _FIRST_WINDOW, _WINDOW = 512, 4096
 """Number of inputs that are tokenized together on a GPU, at first and later."""
@@ -54,11 +75,13 @@ _WINDOW_CHARACTERS = 1 << 22
 class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
-    It has the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `classify_audio` or `transcribe`, with the task's options as keyword arguments
-    (`help(model.embed)` lists them). The method takes a list of inputs and returns the results in
-    the same order. Texts and audio that are longer than the model takes are truncated, and counted
-    in `truncated`.
+    Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
+    `embed_images`, `classify_audio` or `transcribe`; the methods of other tasks raise InputError.
+    A method takes a list of inputs and returns the results in the same order. Texts and audio that
+    are longer than the model takes are truncated, and counted in `truncated`.
+
+    Every method raises InputError for an invalid input, with its index, and for an option's value
+    that is out of range.
     """
 
     def __init__(self, artifact: Artifact, runner: OrtRunner) -> None:
@@ -104,24 +127,211 @@ class Model(Closeable):
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
-            return task.collect(task.postprocess(ModelInputs([]), outputs, read))
+            return task.postprocess(ModelInputs([]), outputs, read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
-            return task.collect(self._run_windows(inputs, read))
+            return self._run_windows(inputs, read)
         work = task.preprocess(inputs, read)
         outputs = self._batches.run_all([self._count(row) for row in work.rows])
-        return task.collect(task.postprocess(work, outputs, read))
+        return task.postprocess(work, outputs, read)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name == self.__dict__.get("method"):
-            return _documented(self)
-        if name in TASKS and "method" in self.__dict__:
-            return partial(self._refuse, name)
-        verb = self.__dict__.get("method")
-        hint = "" if verb is None or name.startswith("_") else f"; call {verb}()"
-        raise AttributeError(f"a {type(self).__name__} has no attribute '{name}'{hint}")
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        prompt_name: str = "",
+    ) -> NDArray[np.float32]:
+        """Embed texts; pool and normalize as the model's sentence-transformers modules specify.
 
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), self.method]
+        Args:
+            texts: texts, or lists of token ids, which get no prompt.
+            truncate: False raises an error for a text that is longer than the model takes.
+            normalize: True scales vectors to length 1, False returns them as pooled; None follows
+                the model's own files.
+            dimensions: number of leading dimensions to keep, for models trained with Matryoshka
+                representation learning (arXiv:2205.13147); None for all.
+            prompt_name: name of a prompt in config_sentence_transformers.json; empty for the
+                model's default.
+
+        Returns:
+            float32 (len(texts), dim), or (len(texts), dimensions).
+        """
+        vectors: NDArray[np.float32] = self._run_task(
+            "embed",
+            texts,
+            truncate=truncate,
+            normalize=normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+        )
+        return vectors
+
+    def classify(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        truncate: bool | None = None,
+        top_k: int = 0,
+        activation: Activation = "auto",
+        instruction: str = "",
+    ) -> list[Classification]:
+        """Classify texts, or pairs of texts for models that compare two.
+
+        Args:
+            texts: texts or pairs; (query, document) for a reranker.
+            truncate: False raises an error for a text that is longer than the model takes.
+            top_k: number of labels of each text, best first; 0 for all.
+            activation: function that turns logits into scores; `auto` chooses as transformers'
+                pipelines do.
+            instruction: what a reranker that is a language model has to judge; empty for its
+                default.
+        """
+        classifications: list[Classification] = self._run_task(
+            "classify",
+            texts,
+            truncate=truncate,
+            top_k=top_k,
+            activation=activation,
+            instruction=instruction,
+        )
+        return classifications
+
+    def tag(
+        self,
+        texts: Sequence[str],
+        *,
+        truncate: bool | None = None,
+        aggregation: Aggregation = "simple",
+    ) -> list[list[TokenSpan]]:
+        """Find labelled spans of texts, such as names or parts of speech.
+
+        Args:
+            texts: texts.
+            truncate: False raises an error for a text that is longer than the model takes.
+            aggregation: how tokens are grouped into spans, as in transformers' pipeline: `none`
+                returns tokens, `simple` joins adjacent tokens of one label; `first`, `average` and
+                `max` give the tokens of a word one label before that.
+
+        Returns:
+            The spans of each text in their order, with offsets in characters.
+        """
+        spans: list[list[TokenSpan]] = self._run_task(
+            "tag", texts, truncate=truncate, aggregation=aggregation
+        )
+        return spans
+
+    def answer(
+        self,
+        questions: Sequence[tuple[str, str] | Mapping[str, str]],
+        *,
+        top_k: int = 1,
+        max_tokens: int = MAX_ANSWER_TOKENS,
+        allow_none: bool = False,
+    ) -> list[list[ContextAnswer]]:
+        """Find the answers to questions in their contexts; a long context is split into windows.
+
+        Args:
+            questions: pairs (question, context), or dicts with these two keys.
+            top_k: maximum number of answers to a question.
+            max_tokens: maximum number of tokens of an answer.
+            allow_none: include "no answer", as an empty text, among the candidates.
+
+        Returns:
+            The answers to each question, best first, with offsets in characters of the context.
+        """
+        answers: list[list[ContextAnswer]] = self._run_task(
+            "answer", questions, top_k=top_k, max_tokens=max_tokens, allow_none=allow_none
+        )
+        return answers
+
+    def fill(
+        self, texts: Sequence[str], *, truncate: bool | None = None, top_k: int = 5
+    ) -> list[MaskFillings]:
+        """Predict the most probable tokens for each mask of each text.
+
+        Args:
+            texts: texts with one or more of the tokenizer's mask tokens, such as `[MASK]`.
+            truncate: False raises an error for a text that is longer than the model takes.
+            top_k: number of tokens for each mask, best first.
+        """
+        fillings: list[MaskFillings] = self._run_task("fill", texts, truncate=truncate, top_k=top_k)
+        return fillings
+
+    def classify_images(
+        self, images: Sequence[ImageInput], *, top_k: int = 0, activation: Activation = "auto"
+    ) -> list[Classification]:
+        """Classify images.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            top_k: number of labels of each image, best first; 0 for all.
+            activation: function that turns logits into scores; `auto` chooses as transformers'
+                pipelines do.
+        """
+        classifications: list[Classification] = self._run_task(
+            "classify_images", images, top_k=top_k, activation=activation
+        )
+        return classifications
+
+    def embed_images(
+        self,
+        images: Sequence[ImageInput],
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+    ) -> NDArray[np.float32]:
+        """Embed images; `notes` states which output of the graph the vectors come from.
+
+        Args:
+            images: paths, contents of files, Pillow images, or uint8 arrays (height, width,
+                channels).
+            normalize: True scales vectors to length 1.
+            dimensions: number of leading dimensions to keep; None for all.
+
+        Returns:
+            float32 (len(images), dim), or (len(images), dimensions).
+        """
+        vectors: NDArray[np.float32] = self._run_task(
+            "embed_images", images, normalize=normalize, dimensions=dimensions
+        )
+        return vectors
+
+    def classify_audio(
+        self, audio: Sequence[AudioInput], *, top_k: int = 0, activation: Activation = "auto"
+    ) -> list[Classification]:
+        """Classify sounds, speakers, spoken words or languages.
+
+        Args:
+            audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
+            top_k: number of labels of each recording, best first; 0 for all.
+            activation: function that turns logits into scores; `auto` chooses as transformers'
+                pipelines do.
+        """
+        classifications: list[Classification] = self._run_task(
+            "classify_audio", audio, top_k=top_k, activation=activation
+        )
+        return classifications
+
+    def transcribe(self, audio: Sequence[AudioInput]) -> list[Transcription]:
+        """Transcribe speech with a CTC model, by the most likely token of each frame.
+
+        Args:
+            audio: paths, contents of files, or pairs (samples, sampling rate in Hz).
+        """
+        transcriptions: list[Transcription] = self._run_task("transcribe", audio)
+        return transcriptions
+
+    def _run_task(self, verb: str, inputs: Sequence[Any], **options: Any) -> Any:
+        """Run the model on inputs; raise InputError if its task is another than `verb`."""
+        if verb != self.method:
+            raise InputError(
+                f"{verb}() was called, but {self.artifact.name} was exported for {self.task}.",
+                do=f"Call {self.method}(), or export the model for another --task.",
+            )
+        return self(inputs, **options)
 
     def warm_up(self) -> None:
         """Run every engine once at its optimal shape, and every rung of the ladder.
@@ -156,7 +366,7 @@ class Model(Closeable):
         preprocess = partial(task.preprocess, options=options)
         stream = RowStream(batches, preprocess, plan, run_here, concurrent=0)
         prepared = read_ahead(
-            stream.prepare(_windows(task, inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
+            stream.prepare(_windows(inputs)), ahead=PREPARED_BATCHES, name="enginery-prepare"
         )
         results: list[RowValues] = []
         finishing: deque[Future[RowValues]] = deque()
@@ -189,49 +399,17 @@ class Model(Closeable):
                 self.truncated += 1
         return row
 
-    def _refuse(self, verb: str, *_: Any, **__: Any) -> Any:
-        raise InputError(
-            f"{verb}() was called, but {self.artifact.name} was exported for {self.task}.",
-            do=f"Call {self.method}(), or export the model for another --task.",
-        )
 
-
-def _windows(task: Task, inputs: Sequence[Any]) -> Generator[Window[None]]:
+def _windows(inputs: Sequence[Any]) -> Generator[Window[None]]:
     """Yield windows of the inputs. The first ones are small, so that the model soon has work."""
     first, size = 0, _FIRST_WINDOW
     while first < len(inputs):
         items = inputs[first : first + size]
-        while len(items) > 1 and task.characters(items) > _WINDOW_CHARACTERS:
+        while len(items) > 1 and count_characters(items) > _WINDOW_CHARACTERS:
             items = items[: len(items) // 2]
         yield Window(items, None)
         first += len(items)
         size = min(2 * size, _WINDOW)
-
-
-def _documented(model: Model) -> Callable[..., Any]:
-    """Build the method of a model's task, with the task's options in its signature."""
-    fields = model.definition.Options.model_fields
-
-    def method(inputs: Sequence[Any], **options: Any) -> Any:
-        return model(inputs, **options)
-
-    method.__name__ = model.method
-    method.__doc__ = model.definition.__doc__
-    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter("inputs", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=field.annotation,
-                )
-                for name, field in fields.items()
-            ),
-        ]
-    )
-    return method
 
 
 @missing_packages_as_errors("Loading a model")

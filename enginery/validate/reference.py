@@ -26,7 +26,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, ExportError, InputError, ProviderError, SourceError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.onnx_structure import RANDOM_OPS, read_structure
 from enginery.core.model.source import ModelSource, resolve_record, resolve_source
 from enginery.core.precision import roundoff
 from enginery.core.progress import Progress
@@ -287,7 +287,7 @@ def run_reference(
     last_step = _LastStep.of(reference.artifact, record)
     graph = reference.artifact.path / record.file
     # PyTorch's draws are recorded, so that the graph can get the same numbers.
-    random = not reference.is_onnx and bool(read_structure(graph).random_ops())
+    random = not (reference.is_onnx or RANDOM_OPS.isdisjoint(read_structure(graph).op_types()))
     with (
         reference.open(record.file) as model,
         progress.task(reference.description, total=len(cases)) as advance,

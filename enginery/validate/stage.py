@@ -42,7 +42,7 @@ from enginery.core.errors import (
 from enginery.core.home import enginery_home
 from enginery.core.json_file import read_document
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.onnx_structure import read_structure
+from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
@@ -197,7 +197,7 @@ def run(
     profiles = profiles_by_graph(inputs, config.profile, feed_limits.max_sizes)
     notes = []
     for record in manifest.graphs:
-        notes += read_structure(artifact.path / record.file).random_notes(record.file)
+        notes += random_notes(read_structure(artifact.path / record.file).op_types(), record.file)
     tokens = feed_limits.min_sequence == 1  # and not samples of audio
     # The sweep ends at `LONGEST`, because eager attention needs quadratic memory.
     if tokens and feed_limits.max_positions > LONGEST and not config.profile:

@@ -175,11 +175,13 @@ if __name__ == "__main__":
 def test_child_process_gives_the_same_sentence(monkeypatch, tmp_path, module, error, words):
     (tmp_path / "worker_without_soxr.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    about = {"log": tmp_path / "log", "description": "exporting", "error": ExportError}
+    about = {"log": tmp_path / "log", "description": "exporting"}
     with pytest.raises(error, match=words):
-        run_in_subprocess("worker_without_soxr", {"module": module}, **about)
+        run_in_subprocess(
+            "worker_without_soxr", {"module": module}, **about, error_classes=[ExportError]
+        )
     with (
-        WorkerProcess("worker_without_soxr", **about) as worker,
+        WorkerProcess("worker_without_soxr", **about, error=ExportError) as worker,
         pytest.raises(error, match=words),
     ):
         worker.request("handle", module=module)

@@ -79,13 +79,13 @@ def modules(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(modules, do, **options):
+def run(modules, do, error_classes=(ExportError,), **options):
     return run_in_subprocess(
         "child",
         {"do": do, "value": 21},
         log=modules / "logs" / "child.log",
         description="working",
-        error=ExportError,
+        error_classes=error_classes,
         **options,
     )
 
@@ -97,14 +97,14 @@ def test_answer_comes_back_and_what_is_said_is_heard_or_logged(modules):
     assert (modules / "logs" / "child.log").read_text() == "a warning\n"
 
 
-def test_errors_of_the_classes_in_reraise_keep_their_class(modules):
+def test_errors_of_the_given_classes_keep_their_class(modules):
     with pytest.raises(SourceError, match=r"no such model\. Name another\.") as found:
-        run(modules, "source", reraise=(SourceError,))
+        run(modules, "source", (ExportError, SourceError))
     assert (found.value.message, found.value.do) == ("no such model.", "Name another.")
     with pytest.raises(ExportError, match=r"a dim does not fit\. The whole log: .*child\.log"):
-        run(modules, "shape", reraise=(SourceError,))
+        run(modules, "shape", (ExportError, SourceError))
     with pytest.raises(ShapeError):
-        run(modules, "shape", reraise=(SourceError, ShapeError))
+        run(modules, "shape", (ExportError, SourceError, ShapeError))
 
 
 def test_unexpected_exception_gives_one_line_and_a_traceback_in_the_log(modules):
@@ -138,7 +138,11 @@ def test_file_that_the_child_cannot_use_is_named_with_the_cause(modules, monkeyp
 def test_module_that_cannot_be_imported_is_an_error(modules):
     with pytest.raises(ExportError, match="ended with status 1"):
         run_in_subprocess(
-            "no_such_module", {}, log=modules / "a.log", description="x", error=ExportError
+            "no_such_module",
+            {},
+            log=modules / "a.log",
+            description="x",
+            error_classes=[ExportError],
         )
     assert "No module named" in (modules / "a.log").read_text()
 

@@ -27,7 +27,7 @@ from enginery.core.errors import (
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.deploy.triton.engines import largest_batch
 from enginery.deploy.triton.options import TritonConfig
-from enginery.deploy.triton.steps import TextSteps, open_text_task
+from enginery.deploy.triton.steps import TextSteps, graph_outputs, open_text_task
 from enginery.deploy.triton.tensors import has_batch_dim, tensor_fields
 from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries
 from enginery.runtime.providers.options import read_options
@@ -243,7 +243,7 @@ def asked_of(task, graph, **changes):
     specs = [
         s
         for s in graph.manifest.graphs[0].outputs
-        if s.name in find_task(task).outputs_read(graph.manifest.graphs[0])
+        if s.name in graph_outputs(text_steps(graph).task)
     ]
     sizes = {
         spec.name: [d if isinstance(d, int) else width for d in spec.dims[1:]] for spec in specs

@@ -52,6 +52,22 @@ def test_onnx_file_becomes_an_artifact(tmp_path):
     assert artifact.manifest.graphs[0].inputs[0].dims == ("batch", 4)
 
 
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_random_numbers_in_a_branch_are_noted(tmp_path, is_drawn):
+    """The noted ops are those of ONNX's own domain; a branch is a graph inside a node."""
+    op = "RandomUniformLike" if is_drawn else "Identity"
+    text = f"""<ir_version: 10, opset_import: ["" : 20]>
+    g (float[batch, 4] x, bool c) => (float[batch, 4] y) {{
+        y = If (c) <
+            then_branch = then () => (float[batch, 4] t) {{ t = {op} (x) }},
+            else_branch = other () => (float[batch, 4] e) {{ e = Neg (x) }}
+        >
+    }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "mine.onnx")
+    notes = " ".join(export_model(str(tmp_path / "mine.onnx")).manifest.stages[0].notes)
+    assert ("mine.onnx draws random numbers (RandomUniformLike)" in notes) == is_drawn
+
+
 def test_external_data_comes_along_and_is_part_of_the_source(tmp_path):
     path = linear(tmp_path / "mine.onnx", external="weights.bin")
     artifact = export_model(str(path))

@@ -139,8 +139,8 @@ BREAKS = [
     Break(
         "the alias of a version is not synced",
         "publish/targets/folder.py",
-        "    fresh.replace(place)\n    sync_directory(folder)\n",
-        "    fresh.replace(place)\n",
+        "    fresh.replace(path)\n    sync_directory(folder)\n",
+        "    fresh.replace(path)\n",
         POWER,
         "every_moment and publish",
     ),
@@ -219,9 +219,9 @@ BREAKS = [
     Break(
         "a hit needs the lock of a store that can only be read",
         "core/store/store.py",
-        "        found = None if force else self.find(kind, fingerprint, name)\n"
-        "        if found is None:\n            with",
-        "        found = None\n        if found is None:\n            with",
+        "        content = None if force else self.find(kind, fingerprint, name)\n"
+        "        if content is None:\n            with",
+        "        content = None\n        if content is None:\n            with",
         "tests/faults/test_damaged_store.py",
         "only_be_read",
     ),

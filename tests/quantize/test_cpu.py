@@ -20,6 +20,7 @@ from enginery.passes.qdq.layers import find_layers
 from enginery.passes.qdq.scales import ActivationQuantParams
 from enginery.quantize import calibrate, fastest, stage
 from enginery.quantize.config import QuantizeConfig
+from enginery.quantize.job import scheme_from_config
 from enginery.quantize.layer_toggles import LayerToggleModel
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.edits import break_graph
@@ -162,11 +163,12 @@ def test_transformers_of_images_are_quantized_whole(kind, convolutions, tiny, qu
 def test_what_lies_between_convolutions_stays_if_the_budget_needs_it(tiny, quantized, monkeypatch):
     real = calibrate.quantize_graph
 
-    def spoil(model, layers, config, ranges, *more, beyond_layers=False):
+    def spoil(model, layers, cache, config, *, beyond_layers=False):
         if beyond_layers:  # as if rounding what lies between cost everything
-            joining = joining_tensors(model, layers)
-            ranges = {**ranges, **dict.fromkeys(joining, ActivationQuantParams.of_range(0, 1e-3))}
-        return real(model, layers, config, ranges, *more, beyond_layers=beyond_layers)
+            narrow = ActivationQuantParams.of_range(0, 1e-3)
+            joining = dict.fromkeys(joining_tensors(model, layers), narrow)
+            cache = replace(cache, ranges=cache.ranges | joining)
+        return real(model, layers, cache, config, beyond_layers=beyond_layers)
 
     monkeypatch.setattr(calibrate, "quantize_graph", spoil)
     monkeypatch.setattr(stage, "quantize_graph", spoil)
@@ -309,7 +311,7 @@ def speeds(monkeypatch):
     """Set how many times as fast as FP32 each scheme is."""
 
     def set_speeds(**ratios):
-        def measure(_source, folders, *_):
+        def measure(_job, folders):
             return {scheme: [ratios[scheme]] * 5 for scheme in folders}
 
         monkeypatch.setattr(fastest, "_measure", measure)
@@ -465,7 +467,7 @@ def test_the_search_rounds_what_a_convolution_writes(tmp_path):
         "x": ActivationQuantParams.of_range(-4, 4),
         "y": ActivationQuantParams.of_range(0, 16),
     }
-    scheme = calibrate.scheme_from_config(QuantizeConfig(target="cpu", scheme="int8"))
+    scheme = scheme_from_config(QuantizeConfig(target="cpu", scheme="int8"))
     images = {"x": np.random.default_rng(0).normal(size=(1, 2, 4, 4)).astype(np.float32)}
     layers = find_layers(read_graph(path))
     with LayerToggleModel(path, layers, ranges, {}, scheme) as toggled:

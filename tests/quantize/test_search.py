@@ -20,7 +20,7 @@ def search(least, *, harm=HARM, **options):
         return accuracy(1 - sum(harm[name] for name in quantized))
 
     budget = AccuracyBudget("cosine", 1 - least)
-    return search_mixed_precision(list(WEIGHTS), WEIGHTS, measure, budget, **options)
+    return search_mixed_precision(WEIGHTS, measure, budget, **options)
 
 
 def test_no_layer_is_left_out_if_the_budget_is_met():
@@ -57,7 +57,7 @@ def test_layers_whose_errors_hide_one_another_are_measured_by_themselves():
         return accuracy(1 - max(worst, sum(HARM[n] for n in quantized if n != "large")))
 
     budget = AccuracyBudget("cosine", 0.01)
-    found = search_mixed_precision(list(WEIGHTS), WEIGHTS, measure, budget)
+    found = search_mixed_precision(WEIGHTS, measure, budget)
     assert set(found.left_out) == {"wild", "rough"}
     assert "by itself" in found.left_out["wild"]
 
@@ -113,9 +113,7 @@ def test_accuracy_budget_ignores_the_cosine(kind):
         right = 0.80 if "wild" in quantized else 0.90
         return accuracy(1 - sum(HARM[n] for n in quantized), agreement=right, labels=right)
 
-    found = search_mixed_precision(
-        list(WEIGHTS), WEIGHTS, measure, AccuracyBudget(kind, 0.05, 0.91)
-    )
+    found = search_mixed_precision(WEIGHTS, measure, AccuracyBudget(kind, 0.05, 0.91))
     assert list(found.left_out) == ["wild"]
 
 

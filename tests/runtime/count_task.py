@@ -1,4 +1,4 @@
-"""A new task in one module, as a developer would add it."""
+"""A new task in one module and its method of `Model`, as a developer would add them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 
+from enginery.runtime.model import Model
+from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask
@@ -42,10 +40,8 @@ class Count(TextTask):
     verb = "count"
     purpose = "counts tokens and vowels"
     tasks = ("token-counting",)
-    outputs = (OutputTensor("tokens", "int64", 1), OutputTensor("vowels", "int64", 1))
     graph_outputs: ClassVar[Mapping[str, int]] = {"last_hidden_state": 3}
     result_type = Counted
-    example = ("The engine is warm.",)
     Options = CountOptions
 
     def split(
@@ -63,29 +59,14 @@ class Count(TextTask):
             for text, tokens in zip(work.context, outputs, strict=True)
         ]
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True: both counts are always valid."""
-        return True
+    def describe(self, result: Counted) -> str:
+        """Return the number of tokens."""
+        return f"{result.tokens} tokens"
 
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `tokens` and `vowels`: (n,)."""
-        return {
-            name: np.array([getattr(each, name) for each in results], np.int64)
-            for name in ("tokens", "vowels")
-        }
 
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return a column for each number."""
-        import pyarrow as pa
-
-        return [pa.field("tokens", pa.int64()), pa.field("vowels", pa.int64())]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return both numbers."""
-        return result.tokens, result.vowels
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Return both numbers."""
-        return [ResultDescription({"answer": f"{r.tokens} tokens"}, r.to_dict()) for r in results]
+def count(
+    model: Model, texts: Sequence[str], *, truncate: bool | None = None, vowels: str = "aeiou"
+) -> list[Counted]:
+    """Count the tokens and vowels of texts; a method of `Model`."""
+    counts: list[Counted] = model._run_task("count", texts, truncate=truncate, vowels=vowels)
+    return counts

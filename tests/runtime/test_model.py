@@ -1,19 +1,52 @@
-"""`load_model` with many texts on a GPU: the same results as in one piece."""
+"""`Model`: a method for each task, and many texts on a GPU give the results of one piece."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
+from typing import get_type_hints
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from enginery.core.errors import InputError
 from enginery.runtime import model as module
-from enginery.runtime.model import load_model
+from enginery.runtime.model import Model, load_model
+from enginery.runtime.tasks import TASKS
+from enginery.runtime.text.pooling import Vectors
 from tests.tolerances import OUTPUTS
 
 TEXTS = [f"the cat {'sleeps ' * (n * 7 % 11)}{n}" for n in range(60)]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_method_has_the_options_and_the_result_of_its_task(task):
+    method = getattr(Model, task.verb)
+    options, option_types = task.Options.model_fields, get_type_hints(task.Options)
+    types = get_type_hints(method, localns={"Image": PIL.Image.Image})
+    keywords = {
+        parameter.name: (parameter.default, types[parameter.name])
+        for parameter in inspect.signature(method).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    assert keywords == {
+        name: (field.default, option_types[name]) for name, field in options.items()
+    }
+    result_type = task.result_type
+    assert types["return"] == (Vectors if result_type is Vectors else list[result_type])
+    assert [name for name in keywords if f"{name}:" not in method.__doc__] == []
+
+
+def test_method_of_another_task_is_an_error(tiny):
+    with load_model(tiny.artifact("bert", "token-classification")) as model:
+        for verb in TASKS:
+            if verb != "tag":
+                with pytest.raises(InputError, match=rf"{verb}\(\) was called, but .*Call tag\(\)"):
+                    getattr(model, verb)([])
+        with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
+            model.tag(TEXTS, top_k=1)
 
 
 @pytest.fixture

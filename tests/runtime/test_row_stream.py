@@ -30,7 +30,7 @@ class Doubling:
         self.arrays, self.runs = arrays, []
         self.record = SimpleNamespace(inputs=[spec])
         self.runner = self
-        self.task = SimpleNamespace(outputs_for=lambda rows: ("double",))
+        self.task = SimpleNamespace(outputs_read=lambda raw: ("double",))
 
     def feeds(self, rows):
         return {"ids": np.array([[row.content, 1] for row in rows])}

@@ -16,6 +16,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.task import count_inputs
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.serve.app import make_app
 from enginery.serve.batching.scheduler import Timings
@@ -96,7 +97,7 @@ class StandInModel:
             await self.answer_with.wait()
         results = self.answer_with
         if not isinstance(results, list | dict):
-            results = [self._result() for _ in range(task.count(inputs))]
+            results = [self._result() for _ in range(count_inputs(inputs))]
         return InferenceResult(results, TIMINGS)
 
     def _result(self):

@@ -69,7 +69,7 @@ def _measure(work: Work, model: Any, point: Point) -> None:
         lengths = {row.tokens for row in rows.rows}
         if lengths != {length}:
             work.note(f"the text has {lengths} tokens, not {length}")
-        vectors = task.collect(task.postprocess(rows, batches.run(rows.rows), task.Options()))
+        vectors = task.postprocess(rows, batches.run(rows.rows), task.Options())
         expected = _normal(pool(model, _ids(rows.rows), work.device).float().cpu().numpy())
         cosine = float((_normal(vectors) * expected).sum(axis=1).min())
         work.check(

@@ -40,7 +40,7 @@ from enginery.core.artifact.staging import (
 from enginery.core.durable import make_directory
 from enginery.core.errors import ArtifactError, RejectedArtifactError, os_errors_as
 from enginery.core.home import file_lock
-from enginery.core.json_file import parse_json, read_document, verify_checksum
+from enginery.core.json_file import first_problem, parse_json, read_document, verify_checksum
 from enginery.core.paths import list_tree, resolve_inside
 from enginery.core.temporary import write_atomically
 
@@ -184,28 +184,28 @@ class Artifact:
                 contains a symbolic link.
             EngineryError: the store, which holds the lock, cannot be written.
         """
-        written = dict(reports or {})
+        contents = dict(reports or {})
         if verdict and report is not None:
-            written[verdict.report] = report
-        paths = {name: self._inside(name) for name in (*written, *removed)}
+            contents[verdict.report] = report
+        paths = {name: self._inside(name) for name in (*contents, *removed)}
         with os_errors_as(ArtifactError, f"{self.path} cannot be written"), self._lock():
             current = _read_manifest(self.path)
-            kept = {n: record for n, record in current.reports.items() if n not in paths}
+            records = {n: record for n, record in current.reports.items() if n not in paths}
             # Remove the records first: a report with an outdated record would look damaged.
-            if kept != current.reports:
-                _write_manifest(self.path, current.model_copy(update={"reports": kept}))
+            if records != current.reports:
+                _write_manifest(self.path, current.model_copy(update={"reports": records}))
             for name in removed:
                 paths[name].unlink(missing_ok=True)
-            for name, content in written.items():
+            for name, content in contents.items():
                 make_directory(paths[name].parent)
                 write_atomically(paths[name], content)
-                kept[name] = FileRecord(
+                records[name] = FileRecord(
                     sha256=hashlib.sha256(content).hexdigest(), size_bytes=len(content)
                 )
-            changes: dict[str, Any] = {"reports": dict(sorted(kept.items()))}
+            changes: dict[str, Any] = {"reports": dict(sorted(records.items()))}
             if verdict:
-                others = tuple(v for v in current.verdicts if v.stage != verdict.stage)
-                changes["verdicts"] = (*others, verdict)
+                other_verdicts = tuple(v for v in current.verdicts if v.stage != verdict.stage)
+                changes["verdicts"] = (*other_verdicts, verdict)
             manifest = current.model_copy(update=changes)
             _write_manifest(self.path, manifest)
         return Artifact(self.path, manifest)
@@ -302,9 +302,9 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         content = read_document(file)
     except (FileNotFoundError, NotADirectoryError):
-        found = "does not exist" if not path.exists() else f"has no {MANIFEST}"
+        problem = "does not exist" if not path.exists() else f"has no {MANIFEST}"
         raise ArtifactError(
-            f"{path} is not an artifact: it {found}.",
+            f"{path} is not an artifact: it {problem}.",
             do="Make one with: enginery export MODEL --out DIR",
         ) from None
     except OSError as error:
@@ -318,21 +318,17 @@ def _read_manifest(path: Path) -> Manifest:
                 "of enginery wrote it.",
                 do="Use that version, or make the artifact again with this one.",
             ) from None
-        found = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
-            found = f"{where}: {first['msg']}"
-        raise ArtifactError(f"{file} is damaged: {found}.", do=_REMEDY) from error
+        problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        raise ArtifactError(f"{file} is damaged: {problem}.", do=_REMEDY) from error
 
 
 def _other_version(content: bytes) -> int:
     """Return the schema version of a manifest that another version of enginery wrote, or 0."""
     try:
-        found = parse_json(content)["schema_version"]
+        version = parse_json(content)["schema_version"]
     except (ValueError, KeyError, TypeError):
         return 0
-    return found if isinstance(found, int) and found != SCHEMA_VERSION else 0
+    return version if isinstance(version, int) and version != SCHEMA_VERSION else 0
 
 
 def _check_graphs(root: Path, manifest: Manifest) -> None:
@@ -390,16 +386,16 @@ def _check_file(
     try:
         size = path.stat().st_size
         # A file of another size is not read: it may have terabytes.
-        found = sha256_of(path, trust_stat=not verify) if size == record.size_bytes else ""
+        digest = sha256_of(path, trust_stat=not verify) if size == record.size_bytes else ""
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}.") from error
     if size != record.size_bytes:
         raise ArtifactError(
             f"{path} has {size} bytes, {recorded_in} says {record.size_bytes}.", do=_REMEDY
         )
-    if found != record.sha256:
+    if digest != record.sha256:
         raise ArtifactError(
-            f"{path} was altered: its sha256 is {found[:12]}…, "
+            f"{path} was altered: its sha256 is {digest[:12]}…, "
             f"{recorded_in} says {record.sha256[:12]}….",
             do=_REMEDY,
         )

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from enginery.core.artifact.engine_record import ENGINE_FILE, EngineRecord, LayerRecord
 from enginery.core.artifact.fingerprint import Fingerprint, sha256_of
 from enginery.core.errors import ArtifactError
-from enginery.core.json_file import read_document
+from enginery.core.json_file import first_problem, read_document
 from enginery.core.paths import resolve_inside
 
 _REMEDY = "Do not use it. Build the artifact again; undamaged engines are taken from the store."
@@ -54,7 +54,7 @@ class Engine:
         _check_record(path, record)
         try:
             size_bytes = engine.plan.stat().st_size
-            found = sha256_of(engine.plan, trust_stat=not verify)
+            digest = sha256_of(engine.plan, trust_stat=not verify)
         except FileNotFoundError:
             raise ArtifactError(f"{engine.plan} is missing from the engine.", do=_REMEDY) from None
         except OSError as error:
@@ -65,9 +65,9 @@ class Engine:
                 f"{record.plan_size_bytes}.",
                 do=_REMEDY,
             )
-        if found != record.plan_sha256:
+        if digest != record.plan_sha256:
             raise ArtifactError(
-                f"{engine.plan} was altered: its sha256 is {found[:12]}…, {ENGINE_FILE} says "
+                f"{engine.plan} was altered: its sha256 is {digest[:12]}…, {ENGINE_FILE} says "
                 f"{record.plan_sha256[:12]}….",
                 do=_REMEDY,
             )
@@ -106,10 +106,8 @@ class Engine:
         except OSError as error:
             raise ArtifactError(f"{file} cannot be read: {error}.", do=_REMEDY) from error
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
             raise ArtifactError(
-                f"{file} is not a list of layers: {where}: {first['msg']}.", do=_REMEDY
+                f"{file} is not a list of layers: {first_problem(error)}.", do=_REMEDY
             ) from error
 
 

@@ -24,10 +24,11 @@ from enginery.core.errors import ArtifactError
 from enginery.core.json_file import (
     ChecksumError,
     append_checksum,
+    first_problem,
     read_document,
     verify_checksum,
 )
-from enginery.core.paths import resolve_inside
+from enginery.core.paths import list_directory, resolve_inside
 from enginery.core.shapes import TensorSpec
 
 ENGINES = "engines"
@@ -88,8 +89,8 @@ def describe_products(layers: Mapping[str, int]) -> str:
     >>> describe_products({"other fp16": 40, "gemm fp16": 12, "gemm int8": 8, "attention fp16": 6})
     '12 FP16, 8 INT8 matrix products; 6 FP16 fused attentions'
     """
-    said = []
-    for kind, words in _PRODUCTS.items():
+    parts = []
+    for kind, title in _PRODUCTS.items():
         counts = {
             name.removeprefix(kind).strip().upper(): count
             for name, count in sorted(layers.items(), key=lambda layer: -layer[1])
@@ -97,8 +98,8 @@ def describe_products(layers: Mapping[str, int]) -> str:
         }
         if counts:
             listed = ", ".join(f"{count} {name}".rstrip() for name, count in counts.items())
-            said.append(f"{listed} {words}{'s' * (sum(counts.values()) != 1)}")
-    return "; ".join(said)
+            parts.append(f"{listed} {title}{'s' * (sum(counts.values()) != 1)}")
+    return "; ".join(parts)
 
 
 class EngineRecord(_Record):
@@ -173,12 +174,11 @@ class EngineRecord(_Record):
         except ChecksumError as error:
             raise ArtifactError(f"{file} is damaged: {error}.") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
-            hint = "It may come from a newer enginery." if where == "schema_version" else ""
+            problem = first_problem(error)
+            is_newer = problem.startswith("schema_version:")
             raise ArtifactError(
-                f"{file}: {where}: {first['msg']} (expected engine version {SCHEMA_VERSION}).",
-                do=hint,
+                f"{file}: {problem} (expected engine version {SCHEMA_VERSION}).",
+                do="It may come from a newer enginery." if is_newer else "",
             ) from error
 
     def to_bytes(self) -> bytes:
@@ -231,9 +231,10 @@ def wrapper_name(graph: str) -> str:
 def engine_directories(artifact: Path) -> list[Path]:
     """Return the directories of all engines of an artifact, sorted by name."""
     root = resolve_inside(artifact, ENGINES, what=f"the artifact {artifact}")
-    found = root.iterdir() if root.is_dir() else ()
     return sorted(
-        path for path in found if not path.is_symlink() and (path / ENGINE_FILE).is_file()
+        path
+        for path in list_directory(root)
+        if not path.is_symlink() and (path / ENGINE_FILE).is_file()
     )
 
 

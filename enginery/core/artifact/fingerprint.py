@@ -160,8 +160,8 @@ def sha256_of(path: Path, *, trust_stat: bool = True) -> str:
     require_regular_file(path)
     name, stat = str(path.resolve()), _settled_stat(path)
     select = "select sha256 from file_hashes where path=? and stat=?"
-    if trust_stat and (known := _query_cache(select, name, stat)):
-        return known
+    if trust_stat and (cached := _query_cache(select, name, stat)):
+        return cached
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     _query_cache("insert or replace into file_hashes values (?, ?, ?)", name, stat, digest)

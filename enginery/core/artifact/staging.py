@@ -64,11 +64,11 @@ def check_overwritable(out: Path) -> None:
     if not out.exists():
         return
     if _is_manifest(out / MANIFEST):
-        if others := _untracked_files(out):
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        if untracked := _untracked_files(out):
+            remainder = f" and {len(untracked) - 3} more" if len(untracked) > 3 else ""
             raise ArtifactError(
                 f"{out} is an artifact with files that do not belong to it and would be lost: "
-                f"{', '.join(others[:3])}{more}.",
+                f"{', '.join(untracked[:3])}{remainder}.",
                 do="Move them elsewhere, or choose another --out.",
             )
         return
@@ -118,25 +118,28 @@ def _is_manifest(manifest: Path) -> bool:
         OSError: there is a file that cannot be read.
     """
     try:
-        found = parse_json(read_document(manifest))
+        document = parse_json(read_document(manifest))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return False
-    if not isinstance(found, dict) or not {"source", "graphs", "stages", "files"} <= found.keys():
+    if (
+        not isinstance(document, dict)
+        or not {"source", "graphs", "stages", "files"} <= document.keys()
+    ):
         return False
-    return isinstance(found["files"], dict)
+    return isinstance(document["files"], dict)
 
 
 def _untracked_files(artifact: Path) -> list[str]:
     """Return the files of an artifact that are neither in its manifest nor reports."""
     try:
-        known = load_json(artifact / MANIFEST, error=ArtifactError)["files"]
+        recorded = load_json(artifact / MANIFEST, error=ArtifactError)["files"]
     except (ArtifactError, KeyError):
         return []
     names = (path.relative_to(artifact) for path in list_tree(artifact) if path.is_file())
     return sorted(
         name.as_posix()
         for name in names
-        if name.as_posix() not in known
+        if name.as_posix() not in recorded
         and name.as_posix() not in (MANIFEST, *_published_card(artifact))
         and name.parts[0] != "reports"
         and not name.name.startswith(PREFIX)
@@ -147,13 +150,13 @@ def _published_card(artifact: Path) -> tuple[str, ...]:
     """Return (CARD,) if the README.md is the unchanged card that `publish` wrote, else ()."""
     try:
         listed = load_json(artifact / LISTING, error=ArtifactError)["files"]
-        found = hashlib.sha256(read_document(artifact / CARD)).hexdigest()
-        return (CARD,) if listed[CARD]["sha256"] == found else ()
+        digest = hashlib.sha256(read_document(artifact / CARD)).hexdigest()
+        return (CARD,) if listed[CARD]["sha256"] == digest else ()
     except (ArtifactError, OSError, KeyError, TypeError):
         return ()
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two directories atomically; return False if the system does not support it."""
     if sys.platform != "linux":
         return False
@@ -161,5 +164,5 @@ def _exchange(one: Path, other: Path) -> bool:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # a C library older than 2018, or musl
         return False
-    here, names = _AT_FDCWD, (os.fsencode(one), os.fsencode(other))
-    return bool(renameat2(here, names[0], here, names[1], _RENAME_EXCHANGE) == 0)
+    directory, names = _AT_FDCWD, (os.fsencode(first), os.fsencode(second))
+    return bool(renameat2(directory, names[0], directory, names[1], _RENAME_EXCHANGE) == 0)

@@ -38,10 +38,10 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
     if isinstance(values, np.ndarray):
         child = _numbers(np.asarray(values, np.float32).reshape(-1), kind.value_type, None)
         return pa.Array.from_buffers(kind, len(values), [None], children=[child])
-    there = np.fromiter((value is not None for value in values), bool, len(values))
-    valid = None if there.all() else _bits(there)
+    is_valid = np.fromiter((value is not None for value in values), bool, len(values))
+    validity = None if is_valid.all() else _bits(is_valid)
     if pa.types.is_string(kind):
-        texts = values if valid is None else ["" if value is None else value for value in values]
+        texts = values if validity is None else ["" if value is None else value for value in values]
         joined = "".join(texts)
         if joined.isascii():  # a character is a byte
             content, sizes = joined.encode(), list(map(len, texts))
@@ -52,7 +52,7 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
         if offsets[-1] > np.iinfo(np.int32).max:
             raise OverflowError("a column of one batch has more than 2 GiB of text")
         return pa.Array.from_buffers(
-            kind, len(values), [valid, _buffer(offsets), pa.py_buffer(content)]
+            kind, len(values), [validity, _buffer(offsets), pa.py_buffer(content)]
         )
     if pa.types.is_fixed_size_list(kind):
         flat = np.zeros((len(values), kind.list_size), np.float32)
@@ -60,25 +60,25 @@ def to_arrow(values: Sequence[Any] | NDArray[np.float32], kind: Any) -> Any:
             if value is not None:
                 flat[row] = value
         child = _numbers(flat.reshape(-1), kind.value_type, None)
-        return pa.Array.from_buffers(kind, len(values), [valid], children=[child])
+        return pa.Array.from_buffers(kind, len(values), [validity], children=[child])
     if pa.types.is_list(kind):
         lists = [() if value is None else value for value in values]
         child = to_arrow([item for items in lists for item in items], kind.value_type)
-        buffers = [valid, _buffer(_offsets([len(items) for items in lists]))]
+        buffers = [validity, _buffer(_offsets([len(items) for items in lists]))]
         return pa.Array.from_buffers(kind, len(values), buffers, children=[child])
     if pa.types.is_struct(kind):
         children = [
             to_arrow([None if value is None else value[field.name] for value in values], field.type)
             for field in kind
         ]
-        return pa.Array.from_buffers(kind, len(values), [valid], children=children)
+        return pa.Array.from_buffers(kind, len(values), [validity], children=children)
     if pa.types.is_boolean(kind):
         ones = np.fromiter((bool(value) for value in values), bool, len(values))
-        return pa.Array.from_buffers(kind, len(values), [valid, _bits(ones)])
+        return pa.Array.from_buffers(kind, len(values), [validity, _bits(ones)])
     if str(kind) not in _NUMBERS:
         raise TypeError(f"arrays of {kind} are not supported")
     numbers = np.array([0 if value is None else value for value in values], _NUMBERS[str(kind)])
-    return _numbers(numbers, kind, valid)
+    return _numbers(numbers, kind, validity)
 
 
 def numeric_view(array: Any) -> NDArray[Any]:

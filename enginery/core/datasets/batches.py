@@ -102,8 +102,8 @@ def batch_rows(rows: Iterable[tuple[int, Item]], max_rows: int) -> Iterator[list
 def open_text(path: Path, encoding: str, *, newline: str | None = "") -> Any:
     """Open a text stream in which invalid bytes become lone surrogates (PEP 383)."""
     # Excel writes a byte order mark at the start of UTF-8 files.
-    named = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
-    return path.open(encoding=named, errors="surrogateescape", newline=newline)
+    codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    return path.open(encoding=codec, errors="surrogateescape", newline=newline)
 
 
 def read_lines(stream: IO[str], path: Path) -> Iterator[str]:
@@ -153,11 +153,12 @@ def require_columns(
     """Raise InputError for a missing column; the message has the most similar name."""
     for column in columns:
         if column not in names:
-            shown = ", ".join(escape_invalid(name) for name in names[:_SHOWN_COLUMNS]) or "none"
-            more = len(names) - _SHOWN_COLUMNS
+            listed = ", ".join(escape_invalid(name) for name in names[:_SHOWN_COLUMNS]) or "none"
+            if len(names) > _SHOWN_COLUMNS:
+                listed += f" and {len(names) - _SHOWN_COLUMNS:,} more"
             raise InputError(
                 f"data '{path}' has no column '{column}'{nearest(column, names)}",
-                do=f"Its columns: {shown}{f' and {more:,} more' if more > 0 else ''}.{hint}",
+                do=f"Its columns: {listed}.{hint}",
                 column=column,
             )
 
@@ -173,10 +174,10 @@ def require_few_columns(count: int, path: Path) -> None:
 
 def require_distinct(names: Sequence[str], path: Path) -> None:
     """Raise InputError if two columns have the same name."""
-    seen: set[str] = set()
+    earlier: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in earlier:
             raise InputError(
                 f"data '{path}' has two columns named '{name}'.", do="Rename one of them."
             )
-        seen.add(name)
+        earlier.add(name)

@@ -151,12 +151,12 @@ class CsvReader:
                 errors[index] = f"the row is not {self._options.encoding}"
                 row[:] = [escape_invalid(cell) for cell in row]
         columns = list(zip(*rows, strict=True))
-        values = list(zip(*(columns[place] for place in self._places), strict=True))
+        values = list(zip(*(columns[position] for position in self._places), strict=True))
         if self._options.keep == "nothing":
             return RowBatch(first, None, values, errors)
         arrays = [to_arrow(column, pa.string()) for column in columns]
-        kept = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
-        return RowBatch(first, kept, values, errors)
+        kept_columns = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        return RowBatch(first, kept_columns, values, errors)
 
     def _delimiter_hint(self, header: Sequence[str]) -> str:
         """Return a hint at the delimiter if the header has only one column."""
@@ -207,11 +207,11 @@ class LineReader:
                     if not is_valid_text(text)
                 }
                 texts = [escape_invalid(text) for text in texts]
-                kept = None
+                kept_columns = None
                 if self._options.keep != "nothing":
                     column = to_arrow(texts, pa.string())
-                    kept = pa.RecordBatch.from_arrays([column], schema=self.schema)
-                yield RowBatch(first, kept, [(text,) for text in texts], errors)
+                    kept_columns = pa.RecordBatch.from_arrays([column], schema=self.schema)
+                yield RowBatch(first, kept_columns, [(text,) for text in texts], errors)
                 first += len(batch)
 
     def fraction_read(self) -> float:

@@ -44,10 +44,10 @@ def media_kind(path: Path) -> MediaKind | None:
     """
     if not path.is_dir():
         suffix = path.suffix.lower()
-        return next((kind for kind, known in _SUFFIXES.items() if suffix in known), None)
-    found = {each.suffix.lower() for each in list_tree(path)}
-    audio_alone = found & set(AUDIO_SUFFIXES) and not found & set(IMAGE_SUFFIXES)
-    return "audio" if audio_alone else "images"
+        return next((kind for kind, suffixes in _SUFFIXES.items() if suffix in suffixes), None)
+    suffixes = {file.suffix.lower() for file in list_tree(path)}
+    has_audio, has_images = suffixes & set(AUDIO_SUFFIXES), suffixes & set(IMAGE_SUFFIXES)
+    return "audio" if has_audio and not has_images else "images"
 
 
 def list_media(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
@@ -56,14 +56,14 @@ def list_media(path: Path, kind: MediaKind, *, rows: int) -> list[Path]:
     if path.is_file() and path.suffix.lower() in suffixes:
         return [path]
     if not path.is_dir():
-        found = "it is a file" if path.exists() else "no such file or folder"
-        raise InputError(f"data '{path}': expected a folder of {kind}; {found}.")
+        problem = "it is a file" if path.exists() else "no such file or folder"
+        raise InputError(f"data '{path}': expected a folder of {kind}; {problem}.")
     # macOS creates hidden files `._photo.jpg`, which are not images.
     files = (p for p in list_tree(path) if p.suffix.lower() in suffixes and p.is_file())
-    found_files = sorted(p for p in files if not p.name.startswith("."))
-    if not found_files:
+    media = sorted(p for p in files if not p.name.startswith("."))
+    if not media:
         raise InputError(f"data '{path}' has no {kind}; known suffixes: {', '.join(suffixes)}.")
-    return take_evenly(found_files, rows)
+    return take_evenly(media, rows)
 
 
 def take_evenly(items: Sequence[Item], count: int) -> list[Item]:
@@ -99,9 +99,13 @@ class FolderReader:
         for first in range(skip, len(self._paths), self._most):
             paths = self._paths[first : first + self._most]
             names = [escape_invalid(path.relative_to(self._root).as_posix()) for path in paths]
-            kept = pa.RecordBatch.from_arrays([to_arrow(names, pa.string())], schema=self.schema)
+            kept_columns = pa.RecordBatch.from_arrays(
+                [to_arrow(names, pa.string())], schema=self.schema
+            )
             self._read = first + len(paths)
-            yield RowBatch(first, kept, [(str(path.relative_to(self._root)),) for path in paths])
+            yield RowBatch(
+                first, kept_columns, [(str(path.relative_to(self._root)),) for path in paths]
+            )
 
     def fraction_read(self) -> float:
         """Return the share of the files that has been read."""

@@ -67,11 +67,11 @@ class JsonLinesReader:
         if not kinds:
             raise InputError(f"data '{path}' is empty; expected one JSON object per line.")
         require_columns(columns, self.names, path)
-        types = {name: _type(found) for name, found in kinds.items()}
+        types = {name: _type(kinds_of_column) for name, kinds_of_column in kinds.items()}
         self._as_json = {
             name
-            for name, found in kinds.items()
-            if types[name] == "string" and found - {"null"} != {"str"}
+            for name, kinds_of_column in kinds.items()
+            if types[name] == "string" and kinds_of_column - {"null"} != {"str"}
         }
         fields = [(escape_invalid(name), getattr(pa, kind)()) for name, kind in types.items()]
         raw = options.keep == "lines"
@@ -158,9 +158,9 @@ def _kind(value: Any) -> str:
     return name if name in ("bool", "float", "str") else "nested"
 
 
-def _type(found: set[str]) -> str:
+def _type(value_kinds: set[str]) -> str:
     """Return the name of the pyarrow type that can hold all these kinds without loss."""
-    kinds = found - {"null"}
+    kinds = value_kinds - {"null"}
     if kinds == {"bool"}:
         return "bool_"
     if kinds and kinds <= {"int", "long"}:

@@ -58,9 +58,9 @@ def read_labelled_texts(
         InputError: the file or a column is missing, cannot be read, or has no text; or the model
             has no such label.
     """
-    found = read_text_rows(path, column, rows=rows, label_column=label_column)
-    known = ModelConfig.read(artifact.path).label2id
-    return list(found.items), index_labels(found.labels, known, where=f"data '{path}'")
+    sample = read_text_rows(path, column, rows=rows, label_column=label_column)
+    label2id = ModelConfig.read(artifact.path).label2id
+    return list(sample.items), index_labels(sample.labels, label2id, where=f"data '{path}'")
 
 
 def index_labels(
@@ -78,25 +78,25 @@ def index_labels(
     Raises:
         InputError: the model has no such label.
     """
-    known = {str(name): int(index) for name, index in label2id.items()}
-    by_name = any(name in known for name in names)
-    return [_index(_named(label, names) if by_name else label, known, where) for label in labels]
+    indices = {str(name): int(index) for name, index in label2id.items()}
+    by_name = any(name in indices for name in names)
+    return [_index(_named(label, names) if by_name else label, indices, where) for label in labels]
 
 
 def _named(label: Any, names: Sequence[str]) -> Any:
-    place = _whole(label)
-    return label if place is None or place >= len(names) else names[place]
-
-
-def _index(label: Any, known: Mapping[str, int], where: str) -> int:
-    if str(label) in known:
-        return known[str(label)]
     index = _whole(label)
-    if index is not None and (not known or index in known.values()):
+    return label if index is None or index >= len(names) else names[index]
+
+
+def _index(label: Any, indices: Mapping[str, int], where: str) -> int:
+    if str(label) in indices:
+        return indices[str(label)]
+    index = _whole(label)
+    if index is not None and (not indices or index in indices.values()):
         return index
     raise InputError(
-        f"{where}: the label {label!r} is not one of the model's{nearest(str(label), known)}",
-        do=f"Its labels: {', '.join(known) or 'indices from 0 on'}.",
+        f"{where}: the label {label!r} is not one of the model's{nearest(str(label), indices)}",
+        do=f"Its labels: {', '.join(indices) or 'indices from 0 on'}.",
     )
 
 

@@ -65,9 +65,9 @@ class ParquetReader:
         if not self._rows:
             raise InputError(f"data '{path}' has no rows.")
         keep = options.keep != "nothing"
-        read = [field for field in schema if keep or field.name in columns]
-        require_distinct([field.name for field in read], path)
-        self.schema = pa.schema(read, metadata=schema.metadata)
+        fields = [field for field in schema if keep or field.name in columns]
+        require_distinct([field.name for field in fields], path)
+        self.schema = pa.schema(fields, metadata=schema.metadata)
 
     def read(self, skip: int) -> Iterator[RowBatch]:
         """Yield the rows after the first `skip`; see `DatasetReader`."""
@@ -111,8 +111,8 @@ class ParquetReader:
         plain = pa.RecordBatch.from_arrays(arrays, schema=self.schema)
         values = [plain.column(name).to_pylist() for name in self._columns]
         self._rows_read = first + plain.num_rows
-        kept = None if self._options.keep == "nothing" else plain
-        return RowBatch(first, kept, list(zip(*values, strict=True)))
+        kept_columns = None if self._options.keep == "nothing" else plain
+        return RowBatch(first, kept_columns, list(zip(*values, strict=True)))
 
 
 @contextmanager

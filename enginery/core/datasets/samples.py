@@ -78,17 +78,17 @@ def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = ""
     Raises:
         InputError: the file or a column is missing, cannot be read, or has no text.
     """
-    reader, where = _open_texts(path, column, label_column)
-    count, left_out, other = 0, 0, None
+    reader, source = _open_texts(path, column, label_column)
+    count, left_out, rejected = 0, 0, None
     for text, *_ in _values(reader, path):
         if is_text(text):
             count += 1
         else:
             left_out += 1
-            other = text if other is None else other
+            rejected = text if rejected is None else rejected
     if not count:
-        found = _found(other) if left_out else "no rows"
-        raise InputError(f"{where} has no text (found {found}).")
+        description = _found(rejected) if left_out else "no rows"
+        raise InputError(f"{source} has no text (found {description}).")
     with_text = (row for row in _values(reader, path) if is_text(row[0]))
     chosen = list(_take_at(with_text, take_evenly(range(count), rows)))
     labels = [label for _, *beside in chosen for label in beside]
@@ -101,17 +101,17 @@ def require_texts(path: Path, column: str, *, label_column: str = "") -> None:
     Raises:
         InputError: the file or a column is missing, cannot be read, or has no text.
     """
-    reader, where = _open_texts(path, column, label_column)
+    reader, source = _open_texts(path, column, label_column)
     if not any(is_text(text) for text, *_ in _values(reader, path)):
-        raise InputError(f"{where} has no text.")
+        raise InputError(f"{source} has no text.")
 
 
 def _open_texts(path: Path, column: str, label_column: str) -> tuple[DatasetReader, str]:
     """Open a file with texts; return its reader and a description for messages."""
     kind = detect_format(path)
     if kind in ("images", "audio"):
-        found = {"images": "a folder or an image", "audio": "audio"}[kind]
-        raise InputError(f"data '{path}' is {found}, expected a file with texts.")
+        content = {"images": "a folder or an image", "audio": "audio"}[kind]
+        raise InputError(f"data '{path}' is {content}, expected a file with texts.")
     if kind == "text" and label_column:
         raise InputError(f"data '{path}': labels need a file with columns, such as CSV or Parquet.")
     reader = open_dataset(path, [column, label_column] if label_column else [column])
@@ -124,7 +124,7 @@ def is_text(value: Any) -> bool:
 
 
 def sample_rows(
-    given: Any,
+    dataset: Any,
     stream: Iterable[Any],
     column: str,
     label_column: str,
@@ -135,7 +135,7 @@ def sample_rows(
     """Return the texts or images of up to `rows` rows; rows without one are left out.
 
     Args:
-        given: a Dataset, a streamed Dataset or an iterable of mappings.
+        dataset: a Dataset, a streamed Dataset or an iterable of mappings.
         stream: its rows, from `iterate`.
         column: column of the texts or images.
         label_column: column of the labels; empty for none.
@@ -146,46 +146,46 @@ def sample_rows(
         InputError: the first row lacks a column, a row is not a mapping, or no row has a value.
     """
     # Images of an indexable source are not held in memory, because they can be read again.
-    indices = _row_indices(given, rows) if images else None
-    kept: list[Any] = []
+    indices = _row_indices(dataset, rows) if images else None
+    selected: list[Any] = []
     labels: list[Any] = []
-    seen, other = 0, None
-    for seen, row in enumerate(stream, start=1):
+    rows_read, rejected = 0, None
+    for rows_read, row in enumerate(stream, start=1):
         if not isinstance(row, Mapping):
             raise InputError(
-                f"calibration row {seen - 1} is a {type(row).__name__}, expected a mapping like "
-                "the rows before it."
+                f"calibration row {rows_read - 1} is a {type(row).__name__}, expected a mapping "
+                "like the rows before it."
             )
-        if seen == 1:
+        if rows_read == 1:
             _require_keys(row, [column, label_column] if label_column else [column])
         value = row.get(column)
         if not (value is not None if images else is_text(value)):
-            other = value if other is None else other
+            rejected = value if rejected is None else rejected
             continue
-        kept.append(value if indices is None else indices[seen - 1])
+        selected.append(value if indices is None else indices[rows_read - 1])
         if label_column:
             labels.append(row.get(label_column))
-        if len(kept) == rows:
+        if len(selected) == rows:
             break
-    if not kept:
-        what = "image" if images else "text"
-        raise InputError(f"calibration column '{column}' has no {what} (found {_found(other)}).")
-    items = tuple(kept) if indices is None else DatasetImages(given, kept, column)
-    return Sample(items, labels, seen - len(kept), _label_names(given, label_column))
+    if not selected:
+        item = "image" if images else "text"
+        raise InputError(f"calibration column '{column}' has no {item} (found {_found(rejected)}).")
+    items = tuple(selected) if indices is None else DatasetImages(dataset, selected, column)
+    return Sample(items, labels, rows_read - len(selected), _label_names(dataset, label_column))
 
 
-def iterate(given: Iterable[Any], count: int) -> Iterator[Any]:
+def iterate(dataset: Iterable[Any], count: int) -> Iterator[Any]:
     """Yield up to `count` items at even intervals of an indexable source; all items of others."""
-    indices = _row_indices(given, count)
-    return iter(given) if indices is None else (given[position] for position in indices)  # type: ignore[index]
+    indices = _row_indices(dataset, count)
+    return iter(dataset) if indices is None else (dataset[position] for position in indices)  # type: ignore[index]
 
 
-def select_columns(given: Any, columns: Sequence[str]) -> Any:
+def select_columns(dataset: Any, columns: Sequence[str]) -> Any:
     """Return a Dataset without its other columns, so that images in them are not decoded."""
-    names = getattr(given, "column_names", None)
-    if isinstance(names, list) and hasattr(given, "select_columns") and {*columns} <= {*names}:
-        return given.select_columns(list(dict.fromkeys(columns)))
-    return given
+    names = getattr(dataset, "column_names", None)
+    if isinstance(names, list) and hasattr(dataset, "select_columns") and {*columns} <= {*names}:
+        return dataset.select_columns(list(dict.fromkeys(columns)))
+    return dataset
 
 
 def holds_arrays(path: Path) -> bool:
@@ -220,7 +220,7 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
         InputError: a file cannot be read, has Python objects or other names, or its arrays have
             different numbers of rows.
     """
-    found: list[dict[str, Any]] = []
+    inputs: list[dict[str, Any]] = []
     size_bytes = 0
     for file in array_files(path):
         arrays = load_arrays(file, names)
@@ -237,11 +237,11 @@ def read_arrays(path: Path, names: Sequence[str], *, rows: int) -> list[dict[str
                 f"data '{path}': its arrays have more than {_ARRAY_BYTES:,} bytes.",
                 do="Save fewer rows.",
             )
-        found += [
+        inputs += [
             {name: array[position : position + 1] for name, array in arrays.items()}
             for position in range(min(counts.values()))
         ]
-    return take_evenly(found, rows)
+    return take_evenly(inputs, rows)
 
 
 def load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -251,13 +251,13 @@ def load_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
         InputError: the file cannot be read, or has Python objects or other names.
     """
     if not path.is_file():
-        found = "it is not a file" if path.exists() else "no such file or folder"
-        raise InputError(f"data '{path}': expected arrays, .npz or .npy; {found}.")
+        problem = "it is not a file" if path.exists() else "no such file or folder"
+        raise InputError(f"data '{path}': expected arrays, .npz or .npy; {problem}.")
     try:
         arrays = _load_arrays(path, names)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        first = str(error).partition("\n")[0].rstrip(".")
-        raise InputError(f"data '{path}' cannot be read: {first}.") from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise InputError(f"data '{path}' cannot be read: {reason}.") from error
     if set(arrays) != set(names):
         raise InputError(
             f"data '{path}' has the arrays {', '.join(sorted(arrays)) or '(none)'}; expected the "
@@ -295,12 +295,12 @@ def _values(reader: DatasetReader, path: Path) -> Iterator[Values]:
 
 def _take_at(stream: Iterator[Item], indices: Sequence[int]) -> Iterator[Item]:
     """Yield the items at ascending indices; read the stream no further than the last one."""
-    wanted = iter(indices)
-    position = next(wanted, None)
+    positions = iter(indices)
+    position = next(positions, None)
     for index, item in enumerate(stream):
         if index == position:
             yield item
-            position = next(wanted, None)
+            position = next(positions, None)
             if position is None:
                 return
 
@@ -312,12 +312,12 @@ def _found(other: Any) -> str:
     return "only empty values"
 
 
-def _row_indices(given: Any, count: int) -> list[int] | None:
+def _row_indices(dataset: Any, count: int) -> list[int] | None:
     """Return the indices of the rows to take; None if the source cannot be indexed."""
-    numbered = isinstance(given, Sequence) or (
-        hasattr(given, "select_columns") and hasattr(given, "__len__")  # datasets.Dataset
+    numbered = isinstance(dataset, Sequence) or (
+        hasattr(dataset, "select_columns") and hasattr(dataset, "__len__")  # datasets.Dataset
     )
-    return take_evenly(range(len(given)), count) if numbered else None
+    return take_evenly(range(len(dataset)), count) if numbered else None
 
 
 def _require_keys(row: Mapping[Any, Any], columns: Sequence[str]) -> None:
@@ -330,8 +330,8 @@ def _require_keys(row: Mapping[Any, Any], columns: Sequence[str]) -> None:
             )
 
 
-def _label_names(given: Any, label_column: str) -> tuple[str, ...]:
+def _label_names(dataset: Any, label_column: str) -> tuple[str, ...]:
     """Return the names of a Dataset's ClassLabel."""
-    features = getattr(given, "features", None)
+    features = getattr(dataset, "features", None)
     feature = features.get(label_column) if isinstance(features, Mapping) else None
     return tuple(str(name) for name in getattr(feature, "names", None) or ())

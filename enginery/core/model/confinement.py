@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,16 @@ class Confinement:
         path, mode, flags = arguments
         if isinstance(path, int):
             return
-        place = _resolved(path)
+        target = _resolved(path)
         writes = isinstance(flags, int) and flags & _WRITING
         if writes or (isinstance(mode, str) and set(mode) & set("wax+")):
-            if not _below(place, self._writable):
-                self._block(f"to write {place}")
-        elif place.endswith(_CODE) and self._is_data(place):
-            self._block(f"to run {place}")
-        elif not _below(place, self._readable):
-            self.denied.append(place)
-            raise PermissionError(f"{place} is outside the model's directory")
+            if not _below(target, self._writable):
+                self._block(f"to write {target}")
+        elif target.endswith(_CODE) and self._is_data(target):
+            self._block(f"to run {target}")
+        elif not _below(target, self._readable):
+            self.denied.append(target)
+            raise PermissionError(f"{target} is outside the model's directory")
 
     def check_change(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Block changes of files outside the writable directories."""
@@ -177,9 +178,9 @@ class Confinement:
                 handle = arguments[of_directory]
             if path is None or isinstance(path, int) or path in (":memory:", ""):
                 continue
-            place = _resolved(path, handle)
-            if not _below(place, self._writable):
-                self._block(f"to change {place} ({event})")
+            target = _resolved(path, handle)
+            if not _below(target, self._writable):
+                self._block(f"to change {target} ({event})")
 
     def check_code(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Block running or loading a file from the model's directory or a module cache."""
@@ -188,24 +189,24 @@ class Confinement:
         else:  # compile has (source, file), import (module, file, …), dlopen (file,)
             file = arguments[0] if event == "ctypes.dlopen" else arguments[1]
         if isinstance(file, str | bytes | os.PathLike) and os.sep in os.fsdecode(file):
-            place = _resolved(file)
-            if self._is_data(place):
-                self._block(f"to run {place}")
+            code_file = _resolved(file)
+            if self._is_data(code_file):
+                self._block(f"to run {code_file}")
 
     def block_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Block starting a process, opening a connection or loading an object from a pickle."""
         kind = "to start a process" if event in _PROCESSES else "to open a connection"
         kind = "to load an object from a pickle" if event in _UNPICKLING else kind
-        shown = ", ".join(repr(argument)[:80] for argument in arguments[:2])
-        self._block(f"{kind} ({event}: {shown})")
+        arguments_shown = ", ".join(repr(argument)[:80] for argument in arguments[:2])
+        self._block(f"{kind} ({event}: {arguments_shown})")
 
-    def _is_data(self, place: str) -> bool:
+    def _is_data(self, path: str) -> bool:
         """Return True if a file belongs to the model and not to an installed package.
 
         A package may be inside a model's directory (a virtual environment in the working
         directory), and a model inside a package, so the longer path decides.
         """
-        data, code = _below(place, self._data), _below(place, self._code)
+        data, code = _below(path, self._data), _below(path, self._code)
         return bool(data) and len(data) >= len(code)
 
 
@@ -218,13 +219,18 @@ _CHECKS: dict[str, Callable[[Confinement, str, tuple[Any, ...]], None]] = {
 
 _active: list[Confinement] = []
 """The active confinement. The hook itself cannot be removed from the process."""
-_installed: list[bool] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     check = _CHECKS.get(event) if _active else None
     if check is not None:
         check(_active[-1], event, arguments)
+
+
+@cache
+def _install_hook() -> None:
+    """Add the audit hook to this process, once."""
+    sys.addaudithook(_audit)
 
 
 @contextmanager
@@ -241,9 +247,7 @@ def confined(*models: Path, writable: Iterable[Path] = ()) -> Iterator[Confineme
     Raises:
         UntrustedModelError: the model tried an action that was blocked.
     """
-    if not _installed:
-        sys.addaudithook(_audit)
-        _installed.append(True)
+    _install_hook()
     confinement = Confinement(models, writable=writable)
     # Python would write bytecode into the directories of packages.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -276,14 +280,16 @@ def _resolved(path: Any, handle: Any = -1) -> str:
     return os.path.realpath(text)
 
 
-def _real(places: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(os.path.realpath(os.fsdecode(place)) for place in places))
+def _real(paths: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(os.path.realpath(os.fsdecode(path)) for path in paths))
 
 
-def _below(place: str, roots: tuple[str, ...]) -> str:
+def _below(path: str, roots: tuple[str, ...]) -> str:
     """Return the longest root that contains a path; empty if there is none."""
-    found = [r for r in roots if place == r or place.startswith(r.rstrip(os.sep) + os.sep)]
-    return max(found, key=len, default="")
+    enclosing = [
+        root for root in roots if path == root or path.startswith(root.rstrip(os.sep) + os.sep)
+    ]
+    return max(enclosing, key=len, default="")
 
 
 def _module_folders() -> list[str]:

@@ -240,12 +240,12 @@ def _values(
         past = next((sizes[n] for n in sizes if n.startswith("past_")), 0)
         values = np.broadcast_to(np.arange(past, past + shape[-1]), shape)
     elif name == "token_type_ids":
-        second = np.arange(shape[-1]) >= (shape[-1] + 1) // 2
-        values = np.broadcast_to(second & (limits.type_vocab_size > 1), shape)
+        in_second_text = np.arange(shape[-1]) >= (shape[-1] + 1) // 2
+        values = np.broadcast_to(in_second_text & (limits.type_vocab_size > 1), shape)
     elif name.endswith("input_ids"):
         avoid = {limits.pad_token_id, limits.image_token_id, *limits.special_ids}
         everything = np.arange(limits.vocab_size)
-        allowed = np.setdiff1d(everything, [each for each in avoid if each is not None])
+        allowed = np.setdiff1d(everything, [token_id for token_id in avoid if token_id is not None])
         # If all tokens are special, draw from all of them.
         values = generator.choice(allowed if allowed.size else everything, shape)
     elif name == "audio_codes":
@@ -275,10 +275,10 @@ def _pad_rows(feeds: Feeds, specs: tuple[TensorSpec, ...], limits: FeedLimits) -
         new = min((feeds[spec.name].shape[1] for spec in covered), default=length)
         shortest = max(limits.image_tokens + 1, length // 3, new + 1 if new < length else 0)
         shortest = min(shortest, length)
-        kept = np.linspace(length, shortest, rows).round().astype(int)[:, None]
-        left = decodes and not mask_spec.name.startswith("encoder_")
+        real_lengths = np.linspace(length, shortest, rows).round().astype(int)[:, None]
+        pads_left = decodes and not mask_spec.name.startswith("encoder_")
         columns = np.arange(length)[None, :]
-        mask[columns < length - kept if left else columns >= kept] = 0
+        mask[columns < length - real_lengths if pads_left else columns >= real_lengths] = 0
         for spec in covered:
             values = feeds[spec.name]
             width = values.shape[1]

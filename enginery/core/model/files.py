@@ -372,11 +372,11 @@ class ModelConfig(ModelPart, _File):
 
     @model_validator(mode="after")
     def _check_positions(self) -> Self:
-        whole = self.merged()
-        if whole.position_limit() < 1:
+        merged = self.merged()
+        if merged.position_limit() < 1:
             words = f"more than pad_token_id + 1, where {self.model_type} starts its positions"
-            raise _conflict("max_position_embeddings", whole.positions, words)
-        whole.require_audio_frame()  # kernels and strides may come from different parts
+            raise _conflict("max_position_embeddings", merged.positions, words)
+        merged.require_audio_frame()  # kernels and strides may come from different parts
         return self
 
 
@@ -451,14 +451,15 @@ class TokenizerConfig(SpecialTokens, _File):
         """The template for chats; empty if there is none. Some models have others by name."""
         if isinstance(self.chat_template, str):
             return self.chat_template
-        return next((each.template for each in self.chat_template if each.name == "default"), "")
+        named_default = [t.template for t in self.chat_template if t.name == "default"]
+        return named_default[0] if named_default else ""
 
     def with_map(self, other: SpecialTokensMap) -> SpecialTokens:
         """Return the special tokens of both files; tokenizer_config.json takes precedence."""
         roles = SpecialTokens.model_fields
-        found = {role: getattr(other, role) for role in roles}
-        found |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
-        return SpecialTokens(**found)
+        tokens = {role: getattr(other, role) for role in roles}
+        tokens |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        return SpecialTokens(**tokens)
 
 
 class ProcessingArguments(_Values):
@@ -568,7 +569,7 @@ def read_logit_score(directory: Path) -> LogitScoreConfig | None:
     Raises:
         ArtifactError: a file cannot be read.
     """
-    paths = [each.path for each in _present_modules(directory) if each.kind == "LogitScore"]
+    paths = [module.path for module in _present_modules(directory) if module.kind == "LogitScore"]
     return LogitScoreConfig.read(directory / paths[0]) if paths else None
 
 
@@ -578,7 +579,7 @@ def module_kinds(directory: Path) -> list[str]:
     Raises:
         ArtifactError: modules.json cannot be read.
     """
-    return [each.kind for each in _present_modules(directory)]
+    return [module.kind for module in _present_modules(directory)]
 
 
 def has_embedding_modules(directory: Path) -> bool:
@@ -708,9 +709,9 @@ def _validated(file: Path, validate: Callable[[], T], error: type[EngineryError]
     """Validate a document; raise `error` with file, key, value and expectation."""
     try:
         return validate()
-    except ValidationError as found:
-        first = found.errors(include_url=False)[0]
-    raise error(f"{file}: {_describe(first)}.")
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False)[0]
+    raise error(f"{file}: {_describe(problem)}.")
 
 
 _SHORT = reprlib.Repr()
@@ -725,17 +726,17 @@ _EXPECTED = {
 }
 
 
-def _describe(found: Mapping[str, Any]) -> str:
+def _describe(problem: Mapping[str, Any]) -> str:
     """Describe an error of pydantic: the key, what was found and what was expected."""
-    context, place = found.get("ctx", {}), [str(part) for part in found["loc"]]
-    words = context.get("words") or _EXPECTED.get(found["type"]) or found["msg"]
-    value = _SHORT.repr(context.get("value", found["input"]))
-    if place and place[-1] == "[key]":
-        return f"{'.'.join(place[:-2])} has the key {value}, expected {words}"
-    if found["type"] == "missing":
-        return f"{'.'.join(place)} is missing"
-    key = ".".join([*place, *([context["key"]] if "key" in context else [])])
-    return f"{key or 'the document'} is {value}, expected {words}"
+    context, keys = problem.get("ctx", {}), [str(part) for part in problem["loc"]]
+    expected = context.get("words") or _EXPECTED.get(problem["type"]) or problem["msg"]
+    value = _SHORT.repr(context.get("value", problem["input"]))
+    if keys and keys[-1] == "[key]":
+        return f"{'.'.join(keys[:-2])} has the key {value}, expected {expected}"
+    if problem["type"] == "missing":
+        return f"{'.'.join(keys)} is missing"
+    key = ".".join([*keys, *([context["key"]] if "key" in context else [])])
+    return f"{key or 'the document'} is {value}, expected {expected}"
 
 
 def mask_token(directory: Path) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,81 @@ BITS = {
 """TensorProto.DataType -> bits of one element; strings (8) have no fixed size."""
 _STRUCT = {1: "f", 6: "i", 7: "q", 11: "d"}
 """TensorProto.DataType of sizes and scales -> format character of the module struct."""
-_FLOATS, _INT32S, _INT64S, _DOUBLES, _UINT64S = 4, 5, 7, 10, 11
-"""Field numbers of float_data, int32_data, int64_data, double_data and uint64_data."""
+
+# Wire types, by protobuf's names: how the bytes of a field are to be read.
+_VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
+
+
+def _tag(number: int, wire: int) -> int:
+    """Return the tag that a field begins with: its number and its wire type."""
+    return number << 3 | wire
+
+
+def _repeated(number: int, wire: int) -> tuple[int, int]:
+    """Return both tags of a repeated number: one field each, or all packed into one."""
+    return _tag(number, wire), _tag(number, _LEN)
+
+
+class _Field:
+    """Tags of the fields that are read, by the message of onnx.proto that has them."""
+
+    MODEL_GRAPH = _tag(7, _LEN)
+    MODEL_OPSET_IMPORT = _tag(8, _LEN)
+    MODEL_FUNCTIONS = _tag(25, _LEN)
+
+    OPSET_DOMAIN = _tag(1, _LEN)
+    OPSET_VERSION = _tag(2, _VARINT)
+
+    FUNCTION_NODE = _tag(7, _LEN)
+
+    GRAPH_NODE = _tag(1, _LEN)
+    GRAPH_INITIALIZER = _tag(5, _LEN)
+    GRAPH_INPUT = _tag(11, _LEN)
+    GRAPH_SPARSE_INITIALIZER = _tag(15, _LEN)
+
+    NODE_INPUT = _tag(1, _LEN)
+    NODE_OUTPUT = _tag(2, _LEN)
+    NODE_NAME = _tag(3, _LEN)
+    NODE_OP_TYPE = _tag(4, _LEN)
+    NODE_ATTRIBUTE = _tag(5, _LEN)
+    NODE_DOMAIN = _tag(7, _LEN)
+
+    ATTRIBUTE_NAME = _tag(1, _LEN)
+    ATTRIBUTE_I = _tag(3, _VARINT)
+    ATTRIBUTE_T = _tag(5, _LEN)
+    ATTRIBUTE_G = _tag(6, _LEN)
+    ATTRIBUTE_FLOATS = _tag(7, _LEN)
+    ATTRIBUTE_INTS = _tag(8, _LEN)
+    ATTRIBUTE_TENSORS = _tag(10, _LEN)
+    ATTRIBUTE_GRAPHS = _tag(11, _LEN)
+    ATTRIBUTE_SPARSE = (_tag(22, _LEN), _tag(23, _LEN))  # sparse_tensor, sparse_tensors
+
+    TENSOR_DIMS = _repeated(1, _VARINT)
+    TENSOR_DATA_TYPE = _tag(2, _VARINT)
+    TENSOR_FLOAT_DATA = _repeated(4, _I32)
+    TENSOR_STRING_DATA = _tag(6, _LEN)
+    TENSOR_NAME = _tag(8, _LEN)
+    TENSOR_RAW_DATA = _tag(9, _LEN)
+    TENSOR_DOUBLE_DATA = _repeated(10, _I64)
+    # int32_data, int64_data and uint64_data
+    TENSOR_INTEGER_DATA = (*_repeated(5, _VARINT), *_repeated(7, _VARINT), *_repeated(11, _VARINT))
+    TENSOR_EXTERNAL_DATA = _tag(13, _LEN)
+    TENSOR_DATA_LOCATION = _tag(14, _VARINT)
+
+    SPARSE_TENSOR_VALUES = _tag(1, _LEN)
+    SPARSE_TENSOR_DIMS = _repeated(3, _VARINT)
+
+    ENTRY_KEY = _tag(1, _LEN)
+    ENTRY_VALUE = _tag(2, _LEN)
+
+    VALUE_INFO_NAME = _tag(1, _LEN)
+    VALUE_INFO_TYPE = _tag(2, _LEN)
+    TYPE_TENSOR_TYPE = _tag(1, _LEN)
+    TENSOR_TYPE_ELEM_TYPE = _tag(1, _VARINT)
+    TENSOR_TYPE_SHAPE = _tag(2, _LEN)
+    SHAPE_DIM = _tag(1, _LEN)
+    DIM_VALUE = _tag(1, _VARINT)
+
 
 # Consecutive ints or floats of an attribute, one field each; decision trees have millions of them.
 _INTS_RUN = re.compile(rb"(?:\x40[\x80-\xff]{0,9}+[\x00-\x7f])++")
@@ -148,33 +221,40 @@ class ModelStructure:
     opset: int = 0
     """The version of ONNX's own operators; 0 if the file does not say."""
 
-    def random_ops(self) -> list[str]:
-        """Return the ops with which the graph draws random numbers, sorted; none if it does not."""
-        found: set[str] = set()
+    def op_types(self) -> Iterator[str]:
+        """Yield the op types of ONNX's own domain in the graph, its subgraphs and functions."""
         graphs = [self.graph, *self.functions]
         while graphs:
             for node in graphs.pop().nodes:
-                if node.op_type in RANDOM_OPS and not node.domain:
-                    found.add(node.op_type)
-                graphs += [g for each in node.attributes.values() for g in each.graphs]
-        return sorted(found)
-
-    def random_notes(self, name: str) -> list[str]:
-        """Return a note if the graph draws random numbers; `name` is what it calls the file."""
-        ops = ", ".join(self.random_ops())
-        note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
-        return [note] if ops else []
+                if not node.domain:
+                    yield node.op_type
+                for attribute in node.attributes.values():
+                    graphs += attribute.graphs
 
 
-RANDOM_OPS = (
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-    "Bernoulli",
-    "Multinomial",
+RANDOM_OPS = frozenset(
+    (
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+        "Bernoulli",
+        "Multinomial",
+    )
 )
 _RANDOM_INPUT = "enginery.random"
+
+
+def random_notes(op_types: Iterable[str], name: str) -> list[str]:
+    """Return a note if a graph with these op types draws random numbers.
+
+    Args:
+        op_types: op types of ONNX's own domain.
+        name: what the note calls the file.
+    """
+    ops = ", ".join(sorted(RANDOM_OPS.intersection(op_types)))
+    note = f"{name} draws random numbers ({ops}), so its outputs differ from run to run"
+    return [note] if ops else []
 
 
 def random_input(index: int, distribution: str) -> str:
@@ -225,48 +305,48 @@ class _Reader:
         self.fields_left, self.nodes_left, self.parts_left = MAX_FIELDS, MAX_NODES, MAX_PARTS
 
     def model(self) -> ModelStructure:
-        found = ModelStructure()
+        model = ModelStructure()
         has_graph = False
-        for number, wire, low, high in self._fields(0, len(self.data)):
-            if number == 7 and wire == 2:
+        for tag, start, end in self._fields(0, len(self.data)):
+            if tag == _Field.MODEL_GRAPH:
                 has_graph = True
-                self._read_graph(found.graph, low, high, 1)
-            elif number == 25 and wire == 2:
-                found.functions.append(self._function(low, high))
-            elif number == 8 and wire == 2:
-                domain, version = self._opset(low, high)
+                self._read_graph(model.graph, start, end, 1)
+            elif tag == _Field.MODEL_FUNCTIONS:
+                model.functions.append(self._function(start, end))
+            elif tag == _Field.MODEL_OPSET_IMPORT:
+                domain, version = self._opset(start, end)
                 if domain in ("", "ai.onnx"):
-                    found.opset = version
+                    model.opset = version
         if not has_graph:
             raise _DamagedError("it has no graph")
-        return found
+        return model
 
-    def _fields(self, low: int, high: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (number, wire type, value or start, end) of each field."""
+    def _fields(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (tag, value of a varint or start of the bytes, end) of each field."""
         at = low
         while at < high:
             self.fields_left -= 1
             if self.fields_left < 0:
                 raise _DamagedError(f"it has more than {MAX_FIELDS} fields")
             tag, at = self._varint(at, high)
-            number, wire = tag >> 3, tag & 7
-            if wire == 0:
+            wire = tag & 7
+            if wire == _VARINT:
                 value, at = self._varint(at, high)
-                yield number, wire, value, at
+                yield tag, value, at
                 continue
-            if wire == 2:
+            if wire == _LEN:
                 length, at = self._varint(at, high)
-            elif wire in (1, 5):
-                length = 8 if wire == 1 else 4
+            elif wire in (_I64, _I32):
+                length = 8 if wire == _I64 else 4
             else:
                 raise _DamagedError(f"byte {at} begins a field of the unknown kind {wire}")
-            if number == 0:
+            if tag >> 3 == 0:
                 raise _DamagedError(f"byte {at} begins a field without a number")
             if length > high - at:
                 raise _DamagedError(
                     f"byte {at} begins a field of {length} bytes, and {high - at} are left"
                 )
-            yield number, wire, at, at + length
+            yield tag, at, at + length
             at += length
 
     def _count_node(self) -> None:
@@ -301,60 +381,55 @@ class _Reader:
         if depth > MAX_DEPTH:
             raise _DamagedError(f"graphs are nested more than {MAX_DEPTH} deep")
         self._count_node()
-        for number, wire, start, end in self._fields(low, high):
-            if wire != 2:
-                continue
-            if number == 1:
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.GRAPH_NODE:
                 graph.nodes.append(self._node(start, end, depth))
-            elif number == 5:
+            elif tag == _Field.GRAPH_INITIALIZER:
                 graph.initializers.append(self._read_tensor(Tensor(), start, end))
-            elif number == 11:
+            elif tag == _Field.GRAPH_INPUT:
                 if value := self._value_info(start, end):
                     graph.inputs.append(value)
-            elif number == 15:
+            elif tag == _Field.GRAPH_SPARSE_INITIALIZER:
                 graph.sparse.append(self._sparse(start, end))
 
     def _opset(self, low: int, high: int) -> tuple[str, int]:
         domain, version = "", 0
-        for number, wire, start, end in self._fields(low, high):
-            if number == 1 and wire == 2:
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.OPSET_DOMAIN:
                 domain = self._text(start, end)
-            elif number == 2 and wire == 0:
+            elif tag == _Field.OPSET_VERSION:
                 version = _signed(start)
         return domain, version
 
     def _function(self, low: int, high: int) -> Graph:
         self._count_node()
         body = Graph()
-        for number, wire, start, end in self._fields(low, high):
-            if number == 7 and wire == 2:
-                body.nodes.append(self._node(start, end, 1))
+        for start, end in self._messages(low, high, _Field.FUNCTION_NODE):
+            body.nodes.append(self._node(start, end, 1))
         return body
 
     def _node(self, low: int, high: int, depth: int) -> Node:
         self._count_node()
         node = Node()
-        for number, wire, start, end in self._fields(low, high):
-            if wire != 2:
-                continue
-            if number == 1:
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.NODE_INPUT:
                 node.inputs.append(self._text(start, end))
-            elif number == 2:
+            elif tag == _Field.NODE_OUTPUT:
                 node.outputs.append(self._text(start, end))
-            elif number == 3:
+            elif tag == _Field.NODE_NAME:
                 node.name = self._text(start, end)
-            elif number == 4:
+            elif tag == _Field.NODE_OP_TYPE:
                 node.op_type = self._text(start, end)
-            elif number == 5:
+            elif tag == _Field.NODE_ATTRIBUTE:
                 name, attribute = self._attribute(start, end, depth)
                 node.attributes[name] = attribute
-            elif number == 7:
+            elif tag == _Field.NODE_DOMAIN:
                 node.domain = self._text(start, end)
         return node
 
     def _attribute(self, low: int, high: int, depth: int) -> tuple[str, Attribute]:
         self._count_part()
-        name, found = "", Attribute()
+        name, attribute = "", Attribute()
         tensor: Tensor | None = None
         graph: Graph | None = None
         at = low
@@ -362,68 +437,72 @@ class _Reader:
             # A run is skipped at once, and only read if it is short.
             if run := _INTS_RUN.match(self.data, at, high):
                 at = run.end()
-                if len(found.ints) < _MAX_VALUES:
-                    found.ints += self._ints(run.start(), at)
+                if len(attribute.ints) < _MAX_VALUES:
+                    attribute.ints += self._ints(run.start(), at)
                 continue
             if run := _FLOATS_RUN.match(self.data, at, high):
                 at = run.end()
-                if len(found.floats) < _MAX_VALUES:
-                    found.floats += self._floats(run.start(), at)
+                if len(attribute.floats) < _MAX_VALUES:
+                    attribute.floats += self._floats(run.start(), at)
                 continue
-            number, wire, start, end = next(self._fields(at, high))
+            tag, start, end = next(self._fields(at, high))
             at = end
-            if number == 1 and wire == 2:
+            if tag == _Field.ATTRIBUTE_NAME:
                 name = self._text(start, end)
-            elif number == 3 and wire == 0:
-                found.number = _signed(start)
-            elif number == 5 and wire == 2:
+            elif tag == _Field.ATTRIBUTE_I:
+                attribute.number = _signed(start)
+            elif tag == _Field.ATTRIBUTE_T:
                 if tensor is None:
-                    found.tensors.append(tensor := Tensor())
+                    attribute.tensors.append(tensor := Tensor())
                 self._read_tensor(tensor, start, end)
-            elif number == 6 and wire == 2:
+            elif tag == _Field.ATTRIBUTE_G:
                 if graph is None:
-                    found.graphs.append(graph := Graph())
+                    attribute.graphs.append(graph := Graph())
                 self._read_graph(graph, start, end, depth + 1)
-            elif number == 7 and wire == 2 and len(found.floats) < _MAX_VALUES:
-                found.floats += self._packed("f", start, end)
-            elif number == 8 and wire == 2 and len(found.ints) < _MAX_VALUES:
-                found.ints += self._varints(start, end)
-            elif number == 10 and wire == 2:
-                found.tensors.append(self._read_tensor(Tensor(), start, end))
-            elif number == 11 and wire == 2:
-                found.graphs.append(inner := Graph())
+            elif tag == _Field.ATTRIBUTE_FLOATS and len(attribute.floats) < _MAX_VALUES:
+                attribute.floats += self._packed("f", start, end)
+            elif tag == _Field.ATTRIBUTE_INTS and len(attribute.ints) < _MAX_VALUES:
+                attribute.ints += self._varints(start, end)
+            elif tag == _Field.ATTRIBUTE_TENSORS:
+                attribute.tensors.append(self._read_tensor(Tensor(), start, end))
+            elif tag == _Field.ATTRIBUTE_GRAPHS:
+                attribute.graphs.append(inner := Graph())
                 self._read_graph(inner, start, end, depth + 1)
-            elif number in (22, 23) and wire == 2:
-                found.sparse.append(self._sparse(start, end))
-        return name, found
+            elif tag in _Field.ATTRIBUTE_SPARSE:
+                attribute.sparse.append(self._sparse(start, end))
+        return name, attribute
 
     def _ints(self, low: int, high: int) -> tuple[int, ...]:
         if high - low > 11 * _MAX_VALUES:
             return ()
-        return tuple(_signed(value) for _, _, value, _ in self._fields(low, high))
+        return tuple(_signed(value) for _, value, _ in self._fields(low, high))
 
     def _floats(self, low: int, high: int) -> tuple[float, ...]:
         if high - low > 5 * _MAX_VALUES:
             return ()
-        spans = ((start, end) for _, _, start, end in self._fields(low, high))
+        spans = ((start, end) for _, start, end in self._fields(low, high))
         return tuple(struct.unpack("<f", self.data[start:end])[0] for start, end in spans)
 
     def _varints(self, low: int, high: int) -> tuple[int, ...]:
         """Return packed integers; an empty tuple if there are too many."""
         if high - low > 10 * _MAX_VALUES:
             return ()
-        found = []
+        values = []
         while low < high:
             value, low = self._varint(low, high)
-            found.append(_signed(value))
-        return tuple(found)
+            values.append(_signed(value))
+        return tuple(values)
 
-    def _packed(self, kind: str, low: int, high: int) -> tuple[Any, ...]:
+    def _integers(self, tag: int, start: int, end: int) -> tuple[int, ...]:
+        """Return the integers of one field of a repeated one."""
+        return (_signed(start),) if tag & 7 == _VARINT else self._varints(start, end)
+
+    def _packed(self, code: str, low: int, high: int) -> tuple[Any, ...]:
         """Return packed numbers of fixed size; an empty tuple if there are too many."""
-        count, rest = divmod(high - low, struct.calcsize(f"<{kind}"))
-        if rest or count > _MAX_VALUES:
+        count, remainder = divmod(high - low, struct.calcsize(f"<{code}"))
+        if remainder or count > _MAX_VALUES:
             return ()
-        return struct.unpack(f"<{count}{kind}", self.data[low:high])
+        return struct.unpack(f"<{count}{code}", self.data[low:high])
 
     def _read_tensor(self, tensor: Tensor, low: int, high: int) -> Tensor:
         self._count_part()
@@ -431,93 +510,100 @@ class _Reader:
         raw: Span | None = None
         is_external = False
         entries: dict[str, str] = {}
-        for number, wire, start, end in self._fields(low, high):
-            if number == 1 and wire in (0, 2):
-                tensor.dims += [_signed(start)] if wire == 0 else self._varints(start, end)
+        for tag, start, end in self._fields(low, high):
+            if tag in _Field.TENSOR_DIMS:
+                tensor.dims += self._integers(tag, start, end)
                 if len(tensor.dims) > _MAX_RANK:
                     raise _DamagedError(f"byte {low} begins a tensor of over {_MAX_RANK} dims")
-            elif number == 2 and wire == 0:
+            elif tag == _Field.TENSOR_DATA_TYPE:
                 tensor.data_type = start
-            elif number == 8 and wire == 2:
+            elif tag == _Field.TENSOR_NAME:
                 tensor.name = self._text(start, end)
-            elif number == 9 and wire == 2:
+            elif tag == _Field.TENSOR_RAW_DATA:
                 raw, tensor.raw_bytes = (start, end), end - start
-            elif (number, wire) in ((_FLOATS, 2), (_FLOATS, 5), (_DOUBLES, 2), (_DOUBLES, 1)):
-                kind, wide = ("f", 4) if number == _FLOATS else ("d", 8)
-                tensor.typed_elements += (end - start) // wide
-                listed += self._packed(kind, start, end)
-            elif number in (_INT32S, _INT64S, _UINT64S) and wire in (0, 2):
+            elif tag in _Field.TENSOR_FLOAT_DATA:
+                tensor.typed_elements += (end - start) // 4
+                listed += self._packed("f", start, end)
+            elif tag in _Field.TENSOR_DOUBLE_DATA:
+                tensor.typed_elements += (end - start) // 8
+                listed += self._packed("d", start, end)
+            elif tag in _Field.TENSOR_INTEGER_DATA:
                 # A number takes at least one byte and holds up to four small elements.
-                tensor.typed_elements += 4 if wire == 0 else 4 * (end - start)
-                listed += [_signed(start)] if wire == 0 else self._varints(start, end)
-            elif number == 6 and wire == 2:
+                tensor.typed_elements += 4 if tag & 7 == _VARINT else 4 * (end - start)
+                listed += self._integers(tag, start, end)
+            elif tag == _Field.TENSOR_STRING_DATA:
                 tensor.typed_elements += 1
-            elif number == 13 and wire == 2:
+            elif tag == _Field.TENSOR_EXTERNAL_DATA:
                 key, value = self._entry(start, end)
                 entries[key] = value
-            elif number == 14 and wire == 0:
+            elif tag == _Field.TENSOR_DATA_LOCATION:
                 is_external = start == 1
         if is_external:
             tensor.external = entries
-        kind = _STRUCT.get(tensor.data_type, "")
-        if kind and raw:
-            tensor.values = self._packed(kind, *raw) or None
-        elif kind and listed:
+        code = _STRUCT.get(tensor.data_type, "")
+        if code and raw:
+            tensor.values = self._packed(code, *raw) or None
+        elif code and listed:
             tensor.values = tuple(listed)
         return tensor
 
     def _entry(self, low: int, high: int) -> tuple[str, str]:
-        texts = {
-            n: self._text(start, end)
-            for n, wire, start, end in self._fields(low, high)
-            if wire == 2
-        }
-        return texts.get(1, ""), texts.get(2, "")
+        key = value = ""
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.ENTRY_KEY:
+                key = self._text(start, end)
+            elif tag == _Field.ENTRY_VALUE:
+                value = self._text(start, end)
+        return key, value
 
     def _sparse(self, low: int, high: int) -> SparseTensor:
         values, dims = Tensor(), list[int]()
-        for number, wire, start, end in self._fields(low, high):
-            if number == 1 and wire == 2:
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.SPARSE_TENSOR_VALUES:
                 self._read_tensor(values, start, end)
-            elif number == 3 and wire in (0, 2):
-                dims += [_signed(start)] if wire == 0 else self._varints(start, end)
+            elif tag in _Field.SPARSE_TENSOR_DIMS:
+                dims += self._integers(tag, start, end)
                 if len(dims) > _MAX_RANK:
                     raise _DamagedError(f"byte {low} begins a tensor of over {_MAX_RANK} dims")
         return SparseTensor(values.name, values.data_type, dims)
 
     def _value_info(self, low: int, high: int) -> Tensor | None:
         """Return a graph's input; None unless it is a tensor of known rank."""
-        found = Tensor()
+        tensor = Tensor()
         has_shape = False
-        for number, wire, start, end in self._fields(low, high):
-            if number == 1 and wire == 2:
-                found.name = self._text(start, end)
-            elif number == 2 and wire == 2:
-                for of_tensor in self._messages(start, end, 1):
-                    for inner, kind, value, last in self._fields(*of_tensor):
-                        if inner == 1 and kind == 0:
-                            found.data_type = value
-                        elif inner == 2 and kind == 2:
-                            has_shape = True
-                            found.dims += self._shape(value, last)
-        return found if has_shape and len(found.dims) <= _MAX_RANK else None
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.VALUE_INFO_NAME:
+                tensor.name = self._text(start, end)
+            elif tag == _Field.VALUE_INFO_TYPE:
+                for span in self._messages(start, end, _Field.TYPE_TENSOR_TYPE):
+                    has_shape |= self._read_tensor_type(tensor, *span)
+        return tensor if has_shape and len(tensor.dims) <= _MAX_RANK else None
 
-    def _messages(self, low: int, high: int, number: int) -> Iterator[Span]:
-        """Yield the spans of the messages in the field with this number."""
-        for found, wire, start, end in self._fields(low, high):
-            if found == number and wire == 2:
+    def _read_tensor_type(self, tensor: Tensor, low: int, high: int) -> bool:
+        """Read data type and dims of a tensor; return True if it has a shape."""
+        has_shape = False
+        for tag, start, end in self._fields(low, high):
+            if tag == _Field.TENSOR_TYPE_ELEM_TYPE:
+                tensor.data_type = start
+            elif tag == _Field.TENSOR_TYPE_SHAPE:
+                has_shape = True
+                tensor.dims += self._shape(start, end)
+        return has_shape
+
+    def _messages(self, low: int, high: int, tag: int) -> Iterator[Span]:
+        """Yield the spans of the messages in the field with this tag."""
+        for field_tag, start, end in self._fields(low, high):
+            if field_tag == tag:
                 yield start, end
 
     def _shape(self, low: int, high: int) -> list[int]:
         dims = []
-        for number, wire, start, end in self._fields(low, high):
-            if number == 1 and wire == 2:
-                fixed = [
-                    _signed(value)
-                    for kind, wire2, value, _ in self._fields(start, end)
-                    if kind == 1 and wire2 == 0
-                ]
-                dims.append(fixed[-1] if fixed else -1)
+        for span in self._messages(low, high, _Field.SHAPE_DIM):
+            size = -1
+            for tag, value, _ in self._fields(*span):
+                if tag == _Field.DIM_VALUE:
+                    size = _signed(value)
+            dims.append(size)
         return dims
 
 

@@ -136,39 +136,39 @@ def _screen_file(directory: Path, path: Path, known_types: Container[str]) -> No
             f"{_SHORT.repr(top.get('base_model_name_or_path'))}, which loaders would download.",
             do="Merge them: peft's model.merge_and_unload().save_pretrained(DIR).",
         )
-    for place, key, value in _members(document):
-        nested = place.parent is not None
+    for key_path, key, value in _members(document):
+        nested = key_path.parent is not None
         if key == "auto_map" and isinstance(value, dict | list | str) and value:
             if nested or not _has_class(path, top, known_types):
                 raise UntrustedModelError(
-                    f"{path}: {place} names Python code that comes with the model: "
+                    f"{path}: {key_path} names Python code that comes with the model: "
                     f"{_code_files(directory, value)}.",
                     do=_TRUST,
                 )
         elif key == "custom_pipelines" and value:
             raise UntrustedModelError(
-                f"{path}: {place} names Python code that comes with the model: "
+                f"{path}: {key_path} names Python code that comes with the model: "
                 f"{_code_files(directory, value)}.",
                 do=_TRUST,
             )
         elif key == "trust_remote_code" and value:
             raise UntrustedModelError(
-                f"{path}: {place} is {_SHORT.repr(value)}: a file of the model must not "
+                f"{path}: {key_path} is {_SHORT.repr(value)}: a file of the model must not "
                 "grant trust.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
             )
         elif key in _SWITCHES and not nested and value:
             raise UntrustedModelError(
-                f"{path}: {place} names other files, one of which transformers would load instead "
-                f"of {_SWITCHES[key]}.",
+                f"{path}: {key_path} names other files, one of which transformers would load "
+                f"instead of {_SWITCHES[key]}.",
                 do=f"Put the content for this version into {_SWITCHES[key]} and remove the key.",
             )
         elif key in _ATTENTION_KEYS:
-            _screen_attention(path, place, value)
+            _screen_attention(path, key_path, value)
         elif isinstance(value, str) and (
             (key in _PATH_KEYS and nested) or _FILE_KEYS.search(key) or key in _TOP_PATH_KEYS
         ):
-            _screen_path(directory, path, place, value)
+            _screen_path(directory, path, key_path, value)
 
 
 def _has_class(path: Path, top: Mapping[str, Any], known_types: Container[str]) -> bool:
@@ -178,60 +178,60 @@ def _has_class(path: Path, top: Mapping[str, Any], known_types: Container[str]) 
     return not is_config or (isinstance(kind, str) and kind in known_types)
 
 
-class _Place(NamedTuple):
+class _KeyPath(NamedTuple):
     """A key path in a document, linked to its parent; it is formatted for messages only."""
 
-    parent: _Place | None
+    parent: _KeyPath | None
     key: str | int
 
     def __str__(self) -> str:
         """Return `parts[0].auto_map`; only the end of a long path."""
         keys = []
-        place: _Place | None = self
-        while place is not None:
-            keys.append(f"[{place.key}]" if isinstance(place.key, int) else f".{place.key}")
-            place = place.parent
+        step: _KeyPath | None = self
+        while step is not None:
+            keys.append(f"[{step.key}]" if isinstance(step.key, int) else f".{step.key}")
+            step = step.parent
         text = "".join(reversed(keys)).removeprefix(".")
         return text if len(text) <= _LONGEST else f"…{text[-_LONGEST:]}"
 
 
-def _members(value: Any) -> Iterator[tuple[_Place, str, Any]]:
+def _members(value: Any) -> Iterator[tuple[_KeyPath, str, Any]]:
     """Yield every member of every object in a document as (key path, key, value)."""
     entered = [_inside(None, value)]
     while entered:
-        if (found := next(entered[-1], None)) is None:
+        if (entry := next(entered[-1], None)) is None:
             entered.pop()
             continue
-        place, member = found
-        if isinstance(place.key, str):
-            yield place, place.key, member
+        key_path, member = entry
+        if isinstance(key_path.key, str):
+            yield key_path, key_path.key, member
         if isinstance(member, dict | list):
-            entered.append(_inside(place, member))
+            entered.append(_inside(key_path, member))
 
 
-def _inside(place: _Place | None, value: Any) -> Iterator[tuple[_Place, Any]]:
+def _inside(parent: _KeyPath | None, value: Any) -> Iterator[tuple[_KeyPath, Any]]:
     """Yield the members of an object, or the objects and lists in a list."""
     if isinstance(value, dict):
         for key, member in value.items():
-            yield _Place(place, key), member
+            yield _KeyPath(parent, key), member
     elif isinstance(value, list):
         for index, item in enumerate(value):
             if isinstance(item, dict | list):
-                yield _Place(place, index), item
+                yield _KeyPath(parent, index), item
 
 
-def _screen_attention(path: Path, place: _Place, value: Any) -> None:
+def _screen_attention(path: Path, key_path: _KeyPath, value: Any) -> None:
     """Raise for attention code that transformers would download; submodels may have their own."""
     for name in value.values() if isinstance(value, Mapping) else [value]:
         if name is not None and str(name).removeprefix("paged|") not in _ATTENTION:
             raise UntrustedModelError(
-                f"{path}: {place} is {_SHORT.repr(name)}: transformers would download that code "
+                f"{path}: {key_path} is {_SHORT.repr(name)}: transformers would download that code "
                 f"from the Hub. Expected one of {', '.join(_ATTENTION)}.",
                 do="Remove the key, or pass --trust-remote-code if you trust the model's author.",
             )
 
 
-def _screen_path(directory: Path, path: Path, place: _Place, value: str) -> None:
+def _screen_path(directory: Path, path: Path, key_path: _KeyPath, value: str) -> None:
     """Raise for a path out of the model's directory, unless no loader can open it."""
     is_absolute = PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
     leads_up = ".." in PurePosixPath(value).parts or ".." in PureWindowsPath(value).parts
@@ -243,10 +243,10 @@ def _screen_path(directory: Path, path: Path, place: _Place, value: str) -> None
         is_harmless = not target.exists() or _is_below(target, directory)
     except OSError:  # a name that is too long for any file
         is_harmless = True
-    if _FILE_KEYS.search(str(place.key)) and is_harmless:
+    if _FILE_KEYS.search(str(key_path.key)) and is_harmless:
         return
     raise UntrustedModelError(
-        f"{path}: {place} is {_SHORT.repr(value)}, which leads out of the model's directory.",
+        f"{path}: {key_path} is {_SHORT.repr(value)}, which leads out of the model's directory.",
         do=_DISTRUST,
     )
 
@@ -261,14 +261,14 @@ def _screen_modules(path: Path, document: Any) -> None:
                 "sentence_transformers.",
                 do=_TRUST,
             )
-        place = module.get("path")
-        if isinstance(place, str) and place:
-            _screen_path(path.parent, path, _Place(_Place(None, index), "path"), place)
+        module_path = module.get("path")
+        if isinstance(module_path, str) and module_path:
+            _screen_path(path.parent, path, _KeyPath(_KeyPath(None, index), "path"), module_path)
 
 
 def _code_files(directory: Path, value: Any) -> str:
     """List the files with the code of references such as `modeling_x.Model`."""
-    references = [found for _, _, found in _members({"": value}) if isinstance(found, str)]
+    references = [text for _, _, text in _members({"": value}) if isinstance(text, str)]
     if isinstance(value, list):
         references = [item for item in value if isinstance(item, str)]
     files = []
@@ -276,9 +276,9 @@ def _code_files(directory: Path, value: Any) -> str:
         repository, _, name = reference.rpartition("--")
         file = f"{name.partition('.')[0]}.py"
         files.append(f"{file} of {repository}" if repository else str(directory / file))
-    shown = list(dict.fromkeys(files))
-    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-    return ", ".join(shown[:5])[:_LONGEST] + more or "unnamed files"
+    unique = list(dict.fromkeys(files))
+    remainder = f" and {len(unique) - 5} more" if len(unique) > 5 else ""
+    return ", ".join(unique[:5])[:_LONGEST] + remainder or "unnamed files"
 
 
 def _is_below(target: Path, directory: Path) -> bool:

@@ -118,8 +118,8 @@ def resolve_record(
         cache_dir=cache_dir,
     )
     if source.record.sha256 != record.sha256:
-        now = source.record.files
-        changed = [n for n in {**record.files, **now} if record.files.get(n) != now.get(n)]
+        files = source.record.files
+        changed = [n for n in {**record.files, **files} if record.files.get(n) != files.get(n)]
         raise SourceError(
             f"the source {record.id} has changed since the export: {', '.join(sorted(changed))}.",
             do="Export it again.",
@@ -139,9 +139,9 @@ def _package_directory(model: str) -> Path:
         spec = importlib.util.find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
         spec = None
-    roots = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    found = [place.joinpath(*inner.split(".")) if inner else place for place in roots]
-    root = next((place for place in found if is_relative_path(name) and place.is_dir()), None)
+    packages = [Path(path) for path in (spec and spec.submodule_search_locations) or ()]
+    directories = [path.joinpath(*inner.split(".")) if inner else path for path in packages]
+    root = next((path for path in directories if is_relative_path(name) and path.is_dir()), None)
     if root is None:
         raise SourceError(
             f"model '{model}': the Python package '{name}' is not installed.",

@@ -80,22 +80,24 @@ def find_weights(
         SourceError: there are no weights, or only pickled ones, or an index names missing files or
             other directories.
     """
-    first = next((name for name in _WEIGHTS if name in names), "")
+    main_file = next((name for name in _WEIGHTS if name in names), "")
     # config.json may name a file with this key; transformers accepts only safetensors there.
     if any(".safetensors" in name for name in names):
-        named = read_json_file("config.json").get("transformers_weights")
-        first = _require_name(model, "config.json: transformers_weights", named) or first
-    if not first or first not in names:
+        configured = read_json_file("config.json").get("transformers_weights")
+        configured_file = _require_name(model, "config.json: transformers_weights", configured)
+        main_file = configured_file or main_file
+    if main_file not in names:
         others = sorted(n for n in names if n.endswith((".safetensors", ".bin", ".pt", ".ckpt")))
-        found = f"found {', '.join(others[:3])}" if others else "found none"
+        description = f"found {', '.join(others[:3])}" if others else "found none"
         raise SourceError(
-            f"model '{model}' has no weights: expected {first or ' or '.join(_WEIGHTS)}, {found}.",
+            f"model '{model}' has no weights: expected {main_file or ' or '.join(_WEIGHTS)}, "
+            f"{description}.",
             do="Save them with model.save_pretrained(DIR), under the names transformers loads.",
         )
-    pickled = ".safetensors" not in first
-    files: tuple[str, ...] = (first,)
-    if first.endswith(_INDEX):
-        files = _shards(model, first, names, read_json_file, pickled=pickled)
+    pickled = ".safetensors" not in main_file
+    files: tuple[str, ...] = (main_file,)
+    if main_file.endswith(_INDEX):
+        files = _shards(model, main_file, names, read_json_file, pickled=pickled)
     if pickled and not allow_pickle:
         raise SourceError(
             f"model '{model}' has only pickled weights ({files[0]}). "
@@ -129,13 +131,13 @@ def _shards(
     return tuple(files)
 
 
-def _require_name(model: str, where: str, name: object) -> str:
+def _require_name(model: str, key: str, name: object) -> str:
     """Return the name of a file in the same directory; empty for None."""
     if name is None:
         return ""
     if not isinstance(name, str) or not is_relative_path(name) or "/" in name:
         raise SourceError(
-            f"model '{model}': {where} is {name!r}, expected the name of a file in the same "
+            f"model '{model}': {key} is {name!r}, expected the name of a file in the same "
             "directory.",
             do="A model may load only files of its own directory; do not trust this one.",
         )

@@ -35,14 +35,14 @@ class EntryType(Generic[Content]):
     """(wanted, other) -> True if a cache miss should report how `wanted` differs from `other`."""
 
 
-def _same_field(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
-    return field in wanted.fields and wanted.fields[field] == other.fields.get(field)
+def _same_field(target: Fingerprint, other: Fingerprint, field: str) -> bool:
+    return field in target.fields and target.fields[field] == other.fields.get(field)
 
 
-def _same_input(wanted: Fingerprint, other: Fingerprint, field: str) -> bool:
+def _same_input(target: Fingerprint, other: Fingerprint, field: str) -> bool:
     """Return True if the input is the same, or if it is all that differs (an earlier version)."""
-    return _same_field(wanted, other, field) or (
-        field in wanted.fields and len(wanted.changes(other.fields)) == 1
+    return _same_field(target, other, field) or (
+        field in target.fields and len(target.changes(other.fields)) == 1
     )
 
 
@@ -50,21 +50,21 @@ ARTIFACTS = EntryType(
     "artifacts",
     Artifact.open,
     lambda artifact: [Fingerprint(s.stage, s.fields) for s in artifact.manifest.stages],
-    lambda wanted, other: (
-        _same_field(wanted, other, "model") or _same_input(wanted, other, "artifact")
+    lambda target, other: (
+        _same_field(target, other, "model") or _same_input(target, other, "artifact")
     ),
 )
 ENGINES = EntryType(
     "engines",
     Engine.open,
     lambda engine: [engine.fingerprint],
-    lambda wanted, other: _same_input(wanted, other, "graph"),
+    lambda target, other: _same_input(target, other, "graph"),
 )
 GRAPHS = EntryType(
     "graphs",
     OptimizedGraph.open,
     lambda graph: [graph.fingerprint],
-    lambda wanted, other: _same_input(wanted, other, "graph"),
+    lambda target, other: _same_input(target, other, "graph"),
 )
 AnyEntryType = EntryType[Artifact] | EntryType[Engine] | EntryType[OptimizedGraph]
 ENTRY_TYPES: tuple[AnyEntryType, ...] = (ARTIFACTS, ENGINES, GRAPHS)

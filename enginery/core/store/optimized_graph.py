@@ -49,9 +49,9 @@ class OptimizedGraph:
         """
         path = Path(path)
         try:
-            found = parse_json(verify_checksum(read_document(path / GRAPH_FILE)))
-            fingerprint = Fingerprint(STAGE, dict(found["fields"]))
-            digests, source = dict(found["files"]), str(found["source"])
+            document = parse_json(verify_checksum(read_document(path / GRAPH_FILE)))
+            fingerprint = Fingerprint(STAGE, dict(document["fields"]))
+            digests, source = dict(document["files"]), str(document["source"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(
                 f"{path / GRAPH_FILE} cannot be used: {error}.", do=_REMEDY

@@ -25,7 +25,7 @@ from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import REPORTS
 from enginery.core.errors import ArtifactError, EngineryError, os_errors_as
 from enginery.core.home import REMEDY, enginery_home, file_lock
-from enginery.core.paths import list_tree
+from enginery.core.paths import list_directory, list_tree
 from enginery.core.progress import SILENT, Progress
 from enginery.core.store.entries import (
     ARTIFACTS,
@@ -75,14 +75,14 @@ class Store:
         try:
             if not path.is_dir():
                 return None
-            found = kind.open(path)
+            content = kind.open(path)
         except (ArtifactError, OSError):
             return None
-        if fingerprint not in kind.provenance(found):
+        if fingerprint not in kind.provenance(content):
             return None
         with suppress(OSError):  # the store may be shared read-only
             os.utime(path)  # prune() removes the least recently used entries
-        return found
+        return content
 
     def obtain(
         self,
@@ -112,27 +112,27 @@ class Store:
         """
         path = self.path_for(kind, fingerprint, name)
         remove_leftovers(path.parent, path.name)
-        found = None if force else self.find(kind, fingerprint, name)
-        if found is None:
+        content = None if force else self.find(kind, fingerprint, name)
+        if content is None:
             with self._errors(), self._locked(path.name, progress):
-                found = None if force else self.find(kind, fingerprint, name)
-                if found is None:
+                content = None if force else self.find(kind, fingerprint, name)
+                if content is None:
                     reason = self._reason(kind, fingerprint, path, force=force)
                     progress.say(f"{fingerprint.stage}: {reason}")
                     _remove_damaged(path, kind)
                     return build(path), True
         progress.say(f"{fingerprint.stage}: nothing to do, {path.name} is up to date")
-        return found, False
+        return content, False
 
     def entries(self) -> list[StoreEntry]:
         """Return all entries, the most recently used first."""
         with self._errors():
-            found = [
+            read_entries = [
                 _entry(path, kind)
                 for kind in ENTRY_TYPES
                 for path in _directories(self.home / kind.folder)
             ]
-        present = [entry for entry in found if entry]
+        present = [entry for entry in read_entries if entry]
         return sorted(present, key=lambda entry: entry.used, reverse=True)
 
     def size_bytes(self) -> int:
@@ -152,11 +152,11 @@ class Store:
         removed = []
         entries = self.entries()
         holders = Counter(inode for entry in entries for inode in entry.files)
-        kept = sum({i: size for entry in entries for i, size in entry.files.items()}.values())
+        size_bytes = sum({i: size for entry in entries for i, size in entry.files.items()}.values())
         for entry in reversed(entries):
-            if (entry.problem or kept > max_size_bytes) and self._remove(entry):
+            if (entry.problem or size_bytes > max_size_bytes) and self._remove(entry):
                 holders.subtract(entry.files.keys())
-                kept -= sum(size for i, size in entry.files.items() if not holders[i])
+                size_bytes -= sum(size for i, size in entry.files.items() if not holders[i])
                 removed.append(entry)
         with self._errors():
             for root in (self.home / kind.folder for kind in ENTRY_TYPES):
@@ -165,8 +165,8 @@ class Store:
                     for folder in (directory, directory / REPORTS):
                         remove_leftovers(folder)
                 remove_leftovers(root)
-            for name, most_bytes in _FILES_BY_AGE.items():
-                _remove_oldest(self.home / name, most_bytes)
+            for name, max_bytes in _FILES_BY_AGE.items():
+                _remove_oldest(self.home / name, max_bytes)
         return removed
 
     def _remove(self, entry: StoreEntry) -> bool:
@@ -188,11 +188,11 @@ class Store:
         """Hold the lock of an entry."""
         lock = file_lock(name, home=self.home)
         try:
-            held = lock.acquire(timeout=0)
+            acquired = lock.acquire(timeout=0)
         except Timeout:
             progress.say(f"waiting: another process is building {name}")
-            held = lock.acquire()
-        with held:
+            acquired = lock.acquire()
+        with acquired:
             yield
 
     def _errors(self) -> AbstractContextManager[None]:
@@ -221,8 +221,9 @@ class Store:
 
 def _directories(root: Path) -> list[Path]:
     """Return the finished entries; those being built have hidden names."""
-    found = root.iterdir() if root.is_dir() else ()
-    return [path for path in found if path.is_dir() and not path.name.startswith(".")]
+    return [
+        path for path in list_directory(root) if path.is_dir() and not path.name.startswith(".")
+    ]
 
 
 def _remove_damaged(path: Path, kind: EntryType[Content]) -> None:
@@ -236,16 +237,16 @@ def _remove_damaged(path: Path, kind: EntryType[Content]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _remove_oldest(folder: Path, most_bytes: int) -> None:
+def _remove_oldest(folder: Path, max_bytes: int) -> None:
     """Remove files that were written long ago, then the oldest until the rest fits."""
-    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    files = [path for path in list_directory(folder) if path.is_file()]
     stats = {path: path.stat() for path in files}
-    kept = sum(stat.st_size for stat in stats.values())
+    size_bytes = sum(stat.st_size for stat in stats.values())
     for path in sorted(files, key=lambda path: stats[path].st_mtime):
-        if kept <= most_bytes and time.time() - stats[path].st_mtime < _MAX_AGE_SECONDS:
+        if size_bytes <= max_bytes and time.time() - stats[path].st_mtime < _MAX_AGE_SECONDS:
             break
         path.unlink(missing_ok=True)
-        kept -= stats[path].st_size
+        size_bytes -= stats[path].st_size
 
 
 def _files(directory: Path) -> dict[Inode, int]:

@@ -17,8 +17,10 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.shapes import Profile, TensorSpec, profile_shapes
 from enginery.deploy.triton.options import TritonConfig
+from enginery.deploy.triton.steps import graph_outputs
 from enginery.deploy.triton.tensors import DATA_TYPES, STRING, batch_dim, tensor_fields
 from enginery.deploy.triton.text_format import EnumValue, config_text, map_entries, parameters
+from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import Task
 
 LABELS_FILE = "labels.txt"
@@ -152,7 +154,7 @@ def step_model(
         inputs = task_inputs
         outputs = [tensor_fields(spec, batched=False) for spec in info.record.inputs]
     else:
-        needed = task.outputs_read(info.record)
+        needed = graph_outputs(task)
         specs = [spec for spec in info.record.outputs if spec.name in needed]
         inputs = [*task_inputs, *(tensor_fields(spec, batched=False) for spec in specs)]
         outputs = _task_outputs(task)
@@ -183,8 +185,8 @@ def ensemble_model(task: Task, info: GraphInfo, name: str) -> TritonModel:
     record = info.record
     inputs = {field.name: field.name for field in task.inputs}
     tokens = {spec.name: f"graph.{spec.name}" for spec in record.inputs}
-    outputs = {n: f"graph.{n}" for n in task.outputs_read(record)}
-    answers = {tensor.name: tensor.name for tensor in task.outputs}
+    outputs = {n: f"graph.{n}" for n in graph_outputs(task)}
+    answers = {tensor.name: tensor.name for tensor in output_tensors(task.result_type)}
     steps = [
         _step(f"{name}-{TOKENIZER}", inputs, tokens),
         _step(f"{name}-{GRAPH}", tokens, outputs),
@@ -231,7 +233,7 @@ def _task_outputs(task: Task) -> list[dict[str, Any]]:
             "data_type": EnumValue(DATA_TYPES[tensor.dtype]),
             "dims": [-1] * tensor.rank,
         }
-        for tensor in task.outputs
+        for tensor in output_tensors(task.result_type)
     ]
 
 

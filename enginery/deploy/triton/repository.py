@@ -89,7 +89,17 @@ def install_models(
             }
             check_newest(out, kept, version)
             gone = [part for part in parts if part not in kept and earlier[part].files]
-            _install(out, name, models, kept, gone, version=version, made_from=made_from)
+            listings = {
+                model.name: {
+                    "schema_version": 1,
+                    "made_by": "enginery export-triton",
+                    "export": name,
+                    "backend": model.backend,
+                    "artifact": made_from,
+                }
+                for model in models
+            }
+            _install(out, models, listings, kept, gone, version)
             return describe_changes(earlier, kept, gone, version)
     except OSError as error:
         raise ArtifactError(
@@ -144,13 +154,11 @@ def _restore_moved(staged: Path, out: Path) -> None:
 
 def _install(
     out: Path,
-    name: str,
     models: Sequence[TritonModel],
+    listings: Mapping[str, Mapping[str, Any]],
     kept: Mapping[str, Mapping[str, Path]],
     gone: Sequence[str],
-    *,
     version: int,
-    made_from: str,
 ) -> None:
     # Beside the repository, not in it: a polling server would take the folder for a model.
     fresh = out.parent / f"{PREFIX}{out.name}-{uuid.uuid4().hex[:12]}-triton"
@@ -158,13 +166,7 @@ def _install(
         (fresh / folder).mkdir(parents=True)
     try:
         for model in models:
-            listing = {
-                "schema_version": 1,
-                "made_by": "enginery export-triton",
-                "export": name,
-                "backend": model.backend,
-                "artifact": made_from,
-            }
+            listing = listings[model.name]
             _write(model, fresh / "new" / model.name, listing, kept[model.name], version)
         for model in models:
             replace_directory(

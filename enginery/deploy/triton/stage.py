@@ -104,8 +104,9 @@ def run(
         notes.append(f"exported only the graph: {lacking}")
     with_texts = config.tokenizer and not lacking
     graph = build_graph_model(opened, info, config, f"{name}-{GRAPH}" if with_texts else name)
-    models = [graph, *(_text_models(opened, info, config, name) if with_texts else ())]
+    models = [graph]
     if with_texts:
+        models += _text_models(opened, info, config, name)
         notes.append(
             f"the Python backend needs enginery {__version__}: install it in the server's Python, "
             "or pass an environment with --execution-env"

@@ -28,7 +28,8 @@ from enginery.core.json_file import read_document
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes, padded_sizes
 from enginery.runtime.tasks import require_task
-from enginery.runtime.tasks.task import ModelInputs, Row, TaskOptions
+from enginery.runtime.tasks.results import is_finite, result_tensors
+from enginery.runtime.tasks.task import ModelInputs, Row, Task, TaskOptions
 from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.batching import fill_rows
 
@@ -85,8 +86,8 @@ class TextSteps:
             CheckFailedError: an output or a result is NaN or infinite.
         """
         work, options = self._preprocess(inputs, parameters)
-        names, count = self.task.outputs_read(self.task.record), len(work.rows)
-        if self.task.final_output not in names:
+        names, count = graph_outputs(self.task), len(work.rows)
+        if not set(self.task.outputs_read()) <= set(names):
             for row in work.rows:
                 row.reads_raw = True
         outputs = {name: inputs[name][:count] for name in names}
@@ -100,9 +101,9 @@ class TextSteps:
         _require_finite(parts, names)
         results = self.task.postprocess(work, parts, options)
         for index, result in enumerate(results):
-            if not self.task.is_finite(result):
+            if not is_finite(result):
                 raise CheckFailedError(f"result {index} is NaN or infinite.", do=_NOT_FINITE)
-        return self.task.tensors(results)
+        return result_tensors(self.task.result_type, results)
 
     def _preprocess(
         self, inputs: Arrays, parameters: Mapping[str, Any]
@@ -192,6 +193,11 @@ def open_text_task(artifact: Artifact, graph: GraphRecord) -> TextTask:
     if not isinstance(task, TextTask):
         raise ArtifactError(f"{artifact.path}: the task {task.verb} does not take texts.")
     return task
+
+
+def graph_outputs(task: Task) -> tuple[str, ...]:
+    """Return the names of the graph outputs that results with any options are computed from."""
+    return tuple(task.graph_outputs) or task.outputs_read()
 
 
 def _require_finite(rows: Sequence[Any], outputs: Sequence[str]) -> None:

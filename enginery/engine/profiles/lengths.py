@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,28 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 
 _CHUNK = 1024
 """Texts to tokenize at a time; an encoding takes far more memory than its length."""
+
+
+@dataclass(frozen=True)
+class BucketOptions:
+    """How texts are read, and how their lengths are split into profiles."""
+
+    column: str = "text"
+    """Column of the data with the texts."""
+    rows: int = 10_000
+    """Number of rows to read, evenly spread over the file."""
+    count: int = 3
+    """Maximum number of profiles."""
+    batch: str = "1:8:32"
+    """min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed."""
+    multiple_of: int = 8
+    """Buckets end at multiples of this."""
+    last: Literal["limit", "data"] = "limit"
+    """Where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer than all
+    in the data still fit. `data` is the longest in the data, which takes less memory."""
+    cost: Literal["tokens", "arithmetic"] = "tokens"
+    """What the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
+    including attention, which grows with the square of the length."""
 
 
 def token_lengths(artifact: Artifact, texts: Iterable[str]) -> NDArray[np.int32]:
@@ -47,14 +70,7 @@ def profiles_from_data(
     artifact: Artifact,
     record: GraphRecord,
     data: Path,
-    *,
-    column: str = "text",
-    rows: int = 10_000,
-    count: int = 3,
-    batch: str = "1:8:32",
-    multiple_of: int = 8,
-    last: Literal["limit", "data"] = "limit",
-    cost: Literal["tokens", "arithmetic"] = "tokens",
+    options: BucketOptions = BucketOptions(),
 ) -> tuple[list[Profile], LengthBuckets]:
     """Return one profile per bucket of token lengths, each tuned for the bucket's upper end.
 
@@ -62,15 +78,7 @@ def profiles_from_data(
         artifact: has the tokenizer, whose limit is the maximum sequence length.
         record: the graph that the profiles are for.
         data: CSV, TSV, JSONL, Parquet or text file.
-        column: column of `data` with the texts.
-        rows: number of rows to read, evenly spread over the file.
-        count: maximum number of profiles.
-        batch: min:opt:max of the batch in every profile. Ignored if the graph's batch is fixed.
-        multiple_of: buckets end at multiples of this.
-        last: where the last profile ends. `limit` is the tokenizer's limit, so that inputs longer
-            than all in `data` still fit. `data` is the longest in `data`, which takes less memory.
-        cost: what the split minimizes. `tokens` are padded tokens; `arithmetic` are multiply-adds,
-            including attention, which grows with the square of the length.
+        options: how the lengths are split.
 
     Returns:
         The profiles, and the buckets they were made from.
@@ -84,24 +92,27 @@ def profiles_from_data(
     """
     rows_dim, sequence = _text_dims(record)
     try:
-        batch_range = DimRange.parse(batch)
+        batch_range = DimRange.parse(options.batch)
     except ShapeError as error:
-        raise OptionError(f"option 'batch' is '{batch}': {error.message}") from None
-    if rows < 1:
-        raise OptionError(f"option 'rows' is {rows}, expected 1 or more.")
+        raise OptionError(f"option 'batch' is '{options.batch}': {error.message}") from None
+    if options.rows < 1:
+        raise OptionError(f"option 'rows' is {options.rows}, expected 1 or more.")
     buckets = bucket_lengths(
-        token_lengths(artifact, read_texts(data, column, rows=rows)),
-        count,
+        token_lengths(artifact, read_texts(data, options.column, rows=options.rows)),
+        options.count,
         most=TextTokenizer.open(artifact.path).limit,
-        multiple_of=multiple_of,
-        hidden_size=_hidden_size(artifact) if cost == "arithmetic" else 0,
+        multiple_of=options.multiple_of,
+        hidden_size=_hidden_size(artifact) if options.cost == "arithmetic" else 0,
     )
     profiles = []
     for bucket in buckets.buckets:
-        to_limit = last == "limit" and bucket is buckets.buckets[-1]
+        to_limit = options.last == "limit" and bucket is buckets.buckets[-1]
         end = buckets.most if to_limit else bucket.longest
-        ranges = {rows_dim: batch_range} if rows_dim else {}
-        ranges[sequence] = DimRange(bucket.shortest, bucket.longest, end)
+        # A batch that is fixed has no name, and no range.
+        ranges = {
+            rows_dim: batch_range,
+            sequence: DimRange(bucket.shortest, bucket.longest, end),
+        }
         profiles.append(Profile({name: ranges[name] for name in dynamic_dims(record.inputs)}))
     return profiles, buckets
 

@@ -98,6 +98,7 @@ def _plan_graph(
         ports = float_ports(node, opset_of(node, opsets))
         plan.ports[node] = NO_FLOAT_PORTS
         name = node.name or ""
+        # A node without floats has nothing to keep, so the report does not list it.
         if not ports.any:
             continue
         if name in keep:

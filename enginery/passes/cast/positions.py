@@ -45,6 +45,7 @@ def find_position_nodes(graph: ir.Graph) -> dict[str, str]:
         if node.op_type in _ANGLES and node.inputs[0] not in data:
             reasons_by_node[node.name or ""] = "an angle computed from positions"
             continue
+        # What the graph returns is read by code that is not known here.
         if any(value in outputs for value in floats):
             continue
         reasons = [_reason(value, data, reasons_by_node) for value in floats]

@@ -140,6 +140,7 @@ def _round_weight(
     low_uses = [use for use in uses if plan.is_low_input(use.node, use.idx)]
     if not low_uses:
         return
+    # Nodes of both types may read a weight; then there is a rounded copy beside it.
     if len(low_uses) == len(uses) and not value.is_graph_output():
         value.const_value = round_tensor(tensor, low)
         return
@@ -172,6 +173,7 @@ def _round_input(
     down, up = _cast_pair(value, low, new_name)
     rounded = up.outputs[0]
     producer = value.producer()
+    # The graph stays sorted: an input has no producer, so its Casts come first.
     if producer is not None:
         graph.insert_after(producer, [down, up])
     elif len(graph):

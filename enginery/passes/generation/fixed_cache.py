@@ -303,8 +303,10 @@ class _Rewriter:
         total = self._input(TOTAL, ir.DataType.INT32, [1])
         query, (key, value) = attention.query, new
         tables = list[ir.Value]()
+        # ONNX Runtime's kernel rotates at the positions that it writes to.
         if self.rotary and (rotated := self._rotary(query, key, width)) is not None:
             query, key, tables = rotated
+        # GroupQueryAttention takes the heads of a token side by side: (batch, sequence, hidden).
         counts = (heads, kv_heads, kv_heads)
         rows = [
             self.build.merge_heads(part, count * width)
@@ -334,6 +336,7 @@ class _Rewriter:
         query_rotation, key_rotation = find_rotation(query), find_rotation(key)
         if query_rotation is None or key_rotation is None:
             return None
+        # The kernel has one pair of tables, for queries and keys.
         if (query_rotation.cosines, query_rotation.sines) != (
             key_rotation.cosines,
             key_rotation.sines,
@@ -524,6 +527,7 @@ class _Rewriter:
         names = list(dict.fromkeys(node.inputs[1].name or "" for node in lookups))
         if not names:
             return
+        # What an index is follows from its values in several runs, however it is computed.
         runs = (*RUNS, LONE_STEP)
         traces = [self.facts.sizes.evaluate(names, sizes) for sizes in runs]
         for node in lookups:
@@ -617,9 +621,11 @@ def add_choice(model: ir.Model) -> None:
     logits_index = graph.outputs.index(logits)
     logits.name = build.names("logits_of_position")
     rows = build("Squeeze", logits, build.ints(1))
+    # Who reads the logits expects float32, whatever the graph computes in.
     if logits.dtype != _FLOAT:
         rows = build("Cast", rows, to=_FLOAT)
     chosen = build("ArgMax", rows, axis=-1, keepdims=1)
+    # A prompt has several positions, of which only the last one has a next.
     last = build("Unsqueeze", inputs[LAST], build.ints(1))
     position = build("GatherElements", inputs[POSITIONS], last, axis=1)
     following = build("Add", position, build.constant(np.array(1, np.int64)))

@@ -160,6 +160,7 @@ class DecoderSizes:
                 array: Array = ids
             elif name == "position_ids":
                 array = positions
+            # All ones: rows without padding show which sizes follow from the inputs.
             elif name == "attention_mask":
                 array = np.ones((sizes.batch, sizes.total))
             elif name == "encoder_attention_mask":
@@ -198,7 +199,8 @@ class DecoderSizes:
         model = self._part(names, sizes)
         input_names = [value.name or "" for value in model.graph.inputs]
         feeds = self.feeds(sizes, names=input_names)
-        feeds |= {name: array for name, array in (extra or {}).items() if name in input_names}
+        if extra:
+            feeds |= {name: array for name, array in extra.items() if name in input_names}
         ir.external_data.load_to_model(model)
         session = open_in_memory(
             ir.to_proto(model).SerializeToString(),

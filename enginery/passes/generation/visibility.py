@@ -137,6 +137,7 @@ def _scores(
             added = added + _array(step.operand, arrays)
         elif step.kind == "mask" and step.operand is not None:
             has_bias = True
+            # A mask that selects is the same as one that adds -inf to what it hides.
             condition = _array(step.operand, arrays).astype(bool)
             added = np.where(condition != step.inverted, added, -np.inf)
     if cap:

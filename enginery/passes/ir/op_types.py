@@ -78,6 +78,7 @@ def float_ports(node: ir.Node, opset: int) -> FloatPorts:
         for value, variable in zip(values, variables, strict=True)
         if value is not None and value.dtype == FLOAT and variable in schema.constraints
     }
+    # A node that has several type variables is cast as a whole, to a type that all of them allow.
     allowed = (
         frozenset.intersection(*(schema.constraints[name] for name in bound))
         if bound

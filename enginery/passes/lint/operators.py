@@ -57,6 +57,7 @@ _REFUSED_TYPES = (
 
 def foreign_operators(graph: LintGraph) -> Iterator[LintFinding]:
     """Find operators outside ONNX's standard domain."""
+    # The nodes of a function are checked in place of its name.
     local = {(key[0], key[1]) for key in graph.model.functions}
     for node in graph.nodes:
         domains = (*STANDARD_DOMAINS, *_PLUGIN_DOMAINS)

@@ -74,6 +74,7 @@ def unpaired_nodes(graph: LintGraph) -> Iterator[LintFinding]:
 
 def _differences(quantize: ir.Node, dequantize: ir.Node) -> Iterator[LintFinding]:
     first, second = constant_value(input_at(quantize, 1)), constant_value(input_at(dequantize, 1))
+    # Scales that the graph computes are unknown here.
     if first is None or second is None:
         return
     if first.dtype != second.dtype:
@@ -117,6 +118,7 @@ def channel_axes(graph: LintGraph) -> Iterator[LintFinding]:
         shape = value.shape
         if shape is None or not -len(shape) <= axis < len(shape):
             continue
+        # Such a node is invalid; in the other cases, the layer is only slow.
         if isinstance(shape[axis], int) and shape[axis] != scale.size:
             yield LintFinding(
                 "channel-axis",

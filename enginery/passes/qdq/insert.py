@@ -101,22 +101,14 @@ def insert_qdq(
         if np.any(delta):
             add_to_bias(graph, node, layer, delta)
         node.replace_input_with(0, quantized[layer.activation])
-        scales = channel_scales(layer, scaled, scheme)
-        shared_scale = has_shared_scale(layer, scheme)
         # ONNX Runtime multiplies a Gemm in INT8 only if another node adds the bias. With a shared
         # scale, the product is scaled before the bias is added.
-        if layer.op_type == "Gemm" and (shared_scale or scheme.unsigned):
+        if layer.op_type == "Gemm" and (has_shared_scale(layer, scheme) or scheme.unsigned):
             _separate_bias(graph, node, layer)
-        if shared_scale:
-            # TensorRT splits such a weight and then multiplies in floating point, unless the weight
-            # has a single scale. So the scales of the channels are applied to the product instead.
-            shared, factors = split_scales(scales)
-            weights = _quantize_weight(graph, node, layer, scaled, scheme, shared, factors)
-            node.replace_input_with(1, weights)
+        dequantized, factors = _quantize_weight(graph, node, layer, scaled, scheme)
+        node.replace_input_with(1, dequantized)
+        if factors is not None:
             _scale_output(graph, node, layer, factors)
-        else:
-            weights = _quantize_weight(graph, node, layer, scaled, scheme, scales)
-            node.replace_input_with(1, weights)
     if scheme.unsigned:
         _keep_in_float(graph, chosen)
     used = [ranges[name] for name in quantized]
@@ -351,15 +343,21 @@ def _quantize_weight(
     layer: Layer,
     weight: Vector,
     scheme: Scheme,
-    scales: Vector,
-    factors: Vector | None = None,
-) -> ir.Value:
+) -> tuple[ir.Value, Vector | None]:
     """Store the quantized weight and insert a DequantizeLinear before the layer.
 
-    The scales `scales` are (N,), or () with `factors` (N,) that multiply the layer's output.
+    Returns:
+        The dequantized weight, and the factors (N,) that the layer's output has to be multiplied
+        by; None if it has the scales of all channels.
     """
-    # Round with the scales that take effect: the shared one times the factors.
-    by_channel = scales if factors is None else np.asarray(scales * factors, dtype=np.float32)
+    scales = by_channel = channel_scales(layer, weight, scheme)
+    factors = None
+    if has_shared_scale(layer, scheme):
+        # TensorRT splits such a weight and then multiplies in floating point, unless the weight
+        # has a single scale. So the scales of the channels are applied to the product instead.
+        scales, factors = split_scales(scales)
+        # Round with the scales that take effect.
+        by_channel = np.asarray(scales * factors, dtype=np.float32)
     numbers = scheme.stored(weight / broadcast_scales(layer, weight, by_channel))
     rounded = add_initializer(graph, f"{layer.name}/weight", numbers)
     scale = add_initializer(graph, f"{layer.name}/weight_scale", scales)
@@ -372,7 +370,7 @@ def _quantize_weight(
     )
     dequantize.outputs[0].shape = ir.Shape(weight.shape)
     graph.insert_before(before, dequantize)
-    return dequantize.outputs[0]
+    return dequantize.outputs[0], factors
 
 
 def _node(

@@ -191,7 +191,9 @@ def _run_segments(
     for index, segment in enumerate(segments):
         for number, group in enumerate(segment.groups):
             # Each group runs the nodes again; what later segments read is fetched in the first run.
-            passed_on = segment.outputs if number == 0 else ()
+            passed_on: Sequence[str] = ()
+            if number == 0:
+                passed_on = segment.outputs
             fetch = tuple(dict.fromkeys((*group, *passed_on)))
             if not fetch:
                 continue

@@ -85,9 +85,9 @@ def _check_listener(address: str) -> None:
         raise _unreachable_error(address, str(error)) from error
 
 
-def _unreachable_error(address: str, why: str) -> OptionError:
+def _unreachable_error(address: str, reason: str) -> OptionError:
     return OptionError(
         f"option 'ray_address' is '{address or 'local'}', but no Ray cluster answers there: "
-        f"{why.rstrip('.')}.",
+        f"{reason.rstrip('.')}.",
         do="Start one with: ray start --head. Or change --ray-address.",
     )

@@ -148,9 +148,9 @@ class RayPredictor(Closeable):
             try:
                 while (table := self._next(rows)) is not None:
                     for cell in table.column("window"):
-                        found = result_or_raise(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
+                        result = result_or_raise(pickle.loads(cell.as_buffer()))  # noqa: S301  ours
                         self.first_run = self.first_run or time.perf_counter()
-                        yield unpack_prediction(found)
+                        yield unpack_prediction(result)
             finally:
                 rows.close()  # ends the actors if the caller stops early
 
@@ -198,8 +198,8 @@ class RayPredictor(Closeable):
 
 
 def _ray_error(error: Exception) -> EngineryError:
-    first = str(error).strip().rpartition("\n")[2]
+    last_line = str(error).strip().rpartition("\n")[2]
     return EngineryError(
-        f"Ray failed: {type(error).__name__}: {first}",
+        f"Ray failed: {type(error).__name__}: {last_line}",
         do="Run the same command again: it resumes after the finished parts.",
     )

@@ -81,10 +81,10 @@ class WindowActor:
 
     def __call__(self, table: Any) -> Any:
         """Return a table with the predicted window or an error; `table` may have an error, too."""
-        found = pickle.loads(table.column("window")[0].as_buffer())  # noqa: S301  our own
-        if _PROBLEM in found:
+        payload = pickle.loads(table.column("window")[0].as_buffer())  # noqa: S301  our own
+        if _PROBLEM in payload:
             return table
-        window: RowBatch = found["rows"]
+        window: RowBatch = payload["rows"]
         try:
             if self._predictor is None:
                 self._predictor = _predictor(*self._predictor_args)
@@ -93,21 +93,21 @@ class WindowActor:
             )
         except EngineryError as error:
             return _single_cell_table(_problem(error))
-        packed = replace(predicted, batch=_batch_to_bytes(predicted.batch), done=found["done"])
+        packed = replace(predicted, batch=_batch_to_bytes(predicted.batch), done=payload["done"])
         return _single_cell_table({"predicted": packed})
 
 
-def result_or_raise(found: dict[str, Any]) -> dict[str, Any]:
+def result_or_raise(payload: dict[str, Any]) -> dict[str, Any]:
     """Return a result; if it is an error, raise it."""
-    if _PROBLEM not in found:
-        return found
-    name, message, do = found[_PROBLEM]
+    if _PROBLEM not in payload:
+        return payload
+    name, message, do = payload[_PROBLEM]
     raise getattr(errors, name, EngineryError)(message, do=do)
 
 
-def unpack_prediction(found: dict[str, Any]) -> PredictedBatch:
+def unpack_prediction(payload: dict[str, Any]) -> PredictedBatch:
     """Return the predicted window of a result."""
-    predicted: PredictedBatch = found["predicted"]
+    predicted: PredictedBatch = payload["predicted"]
     return replace(predicted, batch=_batch_from_bytes(predicted.batch))
 
 
@@ -125,11 +125,11 @@ def _problem(error: EngineryError) -> dict[str, Any]:
     return {_PROBLEM: (type(error).__name__, error.message, error.do)}
 
 
-def _single_cell_table(found: dict[str, Any]) -> Any:
+def _single_cell_table(payload: dict[str, Any]) -> Any:
     """Return a `pyarrow.Table` with one row and the column `window`."""
     import pyarrow as pa
 
-    cell = pa.array([pickle.dumps(found)], pa.large_binary())
+    cell = pa.array([pickle.dumps(payload)], pa.large_binary())
     return pa.Table.from_arrays([cell], names=["window"])
 
 

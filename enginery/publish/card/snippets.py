@@ -13,12 +13,11 @@ import json
 from pathlib import Path, PurePosixPath
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.model.files import ModelConfig, mask_token
+from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import input_modality, manifest_task
-from enginery.runtime.tasks.classify import EXAMPLE_PAIR, Classify
-from enginery.runtime.text.chat_template import PairTemplate
+from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
@@ -106,21 +105,6 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     }
     ways = [way for way, file in needed.items() if file in files]
     return {way: template.render(way=way, **facts).strip() for way in (*ways, "onnxruntime")}
-
-
-def example_texts(artifact: Artifact) -> tuple[str, ...]:
-    """Return the texts of an example input, with the mask token of the tokenizer.
-
-    Empty for images, audio and tasks that are not supported.
-    """
-    task = manifest_task(artifact.manifest)
-    texts = task.example if task else ()
-    if task is Classify and PairTemplate.open(artifact.path):
-        texts = EXAMPLE_PAIR
-    return tuple(
-        text.replace("{mask}", mask_token(artifact.path)) if "{mask}" in text else text
-        for text in texts
-    )
 
 
 def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:

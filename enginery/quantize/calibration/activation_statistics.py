@@ -105,10 +105,12 @@ def collect_channel_statistics(
             statistics[name] = ChannelStatistics(rows.shape[1], seed)
         statistics[name].add(rows)
     for name in tensors:
+        # In a branch that no input takes, or all of its rows are padding.
         if name not in statistics or statistics[name].rows == 0:
             raise InputError(
                 f"no calibration input computes activation '{name}', so it has no range."
             )
+        # Minimum and maximum are NaN if a value is, so that no pass over the values is needed.
         if not (
             np.isfinite(statistics[name].smallest).all()
             and np.isfinite(statistics[name].largest).all()
@@ -175,6 +177,7 @@ def collect_channel_means(
     with GraphTracer(model, names, optimized=True) as tracer:
         for batch in batches:
             values = tracer(batch.load())
+            # Popped, so that the activations are freed one after the other.
             for name in list(values):
                 images = np.asarray(values.pop(name), dtype=np.float32)
                 zeros = np.zeros(images.shape[1])

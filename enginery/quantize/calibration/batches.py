@@ -145,6 +145,7 @@ def _prompt_batches(
     """Make two batches of texts of the same length: as prompts, and as steps behind them."""
     feeder = PromptFeeder.open(artifact, record)
     lengths = dict(zip(rows, feeder.lengths([items[row] for row in rows]), strict=True))
+    # The last token is the step; what is before it is the prompt.
     long_enough = [row for row in rows if lengths[row] > 1]
     if not long_enough:
         raise InputError(
@@ -240,6 +241,7 @@ def _cast_feeds(record: GraphRecord, feeds: Mapping[str, NDArray[Any]]) -> Feeds
         }
     except InputError as error:
         raise InputError(f"a calibration input cannot be used: {error.message}") from error
+    # ONNX Runtime's own message would not say that the batch dim is missing.
     for spec in record.inputs:
         if arrays[spec.name].ndim != len(spec.dims):
             raise InputError(

@@ -161,12 +161,14 @@ class CalibrationCache:
             )
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"ranges '{file}' cannot be read: {error}.") from error
+        # Ranges belong to tensors by name, and another graph may have tensors of the same names.
         if cache.graph_sha256 != graph_sha256:
             raise InputError(
                 f"ranges '{file}' were calibrated for another graph "
                 f"(found {cache.graph_sha256[:12]}…, expected {graph_sha256[:12]}…).",
                 do="Calibrate this graph: --data FILE",
             )
+        # A scale maps a range to the numbers of its own scheme.
         if cache.scheme != scheme:
             raise InputError(
                 f"ranges '{file}' were calibrated for {cache.scheme}, but this is {scheme}.",

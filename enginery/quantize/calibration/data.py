@@ -88,6 +88,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any]) ->
     columns = [name for name in (config.column, config.label_column) if name]
     inputs = select_columns(inputs, columns)
     stream = iterate(inputs, config.rows)
+    # The first item says of what kind the others have to be; an iterator gives it only once.
     first = list(islice(stream, 1))
     if not first:
         raise InputError("the calibration inputs are empty.")
@@ -106,6 +107,7 @@ def _given(artifact: Artifact, config: QuantizeConfig, inputs: Iterable[Any]) ->
     if len(kinds) != 1:
         raise InputError(f"calibration inputs are of several kinds: {', '.join(sorted(kinds))}.")
     kind = kinds.pop()
+    # Only rows with columns have labels.
     if config.label_column:
         raise OptionError(
             f"option 'label_column' is '{config.label_column}', but the inputs are {kind}.",
@@ -144,12 +146,14 @@ def _from_rows(
     sample = sample_rows(
         rows, stream, config.column, config.label_column, rows=config.rows, images=images
     )
+    # Labels may be names or numbers; the model's answers are indices.
     labels = index_labels(
         sample.labels,
         _label2id(artifact),
         where=f"calibration column '{config.label_column}'",
         names=sample.label_names,
     )
+    # An image is checked when it is decoded.
     if not images:
         check_texts(sample.items)
     described = _described(
@@ -215,6 +219,7 @@ def _feed_bytes(item: Mapping[str, Any]) -> bytes:
 def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     path = Path(config.data).expanduser()
     record = input_graph(artifact.manifest.graphs)
+    # Arrays fit any graph, so they are tried before what the graph takes.
     if holds_arrays(path):
         if config.label_column:
             raise OptionError(
@@ -224,6 +229,7 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
         feeds = read_arrays(path, [spec.name for spec in record.inputs], rows=config.rows)
         described = f"{path.name}: {len(feeds)} rows of arrays"
         return CalibrationData("feeds", tuple(feeds), (), data_content(path), described)
+    # Of models that generate, only those whose encoder takes spectrograms are calibrated.
     generates = find_encoder_decoder(artifact.manifest.graphs) is not None
     hears = takes_sounds(record) if generates else takes_audio(record)
     if takes_images(record) or hears:

@@ -97,6 +97,7 @@ def choose_range(
         return histogram.moving_average
     if method == "percentile":
         shares = np.cumsum(histogram.counts) / histogram.counts.sum()
+        # The upper edge of the bin in which the share is reached.
         last = int(np.searchsorted(shares, percentile / 100))
         return float((min(last, BINS - 1) + 1) * histogram.largest / BINS)
     if method == "mse":

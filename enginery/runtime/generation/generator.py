@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
@@ -36,6 +36,7 @@ from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.results import ColumnName
 from enginery.runtime.text.tokenizer import TextTokenizer
 
 
@@ -43,9 +44,9 @@ from enginery.runtime.text.tokenizer import TextTokenizer
 class Generation:
     """A generated text."""
 
-    text: str
+    text: Annotated[str, ColumnName("generated")]
     """The new text, without the prompt and special tokens."""
-    tokens: tuple[int, ...]
+    tokens: Annotated[tuple[int, ...], ColumnName("")]
     """The new tokens, with the one that ended the text."""
     finish: str
     """`stop` after an end token or a stop string, `length` at the largest length."""

@@ -17,21 +17,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from enginery.core.errors import InputError
+from enginery.runtime.tasks.results import ColumnName, Ranked, Result
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
     InputField,
     ModelInputs,
-    OutputTensor,
-    ProcessingCost,
-    Result,
-    ResultDescription,
     Row,
     TaskOptions,
-    are_finite,
-    string_tensor,
 )
-from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.text import TextTask, scan_cost
 from enginery.runtime.text.tokenizer import check_texts
 
 MAX_ANSWER_TOKENS = 15
@@ -41,7 +36,7 @@ MAX_ANSWER_TOKENS = 15
 class ContextAnswer(Result):
     """An answer: `context[start:end]`. If there is no answer, `text` is empty and `start` is 0."""
 
-    text: str
+    text: Annotated[str, ColumnName("answer")]
     score: float
     start: int
     end: int
@@ -65,17 +60,12 @@ class Answer(TextTask):
     verb = "answer"
     purpose = "answers questions"
     tasks = ("question-answering",)
-    takes_pairs = True
-    inputs = (InputField("question"), InputField("context"))
-    outputs = (
-        OutputTensor("answer", "string", 2),
-        OutputTensor("score", "float32", 2),
-        OutputTensor("start", "int64", 2),
-        OutputTensor("end", "int64", 2),
+    inputs = (
+        InputField("question", "Where did Ada live?"),
+        InputField("context", "Ada lived in London."),
     )
     graph_outputs: ClassVar[Mapping[str, int]] = {"start_logits": 2, "end_logits": 2}
-    result_type = list[ContextAnswer]
-    example = ("Where did Ada live?", "Ada lived in London.")
+    result_type = Annotated[list[ContextAnswer], Ranked("answers")]
     Options = AnswerOptions
 
     def preprocess(self, inputs: Sequence[Any], options: AnswerOptions) -> ModelInputs:
@@ -94,7 +84,7 @@ class Answer(TextTask):
             windows = (encoding, *encoding.overflowing)
             rows += [Row(window, len(window)) for window in windows]
             of_pair += [index] * len(windows)
-        return ModelInputs(rows, (pairs, of_pair))
+        return ModelInputs(rows, (pairs, of_pair), postprocess_cost=scan_cost(rows))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -122,56 +112,9 @@ class Answer(TextTask):
             for (_, context), context_windows in zip(pairs, windows, strict=True)
         ]
 
-    def postprocess_cost(self, work: ModelInputs, options: AnswerOptions) -> ProcessingCost:
-        """Return the cost of scoring every token."""
-        return self.scan_cost(work)
-
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(answer.score for answer in result)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return text, score, start and end: (n, answers) each, padded with empty answers."""
-        max_answers = max(map(len, results))
-        padding = ContextAnswer("", 0.0, 0, 0)
-        rows = [[*answers, *[padding] * (max_answers - len(answers))] for answers in results]
-        return {
-            "answer": string_tensor([[answer.text for answer in row] for row in rows]),
-            "score": np.array([[answer.score for answer in row] for row in rows], np.float32),
-            "start": np.array([[answer.start for answer in row] for row in rows], np.int64),
-            "end": np.array([[answer.end for answer in row] for row in rows], np.int64),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the columns of the best answer and, if `top_k` is not 1, of all answers."""
-        import pyarrow as pa
-
-        details = [("score", pa.float32()), ("start", pa.int64()), ("end", pa.int64())]
-        best = [pa.field(name, kind) for name, kind in (("answer", pa.string()), *details)]
-        if options.top_k == 1:
-            return best
-        return [*best, pa.field("answers", pa.list_(pa.struct([("text", pa.string()), *details])))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the best answer with its score, start and end, then all answers."""
-        best = result[0]
-        return best.text, best.score, best.start, best.end, [vars(answer) for answer in result]
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe the best answer to each question."""
-        return [
-            ResultDescription(
-                {"answer": f"{answers[0].text or 'none'} {answers[0].score:.2f}"},
-                {"answers": [answer.to_dict() for answer in answers]},
-            )
-            for answers in results
-        ]
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return nothing: the built-in sentences are not pairs of question and context."""
-        return ()
+    def describe(self, result: Sequence[ContextAnswer]) -> str:
+        """Describe the best answer to a question."""
+        return f"{result[0].text or 'none'} {result[0].score:.2f}"
 
 
 def _pair(item: Any, index: int) -> tuple[str, str]:

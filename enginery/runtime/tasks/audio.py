@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import wave
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -20,19 +19,16 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
 from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
+from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
     MediaTask,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
     TaskOptions,
-    are_finite,
+    media_outputs,
     require_outputs,
-    string_tensor,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -123,30 +119,10 @@ class AudioTask(MediaTask):
                     do="Export the model with the feature extractor that it was trained with.",
                 )
 
-    def probe(self, tokens: int) -> Row:
-        """Return a row of a tone of `tokens` positions."""
-        rate = self.processor.sampling_rate
-        return self.read_row(
-            (_tone(max(tokens / _TOKENS_PER_SECOND, _EXAMPLE_SECONDS), rate), rate)
-        )
-
-    def example_input(self) -> str:
-        """Return a short tone as a WAV file in base64."""
-        return base64.b64encode(example_wav(self.processor.sampling_rate)).decode()
-
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of the features: only rows of one length share a batch."""
-        return (type(self), *(array.shape for array in row.content.values()))
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the shape of the graph's first input, without the batch."""
-        shape: tuple[int, ...] = row.content[self.record.inputs[0].name].shape
-        return shape
 
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return the graph's inputs: (len(rows), …) each."""
@@ -154,7 +130,7 @@ class AudioTask(MediaTask):
 
 
 @dataclass
-class ClassifyAudio(LabelResults, AudioTask):  # type: ignore[misc]
+class ClassifyAudio(LabelResults, AudioTask):
     """Classify sounds, speakers, spoken words or languages."""
 
     verb = "classify_audio"
@@ -166,7 +142,7 @@ class ClassifyAudio(LabelResults, AudioTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each row: (labels,)."""
-        return list(self.output_rows(outputs, "logits", rows))
+        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass(frozen=True)
@@ -185,7 +161,6 @@ class Transcribe(AudioTask):
     verb = "transcribe"
     purpose = "transcribes speech"
     tasks = ("automatic-speech-recognition",)
-    outputs = (OutputTensor("text", "string", 1), OutputTensor("score", "float32", 1))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = Transcription
 
@@ -199,7 +174,7 @@ class Transcribe(AudioTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the best token of each frame of a row, and their mean probability."""
-        logits = self.output_rows(outputs, "logits", rows).astype(np.float32, copy=False)
+        logits = media_outputs(outputs, "logits", rows).astype(np.float32, copy=False)
         best = logits.argmax(axis=-1)
         with np.errstate(all="ignore"):  # NaN or infinity, see `is_finite`
             shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -212,35 +187,9 @@ class Transcribe(AudioTask):
         """Return a `Transcription` for each input."""
         return [Transcription(self.decoder.decode(ids), float(score)) for ids, score in outputs]
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if the score is finite."""
-        return are_finite([result.score])
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `text` (bytes) and `score` (float32): (n,) each."""
-        return {
-            "text": string_tensor([transcription.text for transcription in results]),
-            "score": np.array([transcription.score for transcription in results], np.float32),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the columns of the text and its score."""
-        import pyarrow as pa
-
-        return [pa.field("text", pa.string()), pa.field("score", pa.float32())]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the text and its score."""
-        return result.text, result.score
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each transcription."""
-        return [
-            ResultDescription({"answer": transcription.text}, transcription.to_dict())
-            for transcription in results
-        ]
+    def describe(self, result: Transcription) -> str:
+        """Return the text."""
+        return result.text
 
 
 def example_wav(sampling_rate: int = 16_000) -> bytes:

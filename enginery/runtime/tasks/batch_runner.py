@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.ladder import BATCH, SEQUENCE
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.tasks.task import Arrays, Row, RowTask, RowValues
+from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.text.batching import (
     GPU_BATCH_COST,
     GPU_MAX_ROWS,
@@ -41,12 +44,37 @@ class BatchRunner:
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
         """The graph's fixed batch size; 0 if it is dynamic."""
         dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])
+        self._has_rows = not isinstance(task, Tensors) or task.has_rows
         self._pads_rows = task.can_pad and len(self._spec.dims) == 2
         self._batch_cost = 0
         if runner.ladder is not None:
             self._batch_cost = GPU_BATCH_COST
         elif dynamic and runner.device.kind == "cpu":
             self._batch_cost = _CPU_BATCH_COST
+
+    def batch_key(self, row: Row) -> Hashable:
+        """Return a key; only rows of equal keys may share a batch.
+
+        Texts are padded. Arrays are stacked as they are, so their shapes have to be equal.
+        """
+        if not self._has_rows:
+            return row  # equal to no other
+        shapes: list[tuple[int, ...]] = []
+        if isinstance(row.content, np.ndarray):
+            shapes = [row.content.shape]
+        elif isinstance(row.content, Mapping):
+            shapes = [row.content[spec.name].shape for spec in self.task.record.inputs]
+        return (type(self.task), row.reads_raw, *shapes)
+
+    def _padded_sizes(self, row: Row) -> tuple[int, ...]:
+        """Return the sizes of a row that are padded for engines; empty for no padding."""
+        if isinstance(self.task, Tensors):
+            return ()  # a client's tensors stay as they are
+        if isinstance(row.content, Mapping):
+            return tuple(row.content[self._spec.name].shape)
+        if isinstance(row.content, np.ndarray):
+            return tuple(row.content.shape)
+        return (max(row.tokens, 1),)
 
     def padded_length(self, row: Row) -> int:
         """Return the number of tokens of a row after padding, if the task can pad it.
@@ -63,7 +91,7 @@ class BatchRunner:
         return self.runner.padded_shape(self._spec, (1, max(row.tokens, 1)))[1]
 
     def _length_in_profile(self, row: Row) -> int:
-        shape = self.task.row_shape(row)
+        shape = self._padded_sizes(row)
         if len(shape) != 1:
             return row.tokens
         rows, width = self.runner.padded_shape(self._spec, (1, *shape))
@@ -79,46 +107,43 @@ class BatchRunner:
         ladder = self.runner.ladder
         if not self.runner.pads or (ladder is not None and SEQUENCE not in ladder.sizes):
             return min(MAX_ROWS, max(MAX_TOKENS // max(row.tokens, 1), 1))
-        return self.runner.max_rows(self._spec, self.task.row_shape(row)) or 1
+        return self.runner.max_rows(self._spec, self._padded_sizes(row)) or 1
 
     def record_rungs(self, *, max_rows: int = GPU_MAX_ROWS, longest: int = 0) -> int:
         """Run each rung of the ladder once in the current thread; see `OrtRunner.record_rungs`."""
-        final = self.task.final_output
         return self.runner.record_rungs(
-            max_rows=max_rows,
-            longest=longest,
-            outputs=(final,) if final else self.task.raw_outputs,
+            max_rows=max_rows, longest=longest, outputs=self.task.outputs_read()
         )
 
     def feeds(self, rows: Sequence[Row]) -> Arrays:
         """Return the feeds of a batch, padded to the shape of its graph, engine or rung."""
         longest = max(rows, key=lambda row: row.tokens)
         count, width = len(rows), longest.tokens
-        shape = self.task.row_shape(longest) if self.runner.pads else ()
+        shape = self._padded_sizes(longest) if self.runner.pads else ()
         if shape:
             count, padded, *_ = self.runner.padded_shape(self._spec, (count, *shape))
             if self.runner.profiles or self.task.can_pad:
                 width = padded
         feeds = self.task.collate(rows, max(width, 1))
-        if not self.task.has_rows:
+        if not self._has_rows:
             return feeds
         count = self.fixed_rows or count
         return fill_rows(feeds, count) if count > len(rows) else feeds
 
     def split(self, rows: Sequence[Row], feeds: Arrays, outputs: Arrays) -> RowValues:
         """Split the outputs of a run on `feeds` by row."""
-        if self.task.has_rows and len(next(iter(feeds.values()))) > len(rows):  # padded batch
+        if self._has_rows and len(next(iter(feeds.values()))) > len(rows):  # padded batch
             outputs = first_rows(outputs, len(rows))
         return self.task.split(rows, feeds, outputs)
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """Run rows of one `batch_key` as one batch; return the outputs of each row.
+        """Run rows of one batch key as one batch; return the outputs of each row.
 
         Raises:
             InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
-        outputs = self.runner(feeds, self.task.outputs_for(rows))
+        outputs = self.runner(feeds, self.task.outputs_read(raw=rows[0].reads_raw))
         return list(self.split(rows, feeds, outputs))
 
     def run_all(self, rows: Sequence[Row]) -> list[Any]:
@@ -144,7 +169,7 @@ class BatchRunner:
 
         for index, row in enumerate(rows):
             outputs.append(None)
-            key = self.task.batch_key(row)
+            key = self.batch_key(row)
             batch = waiting.setdefault(key, {})
             batch[index] = row
             if len(batch) >= self.max_rows(row):
@@ -167,7 +192,7 @@ class BatchRunner:
         """
         groups: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            groups.setdefault(self.task.batch_key(row), []).append(index)
+            groups.setdefault(self.batch_key(row), []).append(index)
         engines, ladder = bool(self.runner.profiles), self.runner.ladder
         usual_tokens = sys.maxsize if engines else GPU_MAX_TOKENS if ladder else MAX_TOKENS
         largest = max_rows or (GPU_MAX_ROWS if ladder else MAX_ROWS)

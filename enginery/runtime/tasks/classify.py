@@ -12,19 +12,15 @@ from pydantic import Field
 
 from enginery.core.errors import InputError
 from enginery.core.model.files import ModelConfig
+from enginery.runtime.tasks.results import Ranked, Result
 from enginery.runtime.tasks.task import (
     MAX_RESULTS,
     Arrays,
     InputField,
     ModelInputs,
-    OutputTensor,
-    Result,
-    ResultDescription,
     Row,
     TaskOptionError,
     TaskOptions,
-    are_finite,
-    string_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
 from enginery.runtime.text.tokenizer import check_texts
@@ -54,7 +50,7 @@ class Classification(Result):
     {'labels': [{'label': 'angry', 'score': 0.9}, {'label': 'calm', 'score': 0.1}]}
     """
 
-    labels: tuple[Label, ...]
+    labels: Annotated[tuple[Label, ...], Ranked("scores")]
 
     @property
     def label(self) -> str:
@@ -86,7 +82,6 @@ class LabelResults:
     """Mixin for tasks whose results are labels."""
 
     result_type = Classification
-    outputs = (OutputTensor("label", "string", 2), OutputTensor("score", "float32", 2))
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 2}
     config: ModelConfig
 
@@ -100,66 +95,20 @@ class LabelResults:
             np.stack(outputs), self.config, options.activation, top_k=options.top_k
         )
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(label.score for label in result.labels)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `label` (bytes) and `score` (float32): (n, labels) each."""
-        return {
-            "label": string_tensor(
-                [[label.label for label in result.labels] for result in results]
-            ),
-            "score": np.array(
-                [[label.score for label in result.labels] for result in results], np.float32
-            ),
-        }
-
-    @classmethod
-    def arrow_fields(cls, options: Any, _dim: int) -> list[Any]:
-        """Return the columns of the best label and, if `top_k` is not 1, of all labels."""
-        import pyarrow as pa
-
-        best = [pa.field("label", pa.string()), pa.field("score", pa.float32())]
-        if options.top_k == 1:
-            return best
-        return [*best, pa.field("scores", pa.list_(pa.struct(best)))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the best label, its score, then all labels."""
-        return result.label, result.score, [vars(label) for label in result.labels]
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe the best labels of each input."""
-        return [
-            ResultDescription(
-                {
-                    "answer": ", ".join(
-                        f"{x.label} {x.score:.2f}" for x in r.labels[:_MAX_DESCRIBED]
-                    )
-                },
-                r.to_dict(),
-            )
-            for r in results
-        ]
-
-
-PAIR = (InputField("text"), InputField("text_pair"))
-EXAMPLE_PAIR = ("Who built the bridge?", "The bridge was built by the engineers of the city.")
-"""A query and a document for a reranker."""
+    def describe(self, result: Classification) -> str:
+        """Describe the best labels of an input."""
+        best = result.labels[:_MAX_DESCRIBED]
+        return ", ".join(f"{label.label} {label.score:.2f}" for label in best)
 
 
 @dataclass
-class Classify(LabelResults, TextTask):  # type: ignore[misc]
+class Classify(LabelResults, TextTask):
     """Classify texts, or pairs of texts for models that compare two."""
 
     verb = "classify"
     purpose = "classifies texts"
     tasks = ("text-classification",)
-    takes_pairs = True
-    inputs = (InputField("text"), InputField("text_pair", optional=True))
-    example = ("The engine is warm.",)
+    inputs = (*TextTask.inputs, InputField("text_pair", optional=True))
     Options = ClassifyOptions
 
     def preprocess(
@@ -184,49 +133,33 @@ class Classify(LabelResults, TextTask):  # type: ignore[misc]
         encodings = self.tokenizer.encode(inputs, instruction=options.instruction)
         return self._model_inputs(self.rows(encodings, options), options)
 
-    @property
-    def final_output(self) -> str:
-        """`scores` if the graph has this output."""
-        return SCORES if any(spec.name == SCORES for spec in self.record.outputs) else ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return `scores` if the graph has this output, else `logits`; see `RowTask`."""
+        return (SCORES,) if self._has_scores and not raw else tuple(self.graph_outputs)
 
     @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """The output of logits."""
-        return tuple(self.graph_outputs)
+    def _has_scores(self) -> bool:
+        return any(spec.name == SCORES for spec in self.record.outputs)
 
     def _model_inputs(self, rows: list[Row], options: ClassifyOptions) -> ModelInputs:
         """Mark the rows whose activation is not the one of the graph's scores."""
         for row in rows:
-            row.reads_raw = bool(self.final_output) and options.activation != "auto"
+            row.reads_raw = self._has_scores and options.activation != "auto"
         return ModelInputs(rows)
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: LabelOptions
     ) -> list[Classification]:
         """Return a `Classification` for each input."""
-        if not outputs or not self.final_output or work.rows[0].reads_raw:
+        if not outputs or not self._has_scores or work.rows[0].reads_raw:
             return super().postprocess(work, outputs, options)
         return classify_logits(np.stack(outputs), self.config, "none", top_k=options.top_k)
-
-    def fields(self) -> tuple[InputField, ...]:
-        """Return the text and, for a model that compares two, the other one."""
-        return PAIR if self.tokenizer.pair_template else self.inputs
-
-    def example_input(self) -> Any:
-        """Return one input as JSON has it, for a first request."""
-        if self.tokenizer.pair_template is None:
-            return super().example_input()
-        return dict(zip((part.name for part in PAIR), EXAMPLE_PAIR, strict=True))
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences unchanged; nothing for a model that takes only pairs."""
-        return () if self.tokenizer.pair_template else tuple(sentences)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits or, from a graph that has them, the scores of each row: (labels,)."""
-        raw = not self.final_output or rows[0].reads_raw
+        raw = not self._has_scores or rows[0].reads_raw
         return list(output_rows(outputs, "logits" if raw else SCORES, rows))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,8 +18,6 @@ from enginery.core.model.files import SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
-    OutputTensor,
-    ResultDescription,
     Row,
     RowValues,
     TaskOptionError,
@@ -54,64 +52,15 @@ class EmbedOptions(TextOptions, VectorOptions):
     """Name of a prompt in config_sentence_transformers.json; empty for the model's default."""
 
 
-class VectorResults:
-    """Mixin for tasks whose results are vectors: float32 (dim,)."""
-
-    result_type = Vectors
-    outputs = (OutputTensor("embedding", "float32", 2),)
-
-    def check_dimensions(self, options: VectorOptions) -> None:
-        """Raise TaskOptionError if `dimensions` is larger than the graph's vectors.
-
-        If the graph does not declare their size, `postprocess` raises the error.
-        """
-        require_dimensions(options, self.graph_dim)
-
-    @property
-    def graph_dim(self) -> int:
-        """The size of a vector as the graph declares it; 0 if it does not."""
-        return 0
-
-    def collect(self, results: RowValues) -> NDArray[np.float32]:
-        """Return float32 (len(results), dim)."""
-        if isinstance(results, np.ndarray):
-            return results
-        return np.stack(results) if len(results) else np.empty((0, self.graph_dim), np.float32)
-
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every number of the vector is finite."""
-        return bool(np.isfinite(result).all())
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `embedding`: float32 (n, dim)."""
-        return {"embedding": np.stack(results).astype(np.float32, copy=False)}
-
-    @classmethod
-    def arrow_fields(cls, _options: Any, dim: int) -> list[Any]:
-        """Return one column of vectors."""
-        import pyarrow as pa
-
-        return [pa.field("embedding", pa.list_(pa.float32(), dim))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the vector."""
-        return (result,)
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each input by its nearest neighbour among the others."""
-        return _describe_neighbours(inputs, self.collect(results))
-
-
 @dataclass
-class Embed(VectorResults, TextTask):  # type: ignore[misc]
+class Embed(TextTask):
     """Embed texts; pool and normalize as the model's sentence-transformers modules specify."""
 
     verb = "embed"
     purpose = "embeds texts"
     tasks = ("feature-extraction",)
-    takes_token_ids = True
-    example = ("The engine is warm.",)
+    inputs = (replace(TextTask.inputs[0], takes_token_ids=True),)
+    result_type = Vectors
     Options = EmbedOptions
 
     pooling: Pooling | None
@@ -148,40 +97,31 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
             "default_prompt": sentence.default_prompt_name,
         }
 
-    @classmethod
-    def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the name of the graph output that vectors are computed from."""
-        names = [spec.name for spec in record.outputs]
-        return [next(name for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS) if name in names)]
-
     @property
     def graph_dim(self) -> int:
         """The size of a vector as the graph declares it; 0 if it does not."""
-        (name,) = self.outputs_read(self.record)
+        (name,) = self.outputs_read()
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
-        modes = len(self.pooling.modes) if self.pooling and not self.final_output else 1
+        modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
         return last * modes if isinstance(last, int) else 0
 
-    @property
-    def final_output(self) -> str:
-        """`sentence_embedding` if the graph pools."""
-        return SENTENCE_OUTPUT if SENTENCE_OUTPUT in self._names else ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
+        if self._graph_pools and not raw:
+            return (SENTENCE_OUTPUT,)
+        names = [spec.name for spec in self.record.outputs]
+        return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
 
     @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """The output of token vectors."""
-        return tuple(name for name in TOKEN_OUTPUTS if name in self._names)[:1]
-
-    @property
-    def _names(self) -> list[str]:
-        return [spec.name for spec in self.record.outputs]
+    def _graph_pools(self) -> bool:
+        return any(spec.name == SENTENCE_OUTPUT for spec in self.record.outputs)
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
     ) -> ModelInputs:
         """Tokenize texts, with the prompt in front; token ids are taken without a prompt."""
         if options.dimensions:
-            self.check_dimensions(options)
+            require_dimensions(options, self.graph_dim)
         texts = [item for item in inputs if isinstance(item, str)]
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
@@ -197,7 +137,7 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
         # The graph's vectors are normalized if the model's are.
         reads_raw = bool(
             options.normalize is False
-            and self.final_output
+            and self._graph_pools
             and self.pooling is not None
             and self.pooling.normalize
         )
@@ -227,10 +167,14 @@ class Embed(VectorResults, TextTask):  # type: ignore[misc]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
-    ) -> list[Vectors] | Vectors:
-        """Return float32 (dim,) for each text; an array if `outputs` is one."""
-        own = self.pooling is not None and self.pooling.normalize and not self.final_output
-        return finish_vectors(outputs, options, model_normalizes=own)
+    ) -> Vectors:
+        """Return float32 (texts, dim)."""
+        own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
+        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
+
+    def describe(self, result: Vectors) -> str:
+        """Return the number of dims."""
+        return f"{len(result)} dims"
 
     def _prompt(self, name: str) -> tuple[str, int]:
         """Return the text of a prompt and the number of leading tokens that it takes up."""
@@ -254,8 +198,9 @@ def finish_vectors(
     vectors: RowValues,
     options: VectorOptions,
     *,
+    dim: int,
     model_normalizes: bool,
-) -> list[Vectors] | Vectors:
+) -> Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.
 
     A vector of zeros is returned unchanged.
@@ -263,25 +208,26 @@ def finish_vectors(
     Args:
         vectors: (dim,) each, or an array (n, dim).
         options: the request's options.
+        dim: the size of a vector, if there are none.
         model_normalizes: the model's own files specify vectors of length 1.
 
     Returns:
-        float32 (dim,) each, or (dimensions,) each; an array if `vectors` is one.
+        float32 (n, dim), or (n, dimensions).
 
     Raises:
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
     if not len(vectors):
-        return []
+        return np.empty((0, dim), np.float32)
     finished = np.asarray(vectors, np.float32)
     if options.normalize is None and model_normalizes:
         finished = unit_vectors(finished)
     if options.dimensions:
         require_dimensions(options, finished.shape[1])
-        finished = finished[:, : options.dimensions]
+        finished = np.ascontiguousarray(finished[:, : options.dimensions])
     if options.normalize:
         finished = unit_vectors(finished)
-    return finished if isinstance(vectors, np.ndarray) else list(finished)
+    return finished
 
 
 def require_dimensions(options: VectorOptions, size: int) -> None:
@@ -309,24 +255,3 @@ def unit_vectors(vectors: Vectors) -> Vectors:
     return np.divide(
         vectors, lengths[:, None], out=np.empty(vectors.shape, np.float32), casting="same_kind"
     )
-
-
-def _describe_neighbours(
-    inputs: Sequence[str], vectors: NDArray[np.float32]
-) -> list[ResultDescription]:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    units = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
-    cosines = units @ units.T
-    dims = int(vectors.shape[1])
-    described = []
-    for index in range(len(inputs)):
-        words = {"embedding": f"{dims} dims"}
-        values: dict[str, Any] = {"dims": dims}
-        others = [other for other in range(len(inputs)) if other != index]
-        if others:
-            best = max(others, key=lambda other: cosines[index, other])
-            cosine = float(cosines[index, best])
-            words |= {"nearest": inputs[best], "cosine": f"{cosine:.3f}"}
-            values |= {"nearest": inputs[best], "cosine": round(cosine, 6)}
-        described.append(ResultDescription(words, values))
-    return described

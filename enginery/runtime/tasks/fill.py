@@ -11,16 +11,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from enginery.core.errors import ArtifactError, InputError
+from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
+    InputField,
     ModelInputs,
-    OutputTensor,
-    ProcessingCost,
-    Result,
-    ResultDescription,
     Row,
-    are_finite,
-    json_tensor,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
 
@@ -43,7 +39,7 @@ class Filling(Result):
 class MaskFillings(Result):
     """The best tokens for each mask of one text, in the order of the masks."""
 
-    masks: tuple[tuple[Filling, ...], ...]
+    masks: Annotated[tuple[tuple[Filling, ...], ...], Nested("masks", "fillings")]
 
 
 class FillOptions(TextOptions):
@@ -60,10 +56,9 @@ class Fill(TextTask):
     verb = "fill"
     purpose = "fills masks"
     tasks = ("fill-mask",)
-    outputs = (OutputTensor("fillings", "string", 1),)
+    inputs = (InputField("text", "The engine is {mask}."),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
     result_type = MaskFillings
-    example = ("The engine is {mask}.",)
     Options = FillOptions
 
     def preprocess(self, inputs: Sequence[str], options: FillOptions) -> ModelInputs:
@@ -71,9 +66,14 @@ class Fill(TextTask):
         work = super().preprocess(inputs, options)
         mask, mask_id = self.tokenizer.mask_token, self._mask_id()
         for index, row in enumerate(work.rows):
-            if mask_id not in row.content.ids:
+            masks = row.content.ids.count(mask_id)
+            work.decoded += options.top_k * masks
+            if not masks:
                 where = f" in its first {row.tokens} tokens" if row.truncated else ""
                 raise InputError(f"text {index} has no {mask}{where}.", do=f"Write {mask} in it.")
+        # Never light, because a tokenizer's decoder is untrusted.
+        tokens = options.top_k * sum(row.tokens for row in work.rows)
+        work.postprocess_cost = "medium" if tokens <= _LIGHT_TOKENS else "heavy"
         return work
 
     def split(
@@ -97,17 +97,6 @@ class Fill(TextTask):
             self._fillings(row.content.ids, logits, options.top_k)
             for row, logits in zip(work.rows, outputs, strict=True)
         ]
-
-    def count_decoded(self, work: ModelInputs, options: FillOptions) -> int:
-        """Return the number of fillings of all masks together."""
-        mask_id = self._mask_id()
-        masks: int = sum(row.content.ids.count(mask_id) for row in work.rows)
-        return options.top_k * masks
-
-    def postprocess_cost(self, work: ModelInputs, options: FillOptions) -> ProcessingCost:
-        """Return the cost of decoding; never light, because a tokenizer's decoder is untrusted."""
-        tokens = options.top_k * sum(row.tokens for row in work.rows)
-        return "medium" if tokens <= _LIGHT_TOKENS else "heavy"
 
     def _mask_id(self) -> int:
         mask = self.tokenizer.mask_token
@@ -137,54 +126,9 @@ class Fill(TextTask):
             masks.append(tuple(row))
         return MaskFillings(tuple(masks))
 
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(filling.score for mask in result.masks for filling in mask)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `fillings`: a JSON object for each text."""
-        return {"fillings": json_tensor([result.to_dict() for result in results])}
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return one column, with a list of fillings per mask."""
-        import pyarrow as pa
-
-        filling = pa.struct(
-            [
-                ("token", pa.string()),
-                ("token_id", pa.int64()),
-                ("score", pa.float32()),
-                ("sequence", pa.string()),
-            ]
-        )
-        return [pa.field("masks", pa.list_(pa.list_(filling)))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the fillings of each mask."""
-        return ([[vars(filling) for filling in mask] for mask in result.masks],)
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
+    def describe(self, result: MaskFillings) -> str:
         """Describe the best fillings of each mask."""
-        return [
-            ResultDescription(
-                {
-                    "answer": " | ".join(
-                        "; ".join(f"{f.token} {f.score:.2f}" for f in mask[:_MAX_DESCRIBED])
-                        for mask in result.masks
-                    )
-                },
-                result.to_dict(),
-            )
-            for result in results
-        ]
-
-    def example_input(self) -> str:
-        """Return the example with the tokenizer's mask token."""
-        return self.example[0].replace("{mask}", self.tokenizer.mask_token)
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences with their last word replaced by the tokenizer's mask token."""
-        mask = self.tokenizer.mask_token
-        return tuple(f"{sentence.rpartition(' ')[0]} {mask}." for sentence in sentences)
+        return " | ".join(
+            "; ".join(f"{filling.token} {filling.score:.2f}" for filling in mask[:_MAX_DESCRIBED])
+            for mask in result.masks
+        )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,19 +17,20 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
-from enginery.runtime.tasks.embed import VectorOptions, VectorResults, finish_vectors
+from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
     MediaTask,
     ModelInputs,
     Row,
-    RowValues,
+    media_outputs,
     require_outputs,
 )
+from enginery.runtime.text.pooling import Vectors
 
 _VECTOR_OUTPUTS = ("image_embeds", "pooler_output")
-_EXAMPLE_SIDE = 64
+EXAMPLE_SIDE = 64
 # Model types whose first token (CLS) represents the whole image.
 _FIRST_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "dinov2", "vit_mae", "vit_msn")
 
@@ -78,33 +78,13 @@ class ImageTask(MediaTask):
                 )
         return Row(array.astype(spec.dtype))
 
-    def probe(self, tokens: int) -> Row:
-        """Return a row of a grey image."""
-        return self.read_row(np.full((64, 64, 3), 128, np.uint8))
-
-    def example_input(self) -> str:
-        """Return a small PNG of colored stripes in base64, of the graph's size if that is fixed."""
-        height, width = (
-            dim if isinstance(dim, int) else _EXAMPLE_SIDE for dim in self.record.inputs[0].dims[2:]
-        )
-        return base64.b64encode(example_png(height, width)).decode()
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shape of the pixels: only images of one size share a batch."""
-        return (type(self), row.content.shape)
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return (channels, height, width)."""
-        shape: tuple[int, ...] = row.content.shape
-        return shape
-
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Return pixel_values: (len(rows), channels, height, width)."""
         return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
 
 
 @dataclass
-class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
+class ClassifyImages(LabelResults, ImageTask):
     """Classify images."""
 
     verb = "classify_images"
@@ -116,16 +96,17 @@ class ClassifyImages(LabelResults, ImageTask):  # type: ignore[misc]
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the logits of each image: (labels,)."""
-        return list(self.output_rows(outputs, "logits", rows))
+        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass
-class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
+class EmbedImages(ImageTask):
     """Embed images; `notes` states which output of the graph the vectors come from."""
 
     verb = "embed_images"
     purpose = "embeds images"
     tasks = ("feature-extraction",)
+    result_type = Vectors
     Options = VectorOptions
 
     @classmethod
@@ -146,21 +127,25 @@ class EmbedImages(VectorResults, ImageTask):  # type: ignore[misc]
     def preprocess(self, inputs: Sequence[Any], options: VectorOptions) -> ModelInputs:
         """Preprocess each image into one row."""
         if options.dimensions:
-            self.check_dimensions(options)
+            require_dimensions(options, self.graph_dim)
         return super().preprocess(inputs, options)
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> list[Any]:
         """Return the vector of each image: float32 (dim,)."""
-        vectors = self.output_rows(outputs, _vector_rule(self.record, self.config)[0], rows)
+        vectors = media_outputs(outputs, _vector_rule(self.record, self.config)[0], rows)
         return [self._vector(row.astype(np.float32, copy=False)) for row in vectors]
 
     def postprocess(
         self, work: ModelInputs, outputs: Sequence[Any], options: VectorOptions
-    ) -> RowValues:
-        """Return float32 (dim,) for each image."""
-        return finish_vectors(outputs, options, model_normalizes=False)
+    ) -> Vectors:
+        """Return float32 (images, dim)."""
+        return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=False)
+
+    def describe(self, result: Vectors) -> str:
+        """Return the number of dims."""
+        return f"{len(result)} dims"
 
     def _vector(self, output: NDArray[np.float32]) -> NDArray[np.float32]:
         if output.ndim == 3:  # a feature map: (channels, height, width)
@@ -187,7 +172,7 @@ def _vector_rule(record: GraphRecord, config: ModelConfig) -> tuple[str, str]:
     return "last_hidden_state", "the mean over all positions of last_hidden_state"
 
 
-def example_png(height: int = _EXAMPLE_SIDE, width: int = _EXAMPLE_SIDE) -> bytes:
+def example_png(height: int = EXAMPLE_SIDE, width: int = EXAMPLE_SIDE) -> bytes:
     """Return a small PNG of colored stripes."""
     from PIL import Image
 

@@ -169,7 +169,7 @@ class RowStream:
                     run = None
                     if batch.indices and batch.window.error is None:
                         first = batch.window.work.rows[batch.indices[0]]
-                        outputs = self.batches.task.outputs_for([first])
+                        outputs = self.batches.task.outputs_read(raw=first.reads_raw)
                         run = self.submit(partial(self.batches.runner, batch.feeds, outputs))
                     running.append((batch, run))
                     # Enough batches wait; the oldest is collected first, so that windows come out

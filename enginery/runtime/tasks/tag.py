@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.runtime.tasks.classify import label_names
+from enginery.runtime.tasks.results import Nested, Result
 from enginery.runtime.tasks.task import (
     Arrays,
+    InputField,
     ModelInputs,
-    OutputTensor,
-    ProcessingCost,
-    Result,
-    ResultDescription,
     Row,
-    are_finite,
-    json_tensor,
 )
-from enginery.runtime.tasks.text import TextOptions, TextTask, softmax
+from enginery.runtime.tasks.text import TextOptions, TextTask, scan_cost, softmax
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
@@ -57,16 +53,16 @@ class Tag(TextTask):
     verb = "tag"
     purpose = "tags texts"
     tasks = ("token-classification",)
-    outputs = (OutputTensor("entities", "string", 1),)
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 3}
-    result_type = list[TokenSpan]
-    example = ("Ada Lovelace lived in London.",)
+    result_type = Annotated[list[TokenSpan], Nested("spans", "entities")]
+    inputs = (InputField("text", "Ada Lovelace lived in London."),)
     Options = TagOptions
 
     def preprocess(self, inputs: Sequence[str], options: TagOptions) -> ModelInputs:
         """Tokenize each text into one row, with offsets."""
         check_texts(inputs)
-        return ModelInputs(self.encode(inputs, options, offsets=True), inputs)
+        rows = self.encode(inputs, options, offsets=True)
+        return ModelInputs(rows, inputs, postprocess_cost=scan_cost(rows))
 
     def split(
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
@@ -86,51 +82,10 @@ class Tag(TextTask):
             for text, row, logits in zip(work.context, work.rows, outputs, strict=True)
         ]
 
-    def postprocess_cost(self, work: ModelInputs, options: TagOptions) -> ProcessingCost:
-        """Return the cost of scoring every token."""
-        return self.scan_cost(work)
-
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every score is finite."""
-        return are_finite(span.score for span in result)
-
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return `entities`: a JSON list for each text."""
-        return {"entities": json_tensor([[span.to_dict() for span in r] for r in results])}
-
-    @classmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return one column of lists of spans."""
-        import pyarrow as pa
-
-        span = pa.struct(
-            [
-                ("label", pa.string()),
-                ("score", pa.float32()),
-                ("start", pa.int64()),
-                ("end", pa.int64()),
-                ("text", pa.string()),
-            ]
-        )
-        return [pa.field("spans", pa.list_(span))]
-
-    @classmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return the spans."""
-        return ([vars(span) for span in result],)
-
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe the spans of each text."""
-        return [
-            ResultDescription(
-                {
-                    "answer": "; ".join(f"{s.text} ({s.label} {s.score:.2f})" for s in spans)
-                    or "nothing found"
-                },
-                {"spans": [span.to_dict() for span in spans]},
-            )
-            for spans in results
-        ]
+    def describe(self, result: Sequence[TokenSpan]) -> str:
+        """Describe the spans of a text."""
+        spans = [f"{span.text} ({span.label} {span.score:.2f})" for span in result]
+        return "; ".join(spans) or "nothing found"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A task (embed, classify, tag, …) is one class in one module of this package. `load_model`, the
 server, `predict`, the MLflow model, Triton's Python steps and the sample predictions of a recipe
-all use it. To add a task, add a module and a line in `enginery.runtime.tasks.TASKS`.
+all use it. To add a task, add a module, a line in `enginery.runtime.tasks.TASKS` and a method of
+`enginery.runtime.model.Model`.
 
     task = Embed.open(artifact, record)
     work = task.preprocess(["The engine is warm."], task.Options())
@@ -15,14 +16,11 @@ calls, and in other threads.
 
 from __future__ import annotations
 
-import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -134,16 +132,12 @@ class InputField:
     """A named part of an input: a column of a table, or a tensor of a request."""
 
     name: str
+    example: str = ""
+    """A text, with `{mask}` for the tokenizer's mask; empty for an optional part, an image or
+    audio."""
     optional: bool = False
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """The name and type of a result tensor, for the Open Inference Protocol and Triton."""
-
-    name: str
-    dtype: Literal["float32", "int64", "string"]
-    rank: int
+    takes_token_ids: bool = False
+    """True if a list of token ids is accepted in place of a text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,23 +163,9 @@ class ModelInputs:
     rows: list[Row]
     context: Any = None
     """What `postprocess` needs besides the rows, such as the texts."""
-
-
-@dataclass(frozen=True)
-class ResultDescription:
-    """A result as text for people and as plain values for programs, by name."""
-
-    words: dict[str, str]
-    values: dict[str, Any]
-
-
-class Result:
-    """Base of results that are dataclasses."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as dicts, lists, strings and numbers."""
-        plain: dict[str, Any] = _lists(asdict(self))  # type: ignore[call-overload]
-        return plain
+    decoded: int = 0
+    """Number of texts that `postprocess` has to decode."""
+    postprocess_cost: ProcessingCost = "light"
 
 
 @dataclass
@@ -219,7 +199,7 @@ class RowTask(ABC):
 
     @abstractmethod
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
-        """Return the feeds for rows of one `batch_key`, padded to at least `width` tokens."""
+        """Return the feeds for the rows of a batch, padded to at least `width` tokens."""
 
     @abstractmethod
     def split(
@@ -235,59 +215,18 @@ class RowTask(ABC):
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
         """Return the results, from the outputs of each row as `split` returned them."""
 
-    @property
-    def final_output(self) -> str:
-        """Name of the graph output after the last step, such as pooling; empty if there is none."""
-        return ""
+    def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
+        """Return the names of the graph outputs that `split` needs; empty for all.
 
-    @property
-    def raw_outputs(self) -> tuple[str, ...]:
-        """Names of the outputs before the last step; empty for all outputs."""
+        Args:
+            raw: for rows with `reads_raw`.
+        """
         return ()
-
-    def outputs_for(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """Return the names of the graph outputs that `split` needs for a batch; empty for all."""
-        if self.final_output and not rows[0].reads_raw:
-            return (self.final_output,)
-        return self.raw_outputs
-
-    def batch_key(self, row: Row) -> Hashable:
-        """Return a key; only rows of equal keys may share a batch."""
-        return (type(self), row.reads_raw)
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return the sizes of a row that are padded for engines; empty for no padding."""
-        return (max(row.tokens, 1),)
-
-    @property
-    def has_rows(self) -> bool:
-        """True if the graph's first axis is the batch, so that rows can share one."""
-        return True
 
     @property
     def can_pad(self) -> bool:
         """True if rows of different lengths can share a batch."""
         return True
-
-    def count(self, inputs: Any) -> int:
-        """Return the number of inputs."""
-        return len(inputs)
-
-    def count_decoded(self, work: ModelInputs, options: Any) -> int:
-        """Return the number of texts that postprocessing has to decode."""
-        return 0
-
-    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
-        """Return the cost class of preprocessing these inputs."""
-        return "heavy"
-
-    def postprocess_cost(self, work: ModelInputs, options: Any) -> ProcessingCost:
-        """Return the cost class of postprocessing."""
-        return "light"
-
-    def characters(self, inputs: Any) -> int:
-        """Return the number of characters of all texts among the inputs."""
-        return 0
 
 
 @dataclass
@@ -300,88 +239,27 @@ class Task(RowTask):
     """What a model of this task does, for messages, such as `embeds texts`."""
     tasks: ClassVar[tuple[str, ...]]
     """Names of the transformers tasks that this class implements."""
-    takes_token_ids: ClassVar[bool] = False
-    """True if a list of token ids is accepted in place of a text."""
-    takes_pairs: ClassVar[bool] = False
-    """True if an input may have two parts, named by `inputs`."""
     inputs: ClassVar[tuple[InputField, ...]]
-    outputs: ClassVar[tuple[OutputTensor, ...]]
     graph_outputs: ClassVar[Mapping[str, int]] = {}
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
-    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`."""
-    example: ClassVar[tuple[str, ...]]
-    """A text for each required part of one input, for model cards and published models; `{mask}`
-    stands for the tokenizer's mask. Empty for images and audio."""
-
-    @classmethod
-    def outputs_read(cls, record: GraphRecord) -> list[str]:
-        """Return the names of the graph outputs that the task reads."""
-        return list(cls.graph_outputs)
+    """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
         """Return a result for each input, from the outputs of each row as `split` returned them.
 
-        If those of all batches were arrays, `outputs` is an array (rows, …).
+        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array.
         """
 
-    def collect(self, results: RowValues) -> Any:
-        """Return results as a call of `Model` returns them: a list, or one array for vectors."""
-        return list(results)
-
     @abstractmethod
-    def probe(self, tokens: int) -> Row:
-        """Return a synthetic row, of `tokens` tokens or an image, for warm-up and timing."""
-
-    @abstractmethod
-    def is_finite(self, result: Any) -> bool:
-        """Return True if every number of a result is finite."""
-
-    @abstractmethod
-    def tensors(self, results: Sequence[Any]) -> Arrays:
-        """Return results as the tensors declared in `outputs`; strings as UTF-8 bytes."""
-
-    @classmethod
-    @abstractmethod
-    def arrow_fields(cls, options: Any, dim: int) -> list[Any]:
-        """Return the `pyarrow.Field` of each column of a table of results.
-
-        Args:
-            options: options of the task.
-            dim: size of vectors; other tasks ignore it.
-        """
-
-    @classmethod
-    @abstractmethod
-    def arrow_values(cls, result: Any) -> tuple[Any, ...]:
-        """Return a result's values in the order of `arrow_fields`; further ones are ignored."""
-
-    @abstractmethod
-    def describe(self, inputs: Sequence[str], results: Sequence[Any]) -> list[ResultDescription]:
-        """Describe each result."""
-
-    def fields(self) -> tuple[InputField, ...]:
-        """Return the parts of an input of this model; `inputs` has those of the class."""
-        return self.inputs
-
-    def example_input(self) -> Any:
-        """Return one input as JSON has it, for a first request: texts by name, or one text."""
-        names = [part.name for part in self.fields() if not part.optional]
-        if len(names) == 1:
-            return self.example[0]
-        return dict(zip(names, self.example, strict=True))
-
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Turn built-in sentences into inputs of this task; empty if the task takes no texts."""
-        return ()
+    def describe(self, result: Any) -> str:
+        """Describe a result in a few words, for people."""
 
 
 @dataclass
 class MediaTask(Task):
     """Base of tasks on images or audio. Inputs are read one by one, because rows are large."""
-
-    example = ()
 
     def preprocess(self, inputs: Sequence[Any], options: Any) -> ModelInputs:
         """Read each input into one row."""
@@ -401,17 +279,38 @@ class MediaTask(Task):
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Read one input; error messages refer to it by `index`."""
 
-    def output_rows(self, outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
-        """Return an output of the batch; raise ArtifactError unless it has one row per input."""
-        values = outputs[name]
-        if not values.ndim or len(values) != len(rows):
-            raise ArtifactError(
-                f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
-                "expected one row per input.",
-                do="The output does not have the dims that manifest.json declares; export the "
-                "model again.",
-            )
-        return values
+
+def media_outputs(outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
+    """Return an output of the batch; raise ArtifactError unless it has one row per input."""
+    values = outputs[name]
+    if not values.ndim or len(values) != len(rows):
+        raise ArtifactError(
+            f"the graph returned {name} with the shape {values.shape} for {len(rows)} inputs, "
+            "expected one row per input.",
+            do="The output does not have the dims that manifest.json declares; export the "
+            "model again.",
+        )
+    return values
+
+
+def count_inputs(inputs: Any) -> int:
+    """Return the number of inputs of a task; of tensors by name, the largest batch size."""
+    if isinstance(inputs, Mapping):
+        return max((len(array) for array in inputs.values() if array.ndim), default=1)
+    return len(inputs)
+
+
+def count_characters(inputs: Any) -> int:
+    """Return the number of characters of texts and pairs of texts; a token id counts as one."""
+    if isinstance(inputs, Mapping):
+        return 0
+    total = 0
+    for item in inputs:
+        if isinstance(item, tuple):
+            total += sum(len(part) for part in item if isinstance(part, str))
+        elif isinstance(item, str | list):
+            total += len(item)
+    return total
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:
@@ -431,31 +330,3 @@ def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) 
                 f"{record.file} has the output {specs[name]}; {task} expects {rank} dims.",
                 do="Export the model again for its task.",
             )
-
-
-def are_finite(scores: Iterable[float]) -> bool:
-    """Return True if all scores are finite."""
-    return all(map(math.isfinite, scores))
-
-
-def string_tensor(texts: Sequence[Any]) -> NDArray[Any]:
-    """Convert strings, or equally long lists of strings, to an object array of UTF-8 bytes."""
-    shape = (len(texts),) if texts and isinstance(texts[0], str) else (len(texts), len(texts[0]))
-    flat = texts if len(shape) == 1 else [text for row in texts for text in row]
-    array = np.empty(len(flat), dtype=object)
-    array[:] = [text.encode() for text in flat]
-    return array.reshape(shape)
-
-
-def json_tensor(values: Sequence[Any]) -> NDArray[Any]:
-    """Convert values to an object array of JSON documents in UTF-8."""
-    return string_tensor([json.dumps(value, ensure_ascii=False) for value in values])
-
-
-def _lists(value: Any) -> Any:
-    """Convert tuples to lists, at every depth, as JSON would."""
-    if isinstance(value, dict):
-        return {name: _lists(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_lists(item) for item in value]
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.runtime.tasks.task import Arrays, ModelInputs, ProcessingCost, Row, RowTask
+from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, RowTask
 
 
 @dataclass
@@ -63,16 +63,6 @@ class Tensors(RowTask):
             ]
         )
 
-    def batch_key(self, row: Row) -> Hashable:
-        """Return the shapes of a row; without a batch axis the row itself, which is unique."""
-        if not self.has_rows:
-            return row
-        return (type(self), *sorted((n, a.shape[1:]) for n, a in row.content.items()))
-
-    def row_shape(self, row: Row) -> tuple[int, ...]:
-        """Return an empty tuple: a client's tensors are not padded."""
-        return ()
-
     def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
         """Concatenate the tensors of the rows along the batch axis."""
         if len(rows) == 1:
@@ -98,14 +88,6 @@ class Tensors(RowTask):
             arrays: Arrays = outputs[0]
             return arrays
         return {name: np.concatenate([row[name] for row in outputs]) for name in outputs[0]}
-
-    def count(self, inputs: Arrays) -> int:
-        """Return the largest batch size among the inputs."""
-        return max((len(array) for array in inputs.values() if array.ndim), default=1)
-
-    def preprocess_cost(self, inputs: Any) -> ProcessingCost:
-        """Return `light`: inputs are only checked."""
-        return "light"
 
     def _row(self, tensors: Arrays) -> Row:
         # An image counts as one token, however many pixels it has.

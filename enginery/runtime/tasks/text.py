@@ -25,10 +25,6 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.text.tokenizer import TextTokenizer, TokenIds, check_texts
 
-TEXT = (InputField("text"),)
-
-_LIGHT_CHARACTERS = 2048
-"""Amount of text that is tokenized in about a millisecond."""
 _LIGHT_TOKENS = 2000
 """Number of tokens whose scores are processed in about a millisecond."""
 
@@ -45,7 +41,7 @@ class TextOptions(TaskOptions):
 class TextTask(Task):
     """Base of tasks on texts: a graph with its tokenizer and config.json."""
 
-    inputs: ClassVar[tuple[InputField, ...]] = TEXT
+    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text", "The engine is warm."),)
     Options: ClassVar[type[TaskOptions]] = TextOptions
 
     tokenizer: TextTokenizer
@@ -123,20 +119,6 @@ class TextTask(Task):
         size = self.tokenizer.backend.get_vocab_size(with_added_tokens=True)
         return Row(TokenIds([size // 2] * tokens), tokens)
 
-    def preprocess_cost(self, inputs: Sequence[Any]) -> ProcessingCost:
-        """Return the cost of tokenizing; never light, because tokenizer.json is untrusted."""
-        return "medium" if self.characters(inputs) <= _LIGHT_CHARACTERS else "heavy"
-
-    def characters(self, inputs: Sequence[Any]) -> int:
-        """Return the number of characters of texts and pairs; a token id counts as one."""
-        total = 0
-        for item in inputs:
-            if isinstance(item, tuple):
-                total += sum(len(part) for part in item if isinstance(part, str))
-            elif isinstance(item, str | list):
-                total += len(item)
-        return total
-
     def token_outputs(
         self, rows: Sequence[Row], outputs: Mapping[str, NDArray[Any]], name: str
     ) -> list[NDArray[Any]]:
@@ -147,13 +129,10 @@ class TextTask(Task):
             for output, row in zip(padded, rows, strict=True)
         ]
 
-    def scan_cost(self, work: ModelInputs) -> ProcessingCost:
-        """Return the cost of going through the scores of every token."""
-        return "light" if sum(row.tokens for row in work.rows) <= _LIGHT_TOKENS else "heavy"
 
-    def sample_inputs(self, sentences: Sequence[str]) -> tuple[str, ...]:
-        """Return the sentences unchanged."""
-        return tuple(sentences)
+def scan_cost(rows: Sequence[Row]) -> ProcessingCost:
+    """Return the cost of going through the scores of every token."""
+    return "light" if sum(row.tokens for row in rows) <= _LIGHT_TOKENS else "heavy"
 
 
 class TooLongError(InputError):

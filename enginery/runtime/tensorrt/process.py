@@ -192,8 +192,7 @@ def _run_worker(action: str, path: Path, flavor: Flavor, request: Mapping[str, A
         {"action": action, "path": str(path), "flavor": flavor.name, **request},
         log=log_path(path),
         description=f"{path}: {flavor.title}",
-        error=ProviderError,
-        reraise=(OptionError, ShapeError, SourceError),
+        error_classes=(ProviderError, OptionError, ShapeError, SourceError),
     )
 
 

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.version import __version__
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
+from enginery.runtime.tasks.examples import example_input
 from enginery.runtime.text.pooling import read_pooling
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
@@ -237,10 +238,16 @@ def _request_form(model: ServedModel) -> dict[str, Any]:
             "example": {"inputs": plan.example_input()},
         }
     if task is not None:
+        example = example_input(task)
+        # A reranker needs a pair, which other models of its task may be given.
+        needed = example if isinstance(example, dict) else {}
         return {
-            "fields": [{"name": part.name, "optional": part.optional} for part in task.fields()],
+            "fields": [
+                {"name": part.name, "optional": part.optional and part.name not in needed}
+                for part in task.inputs
+            ],
             "options": task.Options.schemas(),
-            "example": {"inputs": task.example_input()},
+            "example": {"inputs": example},
         }
     feeds = model.backend.synthetic_feeds(_EXAMPLE_TOKENS)
     if sum(array.size for array in feeds.values()) > _MAX_EXAMPLE_ELEMENTS:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
-from enginery.runtime.tasks.task import RowTask, Task
+from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
 from enginery.serve.api.errors import fault_response, invalid_field
 from enginery.serve.api.requests import json_object, parse
 from enginery.serve.config import ServeConfig
@@ -221,7 +221,7 @@ async def run_inference(
     """
     result = await model.infer(task, inputs, task.Options.read(options, where=where))
     record = request.scope["state"]["record"]
-    record.timings, record.inputs = result.timings, task.count(inputs)
-    record.characters = task.characters(inputs)
+    record.timings, record.inputs = result.timings, count_inputs(inputs)
+    record.characters = count_characters(inputs)
     record.compute_type = "cpu" if model.backend.on_cpu else "gpu"
     return result.results

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from enginery.core.errors import nearest
 from enginery.core.version import __version__
 from enginery.runtime.tasks.classify import LabelOptions, label_names
+from enginery.runtime.tasks.results import output_tensors
 from enginery.runtime.tasks.task import MAX_RESULTS
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -499,7 +500,7 @@ async def _infer_task(
     if classes and "top_k" not in options and issubclass(task.Options, LabelOptions):
         options["top_k"] = classes
     inputs = inputs_from_tensors(tensors, task, model.backend.record.inputs)
-    _check_outputs(selections, [output.name for output in task.outputs])
+    _check_outputs(selections, [output.name for output in output_tensors(task.result_type)])
     results = await run_inference(request, model, task, inputs, options, "parameters.")
     return tensors_from_results(task, results)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from enginery.core.errors import nearest
 from enginery.core.shapes import TensorSpec
+from enginery.runtime.tasks.results import VECTOR, output_tensors, result_tensors
 from enginery.runtime.tasks.task import Modality, Task, describe_value
 from enginery.serve.api.errors import empty_input, invalid_body, invalid_field
 from enginery.serve.api.requests import file_from_base64, invalid_value, quote, unknown_field
@@ -329,8 +330,8 @@ def task_metadata(task: Task | None, dim: int) -> tuple[list[dict[str, Any]], li
         for field in task.inputs
     ]
     outputs = []
-    for tensor in task.outputs:
-        size = (dim or -1) if tensor.name == "embedding" else -1
+    for tensor in output_tensors(task.result_type):
+        size = (dim or -1) if tensor.name == VECTOR else -1
         outputs.append(
             {
                 "name": tensor.name,
@@ -422,7 +423,7 @@ def _file(item: bytes, where: str, modality: Modality) -> bytes:
 def tensors_from_results(task: Task, results: Sequence[Any]) -> list[InferTensor]:
     """Convert the results of a task to tensors."""
     tensors = []
-    for name, array in task.tensors(results).items():
+    for name, array in result_tensors(task.result_type, results).items():
         if array.dtype == object:
             tensors.append(InferTensor(name, "BYTES", array.shape, array.reshape(-1).tolist()))
         else:

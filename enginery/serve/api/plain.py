@@ -223,7 +223,7 @@ def read_inputs(task: Task | GenerationPlan, value: Any) -> tuple[list[Any], boo
         return [_read_input(task, value, "inputs", expected)], True
     if not value:
         raise empty_input("inputs")
-    if task.takes_token_ids and all(type(item) is int for item in value):
+    if task.inputs[0].takes_token_ids and all(type(item) is int for item in value):
         return [_read_input(task, value, "inputs", expected)], True
     items = [_read_input(task, x, f"inputs[{i}]", expected) for i, x in enumerate(value)]
     return items, False
@@ -231,7 +231,7 @@ def read_inputs(task: Task | GenerationPlan, value: Any) -> tuple[list[Any], boo
 
 def expected_inputs(task: Task | GenerationPlan) -> str:
     """Describe the inputs that a task takes, for error messages."""
-    if task.takes_token_ids:
+    if task.inputs[0].takes_token_ids:
         return "a string, a list of strings, or token ids"
     if len(task.inputs) == 1:
         return "a string or a list of strings"
@@ -243,7 +243,7 @@ def expected_inputs(task: Task | GenerationPlan) -> str:
 def _read_input(task: Task | GenerationPlan, value: Any, name: str, expected: str) -> Any:
     if len(task.inputs) > 1:
         return _read_parts(task, value, name, expected)
-    if task.takes_token_ids and isinstance(value, list):
+    if task.inputs[0].takes_token_ids and isinstance(value, list):
         try:
             return token_ids(value)
         except FieldValueError as error:
@@ -251,7 +251,7 @@ def _read_input(task: Task | GenerationPlan, value: Any, name: str, expected: st
                 raise empty_input(name) from None
             raise invalid_value(f"{name}{error.path}", error.expected, error.value) from None
     if not isinstance(value, str):
-        item = "a string or a list of token ids" if task.takes_token_ids else "a string"
+        item = "a string or a list of token ids" if task.inputs[0].takes_token_ids else "a string"
         raise invalid_value(name, expected if name == "inputs" else item, value)
     return value if task.modality == "text" else file_from_base64(value, name, task.modality)
 

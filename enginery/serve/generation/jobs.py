@@ -143,8 +143,6 @@ class GenerationJob:
 class GenerationPlan:
     """How the requests of one model are prepared."""
 
-    takes_token_ids = False
-
     def __init__(self, generator: TextGenerator, config: ServeConfig) -> None:
         """Take a generator, and the limits of the server."""
         self.generator = generator

@@ -240,7 +240,7 @@ class ModelBackend(ModelFiles):
             QueueEntry(
                 None,
                 index,
-                (type(task), task.batch_key(row)),
+                batches.batch_key(row),
                 batches.padded_length(row) if pads else row.tokens,
                 row,
                 batches,
@@ -383,7 +383,7 @@ class ModelBackend(ModelFiles):
 
     def _run_probe(self, tokens: int, rows: int = 1) -> list[Any]:
         """Run a batch of synthetic texts of a number of tokens each."""
-        if self.task is None:
+        if not isinstance(self.task, TextTask):
             raise AssertionError("only texts are probed")
         return self._batches[type(self.task)].run([self.task.probe(tokens)] * rows)
 

@@ -21,13 +21,18 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
+from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
     ProcessingCost,
     Row,
     RowTask,
     Task,
     TaskOptions,
+    count_characters,
+    count_inputs,
 )
+from enginery.runtime.tasks.tensors import Tensors
+from enginery.runtime.tasks.text import TextTask
 from enginery.runtime.text.tokenizer_files import is_panic
 from enginery.serve.batching.preprocess_pool import PreprocessPool
 from enginery.serve.batching.queue import QueueEntry
@@ -63,6 +68,8 @@ _RETIRE_SECONDS = 0.5
 _DRAIN_EVERY_SECONDS = 0.01
 _QUICK_INPUTS = 8
 """Maximum number of texts of a request that is tokenized in the event loop's thread."""
+_LIGHT_CHARACTERS = 2048
+"""Amount of text that is tokenized in about a millisecond."""
 _UNPREPARED_SECONDS = 300.0
 """Maximum time to wait for a worker that warms up after another one could not."""
 _PROBE_SECONDS = 1.0
@@ -187,15 +194,15 @@ class ServedModel(ABC):
         """
         if not self.is_serving:
             raise UnavailableError(f"{self.name}: {self.reason}.")
-        count = task.count(inputs)
+        count, characters = count_inputs(inputs), count_characters(inputs)
         self._require_count(count, "inputs")
         if not self._config.truncate and getattr(options, "truncate", True) is None:
             options = options.model_copy(update={"truncate": False})
         self._requests += 1
         try:
             started = time.perf_counter()
-            cost = task.preprocess_cost(inputs)
-            if cost == "light" or (cost == "medium" and self._is_quick(task, inputs)):
+            cost = _preprocess_cost(task, characters)
+            if cost == "light" or (cost == "medium" and self._is_quick(count, characters)):
                 work = _without_panic(partial(task.preprocess, inputs, options))
             else:
                 work = await self.in_thread(
@@ -204,9 +211,10 @@ class ServedModel(ABC):
             timings = Timings(tokenize_seconds=time.perf_counter() - started)
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
-            if (decoded := task.count_decoded(work, options)) > _MAX_DECODED:
+            if work.decoded > _MAX_DECODED:
                 raise TooManyInputsError(
-                    f"the request asks for {decoded} fillings, expected at most {_MAX_DECODED}.",
+                    f"the request asks for {work.decoded} fillings, expected at most "
+                    f"{_MAX_DECODED}.",
                     do="Use a smaller top_k, or send the inputs in several requests.",
                 )
             entries = self.entries(task, work.rows)
@@ -214,16 +222,16 @@ class ServedModel(ABC):
                 timings.tokens += row.tokens
                 timings.truncated += row.truncated
             outputs = await self.scheduler.run(entries, timings) if entries else []
-            cost = task.postprocess_cost(work, options)
-            if cost == "light":
+            if work.postprocess_cost == "light":
                 results = task.postprocess(work, outputs, options)
             else:
                 results = await self.in_thread(
-                    partial(task.postprocess, work, outputs, options), cost=cost
+                    partial(task.postprocess, work, outputs, options),
+                    cost=work.postprocess_cost,
                 )
         finally:
             self._requests -= 1
-        if isinstance(task, Task) and not all(map(task.is_finite, results)):
+        if isinstance(task, Task) and not all(map(is_finite, results)):
             raise UnavailableError(
                 "the model's outputs are NaN or infinite.",
                 do="They may overflow the model's precision; run `enginery validate` to check it.",
@@ -274,14 +282,10 @@ class ServedModel(ABC):
             short=cost != "heavy",
         )
 
-    def _is_quick(self, task: RowTask, inputs: Any) -> bool:
+    def _is_quick(self, count: int, characters: int) -> bool:
         """Return True if the texts of a request can be tokenized in the event loop's thread."""
         max_characters = self.backend.quick_characters
-        return (
-            max_characters > 0
-            and len(inputs) <= _QUICK_INPUTS
-            and task.characters(inputs) <= max_characters
-        )
+        return max_characters > 0 and count <= _QUICK_INPUTS and characters <= max_characters
 
     def _require_count(self, count: int, unit: str) -> None:
         if count > self._config.max_inputs:
@@ -346,6 +350,15 @@ class ServedModel(ABC):
         """Close a model that was replaced, without losing a request."""
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
+
+
+def _preprocess_cost(task: RowTask, characters: int) -> ProcessingCost:
+    """Return the cost class of preprocessing inputs of this many characters."""
+    if isinstance(task, Tensors):
+        return "light"
+    # A text is never light, because tokenizer.json is untrusted.
+    is_short = isinstance(task, TextTask) and characters <= _LIGHT_CHARACTERS
+    return "medium" if is_short else "heavy"
 
 
 def _without_panic(work: Callable[[], Result]) -> Result:

@@ -108,7 +108,7 @@ def test_answers_on_the_ladder_are_those_of_rows_alone(tiny, watched, kind, task
     artifact = tiny.artifact(kind, task)
     definition = find_task(task)
     texts = ["The engine is warm.", "A cat sleeps.", "The pump runs again, says Ada Lovelace."]
-    inputs = [(text, text) for text in texts] if definition.takes_pairs else texts
+    inputs = [(text, text) for text in texts] if len(definition.inputs) > 1 else texts
     if task == "question-answering":
         inputs = [("Who runs?", text) for text in texts]
     with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=SMALL) as laddered:

@@ -190,7 +190,7 @@ def test_generated_inputs_alone_need_a_cosine_of_one_half(made, copied):
 
 def test_user_data_have_the_accuracy_of_held_out_rows(made, tmp_path):
     (tmp_path / "data.txt").write_text("\n".join(TEXT))
-    artifact = made(*GPT2)
+    artifact = made(*DISTILBERT)
     held_out = QuantizationReport.of(artifact).accuracy
     copy = artifact.copy_to(tmp_path / "copy")
     report = validate_model(copy, data=str(tmp_path / "data.txt"))
@@ -270,7 +270,6 @@ def test_without_budget_or_measurement_the_error_names_the_option(with_options):
     with pytest.raises(OptionError, match=r"its accuracy is not recorded.*--min-cosine 0\.95"):
         validate_model(artifact)
     assert Artifact.open(artifact.path).manifest.verdicts == ()
-    assert validate_model(artifact, min_cosine=0.9).passed
 
 
 def test_budget_of_one_permits_rounding(with_options):
@@ -316,9 +315,10 @@ def test_damaged_quantization_report_is_ignored(with_options, report):
     assert accuracy_expectation(artifact, own_data=False).cosine == pytest.approx(0.998)
 
 
-@pytest.mark.parametrize("report", [b"[" * 200_000, b"[" * 700 + b"]" * 700])
-def test_deeply_nested_validation_report_is_replaced(with_options, report):
+def test_deeply_nested_validation_report_is_replaced(with_options):
     artifact = with_options()
     assert validate_model(artifact).passed
-    artifact = Artifact.open(artifact.path).annotate(reports={"reports/validation.json": report})
-    assert read_current_report(artifact, ValidateConfig()) is None
+    for report in (b"[" * 200_000, b"[" * 700 + b"]" * 700):
+        artifact = Artifact.open(artifact.path)
+        artifact = artifact.annotate(reports={"reports/validation.json": report})
+        assert read_current_report(artifact, ValidateConfig()) is None

@@ -10,10 +10,11 @@ from typing import Any, get_args, get_type_hints
 
 from enginery.core.artifact.manifest import Manifest
 from enginery.core.version import __version__
-from enginery.publish.card.snippets import example_texts
 from enginery.publish.package import Package
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import example_wav
+from enginery.runtime.tasks.examples import example_texts
+from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
@@ -44,14 +45,13 @@ def signature(manifest: Manifest) -> Any:
         else ColSpec(kind, name=field.name, required=not field.optional)
         for field in task.inputs
     ]
-    if task.result_type is Vectors:
+    result = bare_type(task.result_type)
+    if result is Vectors:
         outputs = [TensorSpec(np.dtype("float32"), (-1, -1))]
-    elif is_dataclass(task.result_type):
-        outputs = [
-            ColSpec(kind, name=name) for name, kind in _field_types(task.result_type).items()
-        ]
+    elif is_dataclass(result):
+        outputs = [ColSpec(kind, name=name) for name, kind in _field_types(result).items()]
     else:
-        outputs = [ColSpec(_column_type(task.result_type))]
+        outputs = [ColSpec(_column_type(result))]
     kinds = {
         "boolean": DataType.boolean,
         "integer": DataType.long,

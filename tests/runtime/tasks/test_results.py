@@ -1,0 +1,465 @@
+"""What is derived from the type of a result: columns, tensors, JSON, signatures."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pytest
+
+from enginery.cli.demo import describe_results
+from enginery.deploy.triton.models import _task_outputs
+from enginery.deploy.triton.text_format import config_text
+from enginery.predict.columns import OutputColumns
+from enginery.predict.generation import Generate
+from enginery.runtime.generation.generator import Generation
+from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.answer import ContextAnswer
+from enginery.runtime.tasks.audio import Transcription
+from enginery.runtime.tasks.classify import Classification, Label
+from enginery.runtime.tasks.fill import Filling, MaskFillings
+from enginery.runtime.tasks.results import is_finite, to_plain
+from enginery.runtime.tasks.tag import TokenSpan
+from enginery.serve.api.endpoints import json_response
+from enginery.serve.api.oip_tensors import task_metadata, tensors_from_results
+
+LABELS = [
+    Classification((Label("glad", 0.75), Label("müde", 0.25))),
+    Classification((Label("müde", 0.5), Label("glad", 0.5))),
+]
+RESULTS: dict[str, list[Any]] = {
+    "embed": [np.array([0.5, -1.0], np.float32), np.array([0.0, 2.0], np.float32)],
+    "embed_images": [np.array([0.5, -1.0], np.float32)],
+    "classify": LABELS,
+    "classify_images": LABELS,
+    "classify_audio": LABELS[:1],
+    "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("LOC", 0.25, 13, 19, "London")], []],
+    "answer": [
+        [ContextAnswer("London", 0.75, 13, 19), ContextAnswer("Ada", 0.25, 0, 3)],
+        [ContextAnswer("", 0.5, 0, 0)],
+    ],
+    "fill": [
+        MaskFillings(
+            (
+                (Filling("warm", 7, 0.5, "it is warm"), Filling("cöld", 8, 0.25, "it is cöld")),
+                (Filling("on", 9, 0.125, "it is on"),),
+            )
+        )
+    ],
+    "transcribe": [Transcription("it is warm", 0.5), Transcription("", 0.25)],
+}
+"""A made-up result for each task."""
+
+RANKED = ["label: string", "score: float"]
+LABEL_COLUMNS = {
+    0: [
+        *RANKED,
+        "scores: list<item: struct<label: string, score: float>>",
+    ],
+    1: RANKED,
+}
+ANSWER_COLUMNS = ["answer: string", "score: float", "start: int64", "end: int64"]
+COLUMNS: dict[tuple[str, int], list[str]] = {
+    ("embed", 0): ["embedding: fixed_size_list<item: float>[2]"],
+    ("embed_images", 0): ["embedding: fixed_size_list<item: float>[2]"],
+    **{
+        (verb, top_k): columns
+        for verb in ("classify", "classify_images", "classify_audio")
+        for top_k, columns in LABEL_COLUMNS.items()
+    },
+    ("tag", 0): [
+        "spans: list<item: struct<label: string, score: float, start: int64, end: int64, "
+        "text: string>>"
+    ],
+    ("answer", 1): ANSWER_COLUMNS,
+    ("answer", 2): [
+        *ANSWER_COLUMNS,
+        "answers: list<item: struct<text: string, score: float, start: int64, end: int64>>",
+    ],
+    ("fill", 1): [
+        "masks: list<item: list<item: struct<token: string, token_id: int64, score: float, "
+        "sequence: string>>>"
+    ],
+    ("transcribe", 0): ["text: string", "score: float"],
+}
+"""Verb and `top_k`, 0 if it is left out -> columns of a table."""
+
+LABEL_ROWS = [
+    {
+        "label": "glad",
+        "score": 0.75,
+        "scores": [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.25}],
+    },
+    {
+        "label": "müde",
+        "score": 0.5,
+        "scores": [{"label": "müde", "score": 0.5}, {"label": "glad", "score": 0.5}],
+    },
+]
+ROWS: dict[tuple[str, int], list[dict[str, Any]]] = {
+    ("embed", 0): [{"embedding": [0.5, -1.0]}, {"embedding": [0.0, 2.0]}],
+    ("embed_images", 0): [{"embedding": [0.5, -1.0]}],
+    ("classify", 0): LABEL_ROWS,
+    ("classify", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
+    ("classify_images", 0): LABEL_ROWS,
+    ("classify_images", 1): [{"label": "glad", "score": 0.75}, {"label": "müde", "score": 0.5}],
+    ("classify_audio", 0): LABEL_ROWS[:1],
+    ("classify_audio", 1): [{"label": "glad", "score": 0.75}],
+    ("tag", 0): [
+        {
+            "spans": [
+                {"label": "PER", "score": 0.5, "start": 0, "end": 3, "text": "Ada"},
+                {"label": "LOC", "score": 0.25, "start": 13, "end": 19, "text": "London"},
+            ]
+        },
+        {"spans": []},
+    ],
+    ("answer", 1): [
+        {"answer": "London", "score": 0.75, "start": 13, "end": 19},
+        {"answer": "", "score": 0.5, "start": 0, "end": 0},
+    ],
+    ("answer", 2): [
+        {
+            "answer": "London",
+            "score": 0.75,
+            "start": 13,
+            "end": 19,
+            "answers": [
+                {"text": "London", "score": 0.75, "start": 13, "end": 19},
+                {"text": "Ada", "score": 0.25, "start": 0, "end": 3},
+            ],
+        },
+        {
+            "answer": "",
+            "score": 0.5,
+            "start": 0,
+            "end": 0,
+            "answers": [{"text": "", "score": 0.5, "start": 0, "end": 0}],
+        },
+    ],
+    ("fill", 1): [
+        {
+            "masks": [
+                [
+                    {"token": "warm", "token_id": 7, "score": 0.5, "sequence": "it is warm"},
+                    {"token": "cöld", "token_id": 8, "score": 0.25, "sequence": "it is cöld"},
+                ],
+                [{"token": "on", "token_id": 9, "score": 0.125, "sequence": "it is on"}],
+            ]
+        }
+    ],
+    ("transcribe", 0): [{"text": "it is warm", "score": 0.5}, {"text": "", "score": 0.25}],
+}
+
+LABEL_OUTPUTS = [("label", "BYTES", [-1, -1]), ("score", "FP32", [-1, -1])]
+OUTPUTS: dict[str, list[tuple[str, str, list[int]]]] = {
+    "embed": [("embedding", "FP32", [-1, 2])],
+    "embed_images": [("embedding", "FP32", [-1, 2])],
+    "classify": LABEL_OUTPUTS,
+    "classify_images": LABEL_OUTPUTS,
+    "classify_audio": LABEL_OUTPUTS,
+    "tag": [("entities", "BYTES", [-1])],
+    "answer": [
+        ("answer", "BYTES", [-1, -1]),
+        ("score", "FP32", [-1, -1]),
+        ("start", "INT64", [-1, -1]),
+        ("end", "INT64", [-1, -1]),
+    ],
+    "fill": [("fillings", "BYTES", [-1])],
+    "transcribe": [("text", "BYTES", [-1]), ("score", "FP32", [-1])],
+}
+"""Verb -> name, datatype and shape of each tensor, as the Open Inference Protocol declares them."""
+
+LABEL_TENSORS = [
+    ("label", "BYTES", (2, 2), [b"glad", "müde".encode(), "müde".encode(), b"glad"]),
+    ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.5]),
+]
+TENSORS: dict[str, list[tuple[str, str, tuple[int, ...], list[Any]]]] = {
+    "embed": [("embedding", "FP32", (2, 2), [0.5, -1.0, 0.0, 2.0])],
+    "embed_images": [("embedding", "FP32", (1, 2), [0.5, -1.0])],
+    "classify": LABEL_TENSORS,
+    "classify_images": LABEL_TENSORS,
+    "classify_audio": [
+        ("label", "BYTES", (1, 2), [b"glad", "müde".encode()]),
+        ("score", "FP32", (1, 2), [0.75, 0.25]),
+    ],
+    "tag": [
+        (
+            "entities",
+            "BYTES",
+            (2,),
+            [
+                b'[{"label": "PER", "score": 0.5, "start": 0, "end": 3, "text": "Ada"}, '
+                b'{"label": "LOC", "score": 0.25, "start": 13, "end": 19, "text": "London"}]',
+                b"[]",
+            ],
+        )
+    ],
+    "answer": [
+        ("answer", "BYTES", (2, 2), [b"London", b"Ada", b"", b""]),
+        ("score", "FP32", (2, 2), [0.75, 0.25, 0.5, 0.0]),
+        ("start", "INT64", (2, 2), [13, 0, 0, 0]),
+        ("end", "INT64", (2, 2), [19, 3, 0, 0]),
+    ],
+    "fill": [
+        (
+            "fillings",
+            "BYTES",
+            (1,),
+            [
+                (
+                    '{"masks": [[{"token": "warm", "token_id": 7, "score": 0.5, '
+                    '"sequence": "it is warm"}, {"token": "cöld", "token_id": 8, "score": 0.25, '
+                    '"sequence": "it is cöld"}], [{"token": "on", "token_id": 9, '
+                    '"score": 0.125, "sequence": "it is on"}]]}'
+                ).encode()
+            ],
+        )
+    ],
+    "transcribe": [
+        ("text", "BYTES", (2,), [b"it is warm", b""]),
+        ("score", "FP32", (2,), [0.5, 0.25]),
+    ],
+}
+
+LABEL_JSON = [
+    '{"labels":[{"label":"glad","score":0.75},{"label":"müde","score":0.25}]}',
+    '{"labels":[{"label":"müde","score":0.5},{"label":"glad","score":0.5}]}',
+]
+JSON: dict[str, list[str]] = {
+    "embed": ["[0.5,-1.0]", "[0.0,2.0]"],
+    "embed_images": ["[0.5,-1.0]"],
+    "classify": LABEL_JSON,
+    "classify_images": LABEL_JSON,
+    "classify_audio": LABEL_JSON[:1],
+    "tag": [
+        '[{"label":"PER","score":0.5,"start":0,"end":3,"text":"Ada"},'
+        '{"label":"LOC","score":0.25,"start":13,"end":19,"text":"London"}]',
+        "[]",
+    ],
+    "answer": [
+        '[{"text":"London","score":0.75,"start":13,"end":19},'
+        '{"text":"Ada","score":0.25,"start":0,"end":3}]',
+        '[{"text":"","score":0.5,"start":0,"end":0}]',
+    ],
+    "fill": [
+        '{"masks":[[{"token":"warm","token_id":7,"score":0.5,"sequence":"it is warm"},'
+        '{"token":"cöld","token_id":8,"score":0.25,"sequence":"it is cöld"}],'
+        '[{"token":"on","token_id":9,"score":0.125,"sequence":"it is on"}]]}'
+    ],
+    "transcribe": ['{"text":"it is warm","score":0.5}', '{"text":"","score":0.25}'],
+}
+
+LABEL_WORDS = [
+    ({"answer": "glad 0.75, müde 0.25"}, '{"labels":'),
+    ({"answer": "müde 0.50, glad 0.50"}, '{"labels":'),
+]
+WORDS: dict[str, list[tuple[dict[str, str], str]]] = {
+    "embed": [
+        ({"embedding": "2 dims", "nearest": "b", "cosine": "-0.894"}, '{"dims":2,"nearest":"b",'),
+        ({"embedding": "2 dims", "nearest": "a", "cosine": "-0.894"}, '{"dims":2,"nearest":"a",'),
+    ],
+    "embed_images": [({"embedding": "2 dims"}, '{"dims":2}')],
+    "classify": LABEL_WORDS,
+    "classify_images": LABEL_WORDS,
+    "classify_audio": LABEL_WORDS[:1],
+    "tag": [
+        ({"answer": "Ada (PER 0.50); London (LOC 0.25)"}, '{"spans":[{"label":"PER"'),
+        ({"answer": "nothing found"}, '{"spans":[]}'),
+    ],
+    "answer": [
+        ({"answer": "London 0.75"}, '{"answers":[{"text":"London","score":0.75,'),
+        ({"answer": "none 0.50"}, '{"answers":[{"text":"","score":0.5,"start":0,"end":0}]}'),
+    ],
+    "fill": [({"answer": "warm 0.50; cöld 0.25 | on 0.12"}, '{"masks":[[{"token":"warm",')],
+    "transcribe": [
+        ({"answer": "it is warm"}, '{"text":"it is warm","score":0.5}'),
+        ({"answer": ""}, '{"text":"","score":0.25}'),
+    ],
+}
+"""Verb -> each result as words for people, and how its JSON for programs begins."""
+
+LABEL_SIGNATURE = (
+    '[{"type": "array", "items": {"type": "object", "properties": {"label": {"type": "string", '
+    '"required": true}, "score": {"type": "double", "required": true}}}, "name": "labels", '
+    '"required": true}]'
+)
+VECTOR_SIGNATURE = '[{"type": "tensor", "tensor-spec": {"dtype": "float32", "shape": [-1, -1]}}]'
+SIGNATURES = {
+    "embed": VECTOR_SIGNATURE,
+    "embed_images": VECTOR_SIGNATURE,
+    "classify": LABEL_SIGNATURE,
+    "classify_images": LABEL_SIGNATURE,
+    "classify_audio": LABEL_SIGNATURE,
+    "tag": '[{"type": "array", "items": {"type": "object", "properties": {"end": {"type": "long", '
+    '"required": true}, "label": {"type": "string", "required": true}, "score": {"type": "double", '
+    '"required": true}, "start": {"type": "long", "required": true}, "text": {"type": "string", '
+    '"required": true}}}, "required": true}]',
+    "answer": '[{"type": "array", "items": {"type": "object", "properties": {"end": '
+    '{"type": "long", "required": true}, "score": {"type": "double", "required": true}, "start": '
+    '{"type": "long", "required": true}, "text": {"type": "string", "required": true}}}, '
+    '"required": true}]',
+    "fill": '[{"type": "array", "items": {"type": "array", "items": {"type": "object", '
+    '"properties": {"score": {"type": "double", "required": true}, "sequence": {"type": "string", '
+    '"required": true}, "token": {"type": "string", "required": true}, "token_id": {"type": "long",'
+    ' "required": true}}}}, "name": "masks", "required": true}]',
+    "transcribe": '[{"type": "string", "name": "text", "required": true}, '
+    '{"type": "double", "name": "score", "required": true}]',
+}
+"""Verb -> outputs of MLflow's signature."""
+
+
+def columns_of(verb: str, top_k: int) -> OutputColumns:
+    task = TASKS[verb]
+    options = task.Options.read({"top_k": top_k} if top_k else {})
+    return OutputColumns.of(task, options, pa.schema({}), (), prefix="", dim=2)
+
+
+def rows_of(columns: OutputColumns, results: list[Any]) -> list[dict[str, Any]]:
+    """Return the rows of a table of results, without their column of errors."""
+    kept = pa.RecordBatch.from_arrays([], schema=pa.schema({}))
+    return [
+        {name: value for name, value in row.items() if name != "error"}
+        for row in columns.batch(kept, results, {}).to_pylist()
+    ]
+
+
+def test_every_task_has_made_up_results():
+    assert set(RESULTS) == set(TASKS)
+
+
+@pytest.mark.parametrize(("verb", "top_k"), COLUMNS)
+def test_columns_of_a_table(verb, top_k):
+    columns = columns_of(verb, top_k)
+    shown = [f"{field.name}: {field.type}" for field in columns.schema]
+    assert shown == [*COLUMNS[verb, top_k], "error: string"]
+    assert rows_of(columns, RESULTS[verb]) == ROWS[verb, top_k]
+
+
+def test_a_row_without_a_result_has_nulls():
+    columns = columns_of("answer", 2)
+    found = rows_of(columns, [None, RESULTS["answer"][1]])
+    assert found == [dict.fromkeys(found[0]), ROWS["answer", 2][1]]
+
+
+def test_vectors_of_one_array_are_a_column():
+    assert rows_of(columns_of("embed", 0), np.stack(RESULTS["embed"])) == ROWS["embed", 0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_columns_of_generated_texts(count):
+    options = {"num_return_sequences": count}
+    columns = OutputColumns.of(Generate, options, pa.schema({}), (), prefix="", dim=0)
+    kinds = {"generated": "string", "finish": "string", "score": "float"}
+    if count > 1:
+        kinds = {name: f"list<item: {kind}>" for name, kind in kinds.items()}
+    assert {field.name: str(field.type) for field in columns.schema} == {
+        **kinds,
+        "error": "string",
+    }
+    texts = [Generation("warm", (1, 2), "stop", None), Generation("cold", (3,), "length", -0.5)]
+    expected = {
+        1: [{"generated": "warm", "finish": "stop", "score": None}],
+        2: [
+            {
+                "generated": ["warm", "cold"],
+                "finish": ["stop", "length"],
+                "score": [None, -0.5],
+            }
+        ],
+    }
+    assert rows_of(columns, [texts[:count]]) == expected[count]
+
+
+@pytest.mark.parametrize("verb", RESULTS)
+def test_tensors_of_the_open_inference_protocol(verb):
+    _, outputs = task_metadata(TASKS[verb], 2 if verb.startswith("embed") else 0)
+    assert outputs == [
+        {"name": name, "datatype": datatype, "shape": shape, "parameters": {"of": "task"}}
+        for name, datatype, shape in OUTPUTS[verb]
+    ]
+    tensors = tensors_from_results(TASKS[verb], RESULTS[verb])
+    assert [
+        (tensor.name, tensor.datatype, tensor.shape, np.asarray(tensor.values).ravel().tolist())
+        for tensor in tensors
+    ] == TENSORS[verb]
+
+
+@pytest.mark.parametrize("verb", RESULTS)
+def test_tensors_of_triton(verb):
+    types = {"BYTES": "TYPE_STRING", "FP32": "TYPE_FP32", "INT64": "TYPE_INT64"}
+    expected = [
+        {"name": name, "data_type": types[datatype], "dims": [-1] * len(shape)}
+        for name, datatype, shape in OUTPUTS[verb]
+    ]
+    tensors = _task_outputs(TASKS[verb])
+    found = [{**tensor, "data_type": str(tensor["data_type"])} for tensor in tensors]
+    assert found == expected
+    assert config_text({"output": tensors}).count("TYPE_") == len(expected)
+
+
+@pytest.mark.parametrize("verb", RESULTS)
+def test_json_of_the_server_and_of_mlflow(verb):
+    for result, expected in zip(RESULTS[verb], JSON[verb], strict=True):
+        assert json_response(result).body == expected.encode()
+        if not isinstance(result, np.ndarray):
+            assert orjson.dumps(to_plain(result)) == expected.encode()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
+@pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
+@pytest.mark.parametrize("verb", RESULTS)
+def test_outputs_of_mlflow_signature(verb):
+    pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
+    from enginery.publish.targets.mlflow.model import signature
+
+    task = TASKS[verb]
+    graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
+    specs = [SimpleNamespace(name=graph_input[task.modality])]
+    manifest: Any = SimpleNamespace(task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs)])
+    assert signature(manifest).outputs.to_json() == SIGNATURES[verb]
+
+
+@pytest.mark.parametrize("verb", RESULTS)
+def test_words_for_people(verb):
+    inputs = list("ab")[: len(RESULTS[verb])]
+    for (words, begins), described in zip(WORDS[verb], describe(verb, inputs), strict=True):
+        assert described.words == words
+        assert orjson.dumps(described.values).decode().startswith(begins)
+
+
+NOT_FINITE: dict[str, list[Any]] = {
+    "embed": [np.array([1, math.nan], np.float32), np.array([math.inf], np.float32)],
+    "embed_images": [np.array([-math.inf, 0], np.float32)],
+    "classify": [Classification((Label("glad", 0.5), Label("müde", math.nan)))],
+    "classify_images": [Classification((Label("glad", math.inf),))],
+    "classify_audio": [Classification((Label("glad", math.nan),))],
+    "tag": [[TokenSpan("PER", 0.5, 0, 3, "Ada"), TokenSpan("PER", math.nan, 0, 3, "Ada")]],
+    "answer": [[ContextAnswer("", math.nan, 0, 0)]],
+    "fill": [MaskFillings(((), (Filling("warm", 7, math.inf, "it is warm"),)))],
+    "transcribe": [Transcription("", math.nan)],
+}
+
+
+@pytest.mark.parametrize("verb", RESULTS)
+def test_nan_and_infinity_are_noticed(verb):
+    assert all(map(is_finite, RESULTS[verb]))
+    assert not any(map(is_finite, NOT_FINITE[verb]))
+
+
+def test_score_of_a_generated_text_may_be_missing():
+    assert is_finite([Generation("warm", (1,), "stop", None)])
+    assert not is_finite([Generation("warm", (1,), "stop", math.nan)])
+
+
+def describe(verb: str, inputs: list[str]) -> Any:
+    """Describe the results by a task without the files of a model, which that does not need."""
+    results = RESULTS[verb]
+    if verb.startswith("embed"):
+        results = np.stack(results)
+    return describe_results(object.__new__(TASKS[verb]), inputs, results)

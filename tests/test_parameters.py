@@ -1,0 +1,113 @@
+"""No function takes more than six parameters: more are a dataclass that has no name yet.
+
+$ python -m tests.test_parameters    # functions that take more, and entries that are not needed
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "enginery"
+LIMIT = 6
+NOT_YET = "not yet"
+"""In place of a reason: the function is still to be changed. No entry with it is added."""
+LONGER = {
+    "bench: PyTorchBackend.__init__": (7, NOT_YET),
+    "bench: open_backend": (7, NOT_YET),
+    "cli: init": (10, NOT_YET),
+    "cli: inspect": (8, NOT_YET),
+    "cli: run": (12, NOT_YET),
+    "cli: show_provider_options": (7, NOT_YET),
+    "predict: run": (7, NOT_YET),
+    "recipe: draft_recipe": (8, NOT_YET),
+    "runtime: DeviceBinding.__init__": (11, NOT_YET),
+    "runtime: OrtRunner.__init__": (14, NOT_YET),
+    "runtime: TorchRunner.__init__": (7, NOT_YET),
+    "runtime: build_in_process": (8, NOT_YET),
+    "runtime: build_plan": (8, NOT_YET),
+    "runtime: load_model": (11, NOT_YET),
+    "runtime: load_pytorch": (8, NOT_YET),
+    "runtime: open_session": (7, NOT_YET),
+    "serve: BatchScheduler.__init__": (10, NOT_YET),
+    "serve: GenerationScheduler.__init__": (9, NOT_YET),
+    "serve: HTTPError.__init__": (8, NOT_YET),
+    "serve: ProcessLifecycle.__init__": (9, NOT_YET),
+    "serve: Worker.__init__": (7, NOT_YET),
+    "serve: _answer": (7, NOT_YET),
+    "validate: _Comparison._compare_derived": (7, NOT_YET),
+    "validate: _compare_outputs": (8, NOT_YET),
+    "validate: compare_decoding": (8, NOT_YET),
+    "validate: compare_graph": (9, NOT_YET),
+    "validate: compare_output": (10, NOT_YET),
+    "validate: dequantize": (8, NOT_YET),
+    "validate: summarize": (9, NOT_YET),
+}
+"""Functions that take more: how many parameters, and the reason why they are no dataclass."""
+
+
+def parameter_counts(source):
+    """Yield the qualified name of each function, and how many arguments a call can pass."""
+
+    def visit(node, scope):
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from visit(child, scope)
+                continue
+            name = f"{scope}{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                taken = child.args
+                names = [a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+                yield name, len([n for n in names if n not in ("self", "cls")])
+            yield from visit(child, f"{name}.")
+
+    yield from visit(ast.parse(source), "")
+
+
+def long_signatures():
+    """Return how many parameters each function above the limit has, by folder and name."""
+    counts = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for name, count in parameter_counts(path.read_text(encoding="utf-8")):
+            if count > LIMIT:
+                key = f"{folder}: {name}"
+                counts[key] = max(count, counts.get(key, 0))
+    return counts
+
+
+def unneeded_entries():
+    """Return the entries of functions that are shorter now, or gone."""
+    counts = long_signatures()
+    return {key: why for key, (count, why) in LONGER.items() if counts.get(key, 0) < count}
+
+
+def test_functions_take_few_parameters():
+    longer = {
+        key: count
+        for key, count in long_signatures().items()
+        if count > LONGER.get(key, (LIMIT,))[0]
+    }
+    assert not longer, "name a frozen dataclass for what belongs together"
+
+
+def test_every_exception_is_needed():
+    assert [key for key, why in unneeded_entries().items() if why != NOT_YET] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(a, /, b, *c, d, **e): ...", {"f": 3}),
+        ("class A:\n    def f(self, a): ...\n    async def g(cls): ...", {"A.f": 1, "A.g": 0}),
+        ("def f():\n    if True:\n        def g(a): ...", {"f": 0, "f.g": 1}),
+    ],
+)
+def test_parameters_are_counted(source, expected):
+    assert dict(parameter_counts(source)) == expected
+
+
+if __name__ == "__main__":
+    for title, lines in (("more", long_signatures()), ("not needed", unneeded_entries())):
+        sys.stdout.write(f"{title}:\n" + "".join(f"  {key}: {lines[key]}\n" for key in lines))
