@@ -1,6 +1,6 @@
 """Tables of text for people, and numbers as they are written in them.
 
->>> fact_rows({"task": "embed"})
+>>> fact_rows([("task", "embed")])
 [{'what': 'task', 'value': 'embed'}]
 >>> format_number(0.00123, ".1e"), format_number(float("nan"), ".1e"), human_bytes(90_400_000)
 ('1.2e-03', '–', '90.4 MB')
@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Row = dict[str, str]
@@ -26,9 +26,9 @@ class Table:
     rows: list[Row]
 
 
-def fact_rows(facts: Mapping[str, str]) -> list[Row]:
-    """Return a row for each fact. A console leaves out the header of such a table."""
-    return [{"what": name, "value": value} for name, value in facts.items()]
+def fact_rows(facts: Iterable[tuple[str, str]]) -> list[Row]:
+    """Return a row for each (name, value). A console leaves out the header of such a table."""
+    return [{"what": name, "value": value} for name, value in facts]
 
 
 def format_number(value: float | None, form: str, nothing: str = NOTHING) -> str:

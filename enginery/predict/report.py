@@ -154,7 +154,7 @@ class PredictReport:
         facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
         if self.padding_ratio:
             facts["padding ratio"] = f"{self.padding_ratio:.3f}"
-        return [Table(f"Predicted {self.output}", fact_rows(facts))]
+        return [Table(f"Predicted {self.output}", fact_rows(facts.items()))]
 
     def require_answers(self) -> None:
         """Raise BadRowsError if there are rows without a result."""

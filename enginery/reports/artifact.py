@@ -28,21 +28,20 @@ def artifact_rows(artifact: Artifact) -> list[Row]:
     for verdict in manifest.verdicts:
         result = "passed" if verdict.passed else "failed"
         facts[verdict.stage] = f"{result} {verdict.finished}: {verdict.summary}"
-    return fact_rows(facts)
+    return fact_rows(facts.items())
 
 
 def summary_rows(artifact: Artifact) -> list[Row]:
     """Return the artifact in three rows: its model, what was made of it, and its path."""
     manifest = artifact.manifest
     opsets = ", ".join(dict.fromkeys(f"opset {graph.opset}" for graph in manifest.graphs))
-    return fact_rows(
-        {
-            "model": f"{manifest.source.id}{_revision(manifest)}",
-            "made": f"ONNX for {manifest.task}, {manifest.describe_precision()}, {opsets}, "
-            f"{_size(manifest)}",
-            "where": str(artifact.path),
-        }
-    )
+    facts = {
+        "model": f"{manifest.source.id}{_revision(manifest)}",
+        "made": f"ONNX for {manifest.task}, {manifest.describe_precision()}, {opsets}, "
+        f"{_size(manifest)}",
+        "where": str(artifact.path),
+    }
+    return fact_rows(facts.items())
 
 
 def _revision(manifest: Manifest) -> str:
@@ -105,13 +104,11 @@ def stage_facts(stage: StageRecord, *, every: bool = False) -> list[Row]:
         every: True for options, tools and cache key, too.
     """
     took = f"{stage.seconds:.1f} s, peak memory {human_bytes(stage.peak_rss_bytes)}"
-    rows = fact_rows({stage.stage: f"finished {stage.finished}, took {took}"})
+    facts = [(stage.stage, f"finished {stage.finished}, took {took}")]
     if every:
         tools = named_versions(stage.tools) or NOTHING
-        rows += fact_rows(
-            {"options": format_options(stage.options), "tools": tools, "key": stage.key}
-        )
-    return rows + [{"what": "note", "value": note} for note in stage.notes]
+        facts += [("options", format_options(stage.options)), ("tools", tools), ("key", stage.key)]
+    return fact_rows([*facts, *(("note", note) for note in stage.notes)])
 
 
 def file_rows(manifest: Manifest) -> list[Row]:

@@ -118,7 +118,7 @@ def engine_facts(engine: Engine) -> list[Row]:
         "key": record.key,
     }
     facts |= {f"warning {n}": text for n, text in enumerate(record.warnings, start=1)}
-    return fact_rows(facts)
+    return fact_rows(facts.items())
 
 
 def layer_rows(engine: Engine, *, every: bool) -> list[Row]:

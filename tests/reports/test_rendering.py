@@ -80,9 +80,7 @@ def show_results(console):
 
 
 def show_doctor(console):
-    for table in samples.doctor_report().tables():
-        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        console.table(table.title, rows)
+    render.show(console, samples.doctor_report().tables())
 
 
 def reported_artifact() -> Artifact:
