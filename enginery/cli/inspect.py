@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
 from enginery.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from enginery.reports.placement import PlacementRecord
 
 
 @app.command
@@ -53,6 +57,7 @@ def inspect(
     from enginery.core.artifact.artifact import Artifact
     from enginery.reports.artifact import artifact_rows, file_rows, interface_rows
     from enginery.reports.engines import built_engine, engine_rows
+    from enginery.reports.placement import fallback_rows, provider_rows
 
     console = output.console()
     is_bare = path.suffix == ".onnx"
@@ -94,8 +99,9 @@ def inspect(
         console.table("Files", file_rows(opened.manifest))
         console.table("Engines", engine_rows([built_engine(engine) for engine in engines]))
     if report:
-        console.table("Placement", report.rows())
-        console.table("Compute on the CPU", report.node_rows())
+        placed = cast("PlacementRecord", report.as_json())
+        console.table("Placement", provider_rows(placed))
+        console.table("Compute on the CPU", fallback_rows(placed))
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
         for note in (
             f"{report.head}: {reason}",

@@ -14,6 +14,7 @@ from enginery.core.accuracy import Interval, LabelMetrics
 from enginery.core.artifact.manifest import Count
 from enginery.core.table import NOTHING, Row, Table
 from enginery.reports.base import ProviderRecord, Report, named_versions
+from enginery.reports.placement import PlacementRecord, fallback_rows, provider_rows
 from enginery.reports.validation import ErrorUse
 from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import short_name
@@ -96,33 +97,6 @@ def describe_ratio(ratio: float, interval: Interval | None) -> str:
         return "unclear"
     low, high = map(format_ratio, interval)
     return format_ratio(ratio) if is_clear_ratio(ratio, interval) else f"{low} to {high}"
-
-
-class PlacedProvider(TypedDict):
-    """The part of a graph that one provider runs."""
-
-    name: str
-    nodes: Count
-    for_shapes: Count
-    multiply_adds: Count
-    op_types: dict[str, Count]
-
-
-class FallbackNode(TypedDict):
-    """A compute node that runs on the CPU although another provider was requested."""
-
-    name: str
-    op_type: str
-    multiply_adds: Count
-
-
-class PlacementRecord(TypedDict):
-    """Providers of the nodes of a graph, from `Placement.as_json`."""
-
-    providers: list[PlacedProvider]
-    copies: list[str]
-    multiply_adds_counted: bool
-    fallen: list[FallbackNode]
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -357,6 +331,7 @@ class BenchResult(Report):
 
     def tables(self) -> list[Table]:
         """Return the tables that have rows."""
+        placements = self._placements()
         tables = (
             Table("Latency", self.latency_rows()),
             Table("Accuracy", self.labels.rows() if self.labels else []),
@@ -364,8 +339,22 @@ class BenchResult(Report):
             Table("Images", self._image_rows()),
             Table("All images", self._image_total_rows()),
             Table("Backends", self.backend_rows()),
-            Table("Placement", self._placement_rows()),
-            Table("Compute on the CPU", self._cpu_fallback_rows()),
+            Table(
+                "Placement",
+                [
+                    {"backend": name, **row}
+                    for name, placement in placements
+                    for row in provider_rows(placement)
+                ],
+            ),
+            Table(
+                "Compute on the CPU",
+                [
+                    {"backend": name, **row}
+                    for name, placement in placements
+                    for row in fallback_rows(placement)
+                ],
+            ),
             Table("Copies between devices", self._copy_rows()),
             Table("Padding", self._padding_rows()),
             Table("Advice", self._advice_rows()),
@@ -500,43 +489,6 @@ class BenchResult(Report):
                 "versions": named_versions(record.tools),
             }
             for record in self.contenders
-        ]
-
-    def _placement_rows(self) -> list[Row]:
-        """Return a row for each provider of each backend, with its nodes and multiply-adds."""
-        rows = []
-        for name, placed in self._placements():
-            total = sum(part["multiply_adds"] for part in placed["providers"])
-            counted = placed["multiply_adds_counted"]
-            rows += [
-                {
-                    "backend": name,
-                    "provider": short_name(part["name"]),
-                    "nodes": str(part["nodes"]),
-                    "for shapes": str(part["for_shapes"]),
-                    "multiply-adds": f"{part['multiply_adds']:,}" if counted else NOTHING,
-                    "share": f"{part['multiply_adds'] / total:.1%}" if total else NOTHING,
-                    "main ops": ", ".join(
-                        f"{n} {op}" for op, n in list(part["op_types"].items())[:4]
-                    ),
-                }
-                for part in placed["providers"]
-            ]
-        return rows
-
-    def _cpu_fallback_rows(self) -> list[Row]:
-        """Return the compute nodes that run on the CPU although another provider was requested."""
-        return [
-            {
-                "backend": name,
-                "node": node["name"] or "unnamed",
-                "op": node["op_type"],
-                "multiply-adds": f"{node['multiply_adds']:,}"
-                if placed["multiply_adds_counted"]
-                else NOTHING,
-            }
-            for name, placed in self._placements()
-            for node in placed["fallen"]
         ]
 
     def _copy_rows(self) -> list[Row]:
