@@ -327,6 +327,16 @@ def engines(artifact: Artifact) -> list[Engine]:
     return [Engine(path, record) for path, record in zip(paths, records, strict=True)]
 
 
+def reported_artifact(out: Path) -> Artifact:
+    """Return an artifact with a report of every stage."""
+    artifact = sample_artifact(out)
+    built = build_report(engines(artifact))
+    reports = (validation(), quantization(), built, benchmark())
+    return Artifact.open(out).annotate(
+        reports={f"reports/{report.FILE}": report.to_json() for report in reports}
+    )
+
+
 def prediction() -> PredictReport:
     return PredictReport(
         output="out.parquet",

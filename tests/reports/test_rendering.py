@@ -19,7 +19,6 @@ import pytest
 from enginery.bench.report import page
 from enginery.cli import render
 from enginery.cli.console import Console
-from enginery.core.artifact.artifact import Artifact
 from enginery.publish.card.metrics import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard
@@ -83,17 +82,8 @@ def show_doctor(console):
     render.show(console, samples.doctor_report().tables())
 
 
-def reported_artifact() -> Artifact:
-    """Return an artifact with a report of every stage."""
-    artifact = samples.sample_artifact(Path("minilm"))
-    built = samples.build_report(samples.engines(artifact))
-    artifact = Artifact.open(artifact.path)
-    reports = (samples.validation(), samples.quantization(), built, samples.benchmark())
-    return artifact.annotate(reports={f"reports/{r.FILE}": r.to_json() for r in reports})
-
-
 def page_text() -> str:
-    artifact = reported_artifact()
+    artifact = samples.reported_artifact(Path("minilm"))
     with mock.patch.object(page, "can_draw", return_value=False):
         text = page.write_report(artifact.path).read_text()
     head, _, rest = text.partition("<style>")
@@ -101,7 +91,7 @@ def page_text() -> str:
 
 
 def card_text() -> str:
-    artifact = reported_artifact()
+    artifact = samples.reported_artifact(Path("minilm"))
     engines = tuple(engine.record for engine in render.open_engines(artifact))
     return model_card(CardFacts(artifact, "minilm", SourceCard(), Reports.of(artifact), engines))
 
