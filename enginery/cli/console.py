@@ -225,7 +225,7 @@ def parse_bytes(text: str) -> int:
     """Parse `20GB`, `512 MiB` or a plain number of bytes.
 
     Raises:
-        OptionError: the text is none of these.
+        OptionError: the text is not a size.
     """
     from enginery.core.errors import OptionError
 

@@ -70,14 +70,18 @@ def inspect(
     engines = [] if is_bare else render.open_engines(opened)
     report, reason, options, notes = None, "", {}, []
     if placement:
-        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
         from enginery.runtime.providers.specification import parse_providers
 
         specs = parse_providers(providers, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=specs, allow_fallback=allow_fallback, ladder=True
+                opened,
+                RunnerOptions(ladder=True),
+                graph=graph,
+                providers=specs,
+                allow_fallback=allow_fallback,
             ) as runner,
         ):
             report, notes = runner.placement(), runner.notes

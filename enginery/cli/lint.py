@@ -27,9 +27,10 @@ def lint(
     """
     from enginery.api import lint_model
     from enginery.cli.render import show
+    from enginery.passes.lint.findings import LintReports
 
     console = output.console()
-    reports = lint_model(model, target=target)
+    reports = LintReports(lint_model(model, target=target))
     console.json(reports.as_json())
     show(console, reports.rows())
     for report in reports:

@@ -370,7 +370,7 @@ def require_quantizable(source: Artifact, config: QuantizeConfig) -> None:
     Raises:
         OptionError: the accuracy budget is one of a classifier, but the artifact is none.
         ArtifactError: it is already quantized, is not FP32, or was fused for another target; or
-            there are calibration inputs, and its graphs are no encoder and its decoder.
+            there are calibration inputs, and its graphs are not an encoder and its decoder.
     """
     manifest = source.manifest
     if manifest.is_quantized:

@@ -53,6 +53,7 @@ class AnswerComparison:
         if not self._agreement.rows:
             return None
         accuracy = self._agreement.metrics()
+        # Fewer rows leave the mean less certain, so that the limits depend on their number.
         limits = expectation.limits(accuracy.rows)
         problem = ""
         # `not >=` is true for NaN.

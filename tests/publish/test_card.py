@@ -503,6 +503,15 @@ def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsy
     run_snippets(artifact, "my-model", task, tmp_path, monkeypatch, capsys)
 
 
+def test_snippet_for_a_model_that_generates_runs(tmp_path, monkeypatch, capsys):
+    artifact = tiny_artifact("gpt2", "text-generation-with-past", tmp_path / "my-model")
+    code = loading_snippets(artifact, "my-model")["enginery"]
+    assert "model.generate([" in code
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "snippet", "exec"), {})
+    assert "Generation(text=" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("task", ["audio-classification", "automatic-speech-recognition"])
 def test_snippets_for_audio_run(task, tmp_path, monkeypatch, capsys):
     artifact = tiny_artifact("wav2vec2", task, tmp_path / "my-model")

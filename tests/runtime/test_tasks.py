@@ -218,7 +218,7 @@ def test_probe_row_runs(tiny, task):
     with load_model(tiny.artifact("bert", task)) as model:
         row = model.definition.probe(5)
         assert row.tokens == 5
-        (found,) = model._batches.run([row])
+        (found,) = model._rows.run([row])
         assert all(np.isfinite(each).all() for each in found)
 
 
@@ -324,7 +324,11 @@ def test_null_is_an_option_left_out():
     assert options == TASKS["classify"].Options(activation="none")
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+# Which options generation has depends on the model.
+FIXED_OPTIONS = {verb: task for verb, task in TASKS.items() if verb != "generate"}
+
+
+@pytest.mark.parametrize("task", FIXED_OPTIONS.values(), ids=list(FIXED_OPTIONS))
 def test_schema_of_options_says_what_is_taken(task: type[Task]):
     schema = task.Options.model_json_schema()
     assert schema["additionalProperties"] is False

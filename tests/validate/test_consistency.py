@@ -7,12 +7,11 @@ from onnx import helper
 
 from enginery import quantize_model, validate_model
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.progress import SILENT
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import Tolerance
 from enginery.reports.validation import GraphCoverage
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.validate.compare import ComparisonLimits
+from enginery.validate.compare import ComparisonLimits, GraphComparison
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
 from enginery.validate.metrics.outputs import NoiseFloor
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
@@ -129,7 +128,7 @@ def test_pytorchs_own_error_on_confirmed_inputs_counts(scan, tmp_path, noise, pa
 
     elsewhere = ReferenceRun("PyTorch", [], {name: NoiseFloor(0.0, 1.0, 0.0)}, [])
     limits = ComparisonLimits(Tolerance.for_precision("fp32"))
-    results = found.confirm(scanned, limits, elsewhere, run_reference, SILENT)
+    results = found.confirm(scanned, GraphComparison(elsewhere, limits), run_reference)
     assert results
     assert all(case.passed == passes for case in results)
 

@@ -37,7 +37,7 @@ class LabelledTexts:
         """Read the file that the options name; None without a column of labels.
 
         Raises:
-            OptionError: a target is no text classifier.
+            OptionError: a target does not classify texts.
             InputError: the file cannot be read, or a target has no such label.
         """
         if not config.label_column:

@@ -61,7 +61,7 @@ def compare(
         backend: times of the backend's turns in ms, starting with the same round. If one of the two
             has more turns, the last ones are ignored.
         confidence: confidence level of the interval.
-        smallest: a ratio within this share of 1 is no difference.
+        smallest: a ratio within this share of 1 counts as equal.
         names: names of the backend and of the base.
 
     Returns:

@@ -91,7 +91,7 @@ def more_shapes_than_buckets(result: BenchResult) -> Iterator[Advice]:
             f"{record.name} ran {shapes} shapes; by default a runner keeps {BUCKETS}, and the "
             f"others {without}",
             f"Pad inputs to at most {BUCKETS} sizes, or keep more buckets, which takes more GPU "
-            f"memory: OrtRunner(…, buckets={shapes}).",
+            f"memory: OrtRunner(…, RunnerOptions(buckets={shapes})).",
         )
 
 

@@ -163,6 +163,7 @@ def read_placement(
 
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD, "1")
+    # The assignment is known once a session is open; counting takes a run, too.
     if feeds is None:
         session = new_session(model, providers, options)
         return placement_from_session(session, providers[0].name)
@@ -181,6 +182,7 @@ def read_placement(
             raise InputError(f"the graph fails on the feeds: {error}") from error
     placed = placement_from_session(opened[0], providers[0].name)
     placed = replace(placed, copies=find_copies(events))
+    # A placement without counts is worth more than none.
     try:
         return add_multiply_adds(placed, profile_multiply_adds(model, feeds))
     except (InputError, MissingPackageError) as error:

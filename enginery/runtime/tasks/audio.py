@@ -6,14 +6,14 @@ import io
 import math
 import wave
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
@@ -23,12 +23,14 @@ from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
     TaskOptions,
     media_outputs,
     require_outputs,
+    require_shapes,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -85,6 +87,10 @@ class AudioTask(MediaTask):
         """Read further settings of a task; return values for the fields of the class."""
         return {}
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the duration of an input."""
+        return replace(self, max_seconds=limits.max_seconds)
+
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess audio: a path, a file's content, or (array, sampling_rate)."""
         rate = self.processor.sampling_rate
@@ -101,32 +107,19 @@ class AudioTask(MediaTask):
         content = {
             spec.name: arrays.get(spec.name, mask).astype(spec.dtype) for spec in self.record.inputs
         }
-        self._check_shapes(content, index)
+        require_shapes(
+            content,
+            self.record,
+            f"audio {index}",
+            do="Export the model with the feature extractor that it was trained with.",
+        )
         tokens = math.ceil(_TOKENS_PER_SECOND * (fixed or samples.size) / rate)
         return Row(content, tokens, truncated=bool(fixed) and samples.size > fixed)
-
-    def _check_shapes(self, content: Arrays, index: int) -> None:
-        for spec in self.record.inputs:
-            shape, dims = content[spec.name].shape, spec.dims[1:]
-            fits = len(shape) == len(dims) and all(
-                size == dim or not isinstance(dim, int)
-                for size, dim in zip(shape, dims, strict=True)
-            )
-            if not fits:
-                raise InputError(
-                    f"audio {index}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, shape))}, but the graph takes {spec}.",
-                    do="Export the model with the feature extractor that it was trained with.",
-                )
 
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return the graph's inputs: (len(rows), …) each."""
-        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
 
 
 @dataclass
@@ -165,6 +158,11 @@ class Transcribe(AudioTask):
     result_type = Transcription
 
     decoder: CtcDecoder
+
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True for a single graph: an encoder and a decoder generate text."""
+        return len(manifest.graphs) == 1 and super().fits(manifest, record)
 
     @classmethod
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:

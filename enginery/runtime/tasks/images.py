@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
@@ -21,11 +21,13 @@ from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
     media_outputs,
     require_outputs,
+    require_shapes,
 )
 from enginery.runtime.text.pooling import Vectors
 
@@ -63,24 +65,24 @@ class ImageTask(MediaTask):
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
         return cls(record=record, processor=processor, config=config, notes=notes)
 
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a limit on the pixels of a file."""
+        return replace(self, max_pixels=limits.max_pixels)
+
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
         spec = self.record.inputs[0]
         name = f"image {index}"
         opened = load_image(item, name=name, max_pixels=self.max_pixels)
         array = self.processor(opened, name=name)
-        for size, dim in zip(array.shape, spec.dims[1:], strict=True):
-            if isinstance(dim, int) and size != dim:
-                raise InputError(
-                    f"{name}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, array.shape))}, but the graph takes {spec}.",
-                    do="Export the model with an image processor that produces the graph's size.",
-                )
-        return Row(array.astype(spec.dtype))
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return pixel_values: (len(rows), channels, height, width)."""
-        return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
+        content = {spec.name: array.astype(spec.dtype)}
+        require_shapes(
+            content,
+            self.record,
+            name,
+            do="Export the model with an image processor that produces the graph's size.",
+        )
+        return Row(content)
 
 
 @dataclass

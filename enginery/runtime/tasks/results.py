@@ -103,7 +103,9 @@ class _Format:
     """Column -> name and type of a field of the dataclass; empty for `Nested`."""
 
     def items(self, result: Any) -> Sequence[Any]:
-        """Return the list of a result."""
+        """Return the list of a result; a single dataclass is one item."""
+        if self.layout is None:
+            return (result,)
         items: Sequence[Any] = getattr(result, self.list_field) if self.list_field else result
         return items
 
@@ -167,13 +169,11 @@ def arrow_values(result_type: Any, result: Any) -> tuple[Any, ...]:
     if result_type is Vectors:
         return (result,)
     form = _format_of(result_type)
-    if form.layout is None:
-        return form.cells(result)
     items = form.items(result)
     if isinstance(form.layout, Nested):
-        return (_structs(items),)
+        return (to_plain(items),)
     if isinstance(form.layout, Ranked):
-        return (*form.cells(items[0]), _structs(items))
+        return (*form.cells(items[0]), to_plain(items))
     rows = [form.cells(item) for item in items]
     return rows[0] if len(rows) == 1 else tuple(map(list, zip(*rows, strict=True)))
 
@@ -183,6 +183,8 @@ def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
     if result_type is Vectors:
         return (OutputTensor(VECTOR, "float32", 2),)
     form = _format_of(result_type)
+    if isinstance(form.layout, Alternatives):
+        return ()
     if isinstance(form.layout, Nested):
         return (OutputTensor(form.layout.tensor, "string", 1),)
     rank = 1 if form.layout is None else 2
@@ -199,20 +201,16 @@ def result_tensors(result_type: Any, results: Sequence[Any]) -> dict[str, NDArra
     if isinstance(form.layout, Nested):
         texts = [json.dumps(to_plain(result), ensure_ascii=False) for result in results]
         return {outputs[0].name: _tensor(texts, "string", (len(texts),))}
-    if form.layout is None:
-        shape: tuple[int, ...] = (len(results),)
-        rows = [form.cells(result) for result in results]
-    else:
-        lists = [form.items(result) for result in results]
-        shape = len(results), max(map(len, lists))
-        empty = tuple("" if output.dtype == "string" else 0 for output in outputs)
-        rows = []
-        for items in lists:
-            rows += [form.cells(item) for item in items] + [empty] * (shape[1] - len(items))
-    columns = zip(*rows, strict=True)
+    lists = [form.items(result) for result in results]
+    width = max(map(len, lists))
+    shape = (len(lists),) if form.layout is None else (len(lists), width)
+    empty = tuple("" if output.dtype == "string" else 0 for output in outputs)
+    rows: list[tuple[Any, ...]] = []
+    for items in lists:
+        rows += [form.cells(item) for item in items] + [empty] * (width - len(items))
     return {
         output.name: _tensor(values, output.dtype, shape)
-        for output, values in zip(outputs, columns, strict=True)
+        for output, values in zip(outputs, zip(*rows, strict=True), strict=True)
     }
 
 
@@ -237,7 +235,7 @@ def to_plain(value: Any) -> Any:
 
 
 def named_values(result_type: Any, result: Any) -> dict[str, Any]:
-    """Return a result that is no vector as plain values by name; a list has its column's name."""
+    """Return a result other than a vector as plain values by name; a list has its column's name."""
     plain = to_plain(result)
     layout = _format_of(result_type).layout
     if isinstance(plain, list) and isinstance(layout, Ranked | Nested):
@@ -267,13 +265,6 @@ def _arrow_type(kind: Any) -> Any:
         return pa.list_(_arrow_type(get_args(kind)[0]))
     types = _field_types(kind).items()
     return pa.struct([(name, _arrow_type(bare_type(hint))) for name, hint in types])
-
-
-def _structs(value: Any) -> Any:
-    """Return nested lists of dataclasses as lists of their fields by name."""
-    if isinstance(value, list | tuple):
-        return [_structs(item) for item in value]
-    return vars(value)
 
 
 def _tensor(values: Sequence[Any], dtype: Dtype, shape: tuple[int, ...]) -> NDArray[Any]:

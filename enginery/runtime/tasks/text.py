@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -16,6 +16,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     InputField,
+    InputLimits,
     ModelInputs,
     ProcessingCost,
     Row,
@@ -108,6 +109,16 @@ class TextTask(Task):
         """Return the graph's inputs (input_ids, attention_mask, …): (len(rows), tokens) each."""
         encodings = [row.content for row in rows]
         return self.tokenizer.feeds(encodings, self.record.inputs, width=width)
+
+    def limited(self, limits: InputLimits) -> Self:
+        """Return the task with a tokenizer that encodes as the server wants it."""
+        tokenizer = replace(self.tokenizer, parallel_encode=limits.parallel_encode)
+        return replace(self, tokenizer=tokenizer)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a text."""
+        return self.tokenizer.limit
 
     @property
     def can_pad(self) -> bool:

@@ -30,6 +30,7 @@ def describe_difference(
     values = actual.values.astype(np.float64)
     wide = expected.astype(np.float64)
     count = int(np.count_nonzero(wrong))
+    # The difference of two infinities is NaN, and a warning that says nothing.
     with np.errstate(invalid="ignore"):
         error = np.abs(values - wide)[wrong]
     largest = float(error.max()) if np.all(np.isfinite(error)) else float("inf")

@@ -27,7 +27,7 @@ from enginery.runtime.onnxruntime.placement import (
     placement_from_session,
     read_placement,
 )
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA, OPENVINO
 from enginery.runtime.providers.selection import Provider
 
@@ -326,7 +326,7 @@ def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
         "enginery.runtime.onnxruntime.runner.with_cuda_graph",
         lambda graphs, given: seen.extend(graphs) or given,
     )
-    with OrtRunner(artifact, cuda_graph=True):
+    with OrtRunner(artifact, RunnerOptions(cuda_graph=True)):
         pass
     ((path, feeds),) = seen
     assert path == artifact.model
