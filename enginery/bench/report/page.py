@@ -35,7 +35,13 @@ from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
 from enginery.core.table import format_number
 from enginery.core.temporary import write_atomically
-from enginery.reports.artifact import format_options, interface_rows, option_rows, stage_rows
+from enginery.reports.artifact import (
+    artifact_rows,
+    format_options,
+    interface_rows,
+    option_rows,
+    stage_rows,
+)
 from enginery.reports.base import Report, named_versions
 from enginery.reports.benchmark import BenchResult, gpu_names
 from enginery.reports.engines import BuildReport, engine_rows
@@ -139,6 +145,7 @@ def _page(
             "Quantization": no_quantization,
             "Engines": no_engines,
         },
+        artifact=artifact_rows(artifact) if artifact else [],
         interface=interface_rows(manifest) if manifest else [],
         stages=stage_rows(manifest) if manifest else [],
         stage_options=option_rows(manifest) if manifest else [],
