@@ -207,15 +207,15 @@ def read_files(task: Task, inputs: Sequence[str]) -> list[Any]:
     ]
 
 
-async def run_stream(request: Request, asked: StreamedRequest) -> AsyncGenerator[Progress]:
+async def run_stream(request: Request, streamed: StreamedRequest) -> AsyncGenerator[Progress]:
     """Yield the progress of each step, and add timings and counts to the request's record."""
     record, timings = request.scope["state"]["record"], Timings()
-    record.characters = count_characters(asked.inputs)
-    record.compute_type = "cpu" if asked.model.backend.on_cpu else "gpu"
-    steps = asked.model.stream(asked.task, asked.prepare, timings, asked.inputs)
+    record.characters = count_characters(streamed.inputs)
+    record.compute_type = "cpu" if streamed.model.backend.on_cpu else "gpu"
+    steps = streamed.model.stream(streamed.task, streamed.prepare, timings, streamed.inputs)
     async with aclosing(steps):
         async for step in steps:
-            record.timings, record.inputs = timings, len(asked.inputs)
+            record.timings, record.inputs = timings, len(streamed.inputs)
             record.generated, record.first_token_at = timings.generated, timings.first_token_at
             yield step
 
