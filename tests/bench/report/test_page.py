@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from enginery.bench.config import BenchConfig
 from enginery.bench.report import page
 from enginery.bench.report.curves import draw_figures
 from enginery.bench.report.page import write_report
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import figure_svg
-from enginery.core.options import options_dict
 from enginery.reports.engines import BuildReport
 from enginery.runtime.onnxruntime.session import Advice
 from tests.bench.chromium import Chromium, find_chromium
@@ -143,27 +141,6 @@ def test_page_has_no_path_of_the_machine(tmp_path):
     assert "export: read reviews.csv, not /encoder/layer.0/MatMul" in words
     assert "note: model.onnx: odd" in words
     assert "0.png is damaged" in words
-
-
-def test_page_lists_changed_options_and_folds_the_rest(tmp_path):
-    artifact = full_artifact(tmp_path)
-    result = replace(make_sweep_result(), options=options_dict(BenchConfig(batch="4")))
-    save_result(artifact.path, result)
-    shown, _, folded = write_report(artifact.path).read_text().partition("<details>")
-    assert artifact.manifest.stages[0].changed_options == ("opset",)
-    assert "opset=20" in shown
-    assert "trust_remote_code=false" not in shown
-    assert "trust_remote_code=false" in folded.partition("</details>")[0]
-    assert "batch=4" in folded
-    assert "max_rounds" not in folded
-
-
-def test_page_counts_layers_in_words(tmp_path):
-    text = write_report(full_artifact(tmp_path).path).read_text()
-    shown = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
-    assert "1 INT8 matrix product" in shown
-    assert "gemm int8" not in shown
-    assert "gemm int8" in text
 
 
 def test_page_is_reproducible(tmp_path):
