@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from typing import get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import numpy as np
 import PIL.Image
@@ -35,6 +35,8 @@ def test_method_has_the_options_and_the_result_of_its_task(task):
         name: (field.default, option_types[name]) for name, field in options.items()
     }
     result_type = task.result_type
+    if get_origin(result_type) is Annotated:
+        result_type = get_args(result_type)[0]
     assert types["return"] == (Vectors if result_type is Vectors else list[result_type])
     assert [name for name in keywords if f"{name}:" not in method.__doc__] == []
 
