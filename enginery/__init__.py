@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from enginery.core.version import __version__
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
-    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "EngineryError",
     "OrtRunner",
     "Recipe",
+    "RunnerOptions",
     "__version__",
     "bench_model",
     "build_engine",
@@ -65,6 +66,7 @@ _HOMES = {
     "EngineryError": "enginery.core.errors",
     "OrtRunner": "enginery.runtime.onnxruntime.runner",
     "Recipe": "enginery.recipe.model",
+    "RunnerOptions": "enginery.runtime.onnxruntime.runner",
     "bench_model": "enginery.api",
     "build_engine": "enginery.api",
     "export_kserve": "enginery.api",

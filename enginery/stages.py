@@ -43,7 +43,8 @@ from enginery.requirements import require_stages
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import ValidationReport
+    from enginery.reports.base import StageOutput
+    from enginery.reports.validation import ValidationReport
 
 ArtifactConfig = ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig
 """The options of a stage that makes an artifact."""
@@ -60,9 +61,8 @@ class StageResult:
     seconds: float
     report: ValidationReport | None = None
     """Of validate."""
-    made: Any = None
-    """The result of a stage that makes no artifact: a list of LintReport, a BenchResult, a
-    PredictReport, Published, TritonExport or KserveExport."""
+    output: StageOutput | None = None
+    """Of a stage that makes no artifact."""
     problem: str = ""
     """The reason why a check failed that does not mark the artifact."""
 
@@ -132,15 +132,15 @@ def run_cached(
             else:
                 plan = _plan_build(artifact, config, progress, out=str(out), force=force)
         if plan is None:
-            stage, made, worked = "build", artifact, False
+            stage, result, worked = "build", artifact, False
         else:
             stage = plan.key.stage
-            made, worked = Store().obtain(
+            result, worked = Store().obtain(
                 ARTIFACTS, plan.key, plan.name, plan.make, force=force, progress=progress
             )
         if out:
-            made = deliver(made, Path(out), progress)
-        return StageResult(stage, made, worked, time.monotonic() - started)
+            result = deliver(result, Path(out), progress)
+        return StageResult(stage, result, worked, time.monotonic() - started)
 
 
 def check_out(out: Path, source: Path | None = None) -> None:
@@ -313,11 +313,12 @@ def deliver(
         present = None
     same_model = present is not None and present.manifest.files == artifact.manifest.files
     verdicts = {verdict.stage: (verdict, artifact) for verdict in artifact.manifest.verdicts}
-    for verdict in present.manifest.verdicts if present and same_model else ():
-        mine = verdicts.get(verdict.stage)
-        newer = mine is None or mine[0].finished <= verdict.finished
-        if present and newer and verdict.stage not in checked:
-            verdicts[verdict.stage] = (verdict, present)
+    if present is not None and same_model:
+        for verdict in present.manifest.verdicts:
+            mine = verdicts.get(verdict.stage)
+            newer = mine is None or mine[0].finished <= verdict.finished
+            if newer and verdict.stage not in checked:
+                verdicts[verdict.stage] = (verdict, present)
     # Reports are read before the copy below replaces the directory that holds them.
     reports = {
         stage: _report_bytes(holder, verdict) for stage, (verdict, holder) in verdicts.items()

@@ -26,7 +26,7 @@ from enginery.predict import stage as predict
 from enginery.predict.config import PredictConfig
 from enginery.quantize import stage as quantize
 from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.bench.sample_results import save_photographs

@@ -48,17 +48,17 @@ from enginery.core.artifact.fingerprint import (
     option_fields,
     stage_fingerprint,
 )
-from enginery.core.artifact.reports import (
+from enginery.core.errors import ArtifactError, EngineryError, OptionError
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import temporary_directory
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     ContenderFacts,
     ContenderRecord,
     ImagesResult,
 )
-from enginery.core.errors import ArtifactError, EngineryError, OptionError
-from enginery.core.options import options_dict
-from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 
@@ -71,7 +71,7 @@ REPORT = f"{REPORTS}/{BenchResult.FILE}"
 def fingerprint(targets: Sequence[Target], config: BenchConfig) -> Fingerprint:
     """Return the key of a measurement: the models, the options and the machine.
 
-    A new verdict on a model changes nothing of its speed, and is no part of it.
+    A new verdict on a model changes nothing of its speed, so it is left out.
 
     Raises:
         ProviderError: the providers cannot be parsed.
@@ -109,7 +109,7 @@ def run(
 
     Raises:
         OptionError: an option has a value that cannot be used, or names a dim that the model lacks;
-            or a model is no classifier of labelled texts.
+            or a model does not classify labelled texts.
         ShapeError: the model does not accept a shape.
         EngineryError: a model cannot be opened, or a backend named in `against` cannot run.
     """

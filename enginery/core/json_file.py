@@ -6,7 +6,7 @@
 {'largest error': None}
 
 A file with a checksum ends with the sha256 of what comes before, so that accidental changes are
-found. It is no protection against deliberate changes: anybody can compute the checksum again.
+found. Deliberate changes are not: anybody can compute the checksum again.
 """
 
 from __future__ import annotations

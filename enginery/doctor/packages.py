@@ -139,7 +139,7 @@ def _missing_or_unfit(statuses: list[PackageStatus]) -> Iterator[Finding]:
         problems = [f"{', '.join(missing)} not installed"] if missing else []
         problems += [f"{s.name} {s.version} does not satisfy {s.requirement}" for s in unfit]
         yield Finding(
-            # With missing packages, the extra was not installed, so other versions are no error.
+            # With missing packages, the extra was not installed, so other versions are fine.
             "note" if missing else "error",
             f"the extra [{extra}] is {'incomplete' if missing else 'broken'}",
             "; ".join(problems),

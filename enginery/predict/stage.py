@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import (
@@ -95,7 +95,6 @@ def run(
     *,
     force: bool = False,
     progress: Progress = SILENT,
-    stdin: IO[bytes] | None = None,
 ) -> PredictReport:
     """Predict every row of the input, unless the output is already up to date.
 
@@ -107,7 +106,6 @@ def run(
         config: the options.
         force: replace an existing output.
         progress: receives progress messages.
-        stdin: stream to read in place of standard input.
 
     Returns:
         The report. Bad rows are counted in it; they are not an error.
@@ -127,7 +125,7 @@ def run(
     with (
         os_errors_as(InputError, f"output '{output}' cannot be written"),
         lock_output(output),
-        input_file(source, output, config, stdin) as path,
+        input_file(source, output, config) as path,
     ):
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         detect_format(path, options)
@@ -154,8 +152,8 @@ def run(
                 predictor = loading.result()
                 opened.enter_context(predictor)
                 _check_input_kind(reader, columns, artifact.manifest.task, predictor)
-                written = predictor.columns(reader.schema, reader.names)
-                journal = Journal.open(output, key, str(written.schema))
+                output_columns = predictor.columns(reader.schema, reader.names)
+                journal = Journal.open(output, key, str(output_columns.schema))
                 resumed = journal.counts.rows
                 if journal.damage:
                     progress.say(
@@ -164,13 +162,17 @@ def run(
                     )
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
-                assembly = joining.enter_context(Assembly(journal.directory, kind, written.schema))
+                assembly = joining.enter_context(
+                    Assembly(journal.directory, kind, output_columns.schema)
+                )
                 for part in journal.paths():
                     assembly.add(part)
                 if not journal.has_all_rows:
                     # Closed here, not by the garbage collector: the generator holds the workers.
-                    with closing(predictor.stream(reader, written, skip=resumed)) as windows:
-                        journal.write_parts(windows, written, config, assembly, progress=progress)
+                    with closing(predictor.stream(reader, output_columns, skip=resumed)) as windows:
+                        journal.write_parts(
+                            windows, output_columns, config, assembly, progress=progress
+                        )
                 first_run = predictor.first_run or started
                 providers, notes = tuple(predictor.providers), predictor.notes
                 workers = predictor.workers
@@ -387,9 +389,7 @@ def check_stdin_format(config: PredictConfig) -> None:
 
 
 @contextmanager
-def input_file(
-    source: str, output: Path, config: PredictConfig, stream: IO[bytes] | None = None
-) -> Iterator[Path]:
+def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Path]:
     """Yield the path of the input. Standard input is copied to a file beside the parts first.
 
     The copy can be checked before anything runs, and its hash tells whether an interrupted run can
@@ -399,7 +399,6 @@ def input_file(
         source: a path, or `-` for standard input.
         output: the output of the run.
         config: the options; they give the format of standard input.
-        stream: stream to read in place of standard input.
 
     Raises:
         InputError: standard input is closed.
@@ -409,13 +408,13 @@ def input_file(
         yield Path(source)
         return
     check_stdin_format(config)
-    if stream is None and sys.stdin is None:
+    if sys.stdin is None:
         raise InputError("standard input is closed.")
     copied = parts_directory(output) / STDIN_COPY
     try:
         copied.parent.mkdir(exist_ok=True)
         with copied.open("wb") as copy:
-            shutil.copyfileobj(stream or sys.stdin.buffer, copy, 1 << 20)
+            shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
         yield copied
     finally:
         copied.unlink(missing_ok=True)

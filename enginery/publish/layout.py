@@ -57,7 +57,7 @@ def variant_name(manifest: Manifest) -> str:
 
     transformers.js loads `model_NAME.onnx` for the dtypes `fp16` and `int8`, and
     `model_quantized.onnx` for `q8`, its default in a browser. That has to run on a CPU, so it is
-    dynamic INT8. Q/DQ nodes between FP16 tensors, for TensorRT, are none of its dtypes.
+    dynamic INT8. It has no dtype for Q/DQ nodes between FP16 tensors, which are for TensorRT.
     """
     if manifest.precision == "int8":
         if manifest.target == "cpu":
@@ -214,7 +214,8 @@ def _by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
         name = variant_name(artifact.manifest)
         if not is_portable_name(name):
             raise ArtifactError(
-                f"{artifact.path / MANIFEST}: {name!r} is no precision or level.",
+                f"{artifact.path / MANIFEST}: unknown precision or level {name!r}; expected "
+                "fp32, fp16, bf16, int8, fp8, or a level such as O2.",
                 do="Make the artifact again.",
             )
         if name in by_name:

@@ -56,7 +56,7 @@ def require_calibratable(artifact: Artifact) -> None:
     """Check that calibration inputs give the inputs of every graph.
 
     Raises:
-        ArtifactError: it has several graphs, and they are no encoder and its decoder.
+        ArtifactError: it has several graphs other than an encoder and its decoder.
     """
     graphs = artifact.manifest.graphs
     if len(graphs) == 1 or find_encoder_decoder(graphs):

@@ -240,7 +240,7 @@ def _tensor(path: Path, name: str) -> Any:
 
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118  it is no mapping
+            if name in tensors.keys():  # noqa: SIM118  safetensors' handle, not a dict
                 return tensors.get_tensor(name)
     return None
 

@@ -159,9 +159,9 @@ def test_only_batches_of_images_get_a_session_for_lone_runs(tiny, monkeypatch, k
     found = []
 
     class Noting(batch_predictor.OrtRunner):
-        def __init__(self, *args, **options):
-            found.append(options["lone_threads"])
-            super().__init__(*args, **options)
+        def __init__(self, artifact, options, **given):
+            found.append(options.lone_threads)
+            super().__init__(artifact, options, **given)
 
     monkeypatch.setattr(batch_predictor, "OrtRunner", Noting)
     batch_predictor.BatchPredictor(tiny(kind, task), PredictConfig(), workers=3).close()

@@ -265,7 +265,7 @@ def test_different_side_files_are_an_error(three, tmp_path):
 
 def test_precision_that_is_a_path_is_an_error(three, tmp_path):
     other = of_precision(tmp_path / "other", "../../fp16", target="tensorrt")
-    refuse(three, tmp_path, other, ArtifactError, "'../../fp16' is no precision")
+    refuse(three, tmp_path, other, ArtifactError, "unknown precision or level '../../fp16'")
 
 
 def test_altered_variant_is_an_error_with_its_name(three, tmp_path):

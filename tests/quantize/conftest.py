@@ -12,7 +12,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.quantize import stage
 from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.tiny import TEXT, tiny_artifact
 
 

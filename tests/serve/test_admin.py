@@ -97,7 +97,7 @@ def test_example_of_info_is_answered(running, name):
     found = running("GET", f"/models/{name}/info").json
     assert any(not field["optional"] for field in found["fields"])
     if task := running.models.get(name).task:
-        assert found["options"].keys() == task.Options.model_fields.keys()
+        assert found["options"].keys() == task.option_schemas().keys()
     answer = running("POST", f"/predict/{name}", found["example"])
     assert answer.status == 200, answer.body
 

@@ -1,4 +1,4 @@
-"""Text generation over HTTP: the texts of `TextGenerator`, alone, together, streamed, abandoned."""
+"""Text generation over HTTP: the texts of `generate`, alone, together, streamed, abandoned."""
 
 import asyncio
 import base64
@@ -139,14 +139,14 @@ def wait_until(happens):
 
 
 def scheduler_of(server, name="writer"):
-    return server.models.get(name)._generation
+    return server.models.get(name)._schedulers[-1]
 
 
 class Gate:
     """Steps of a decoder that run one by one, as the test lets them."""
 
     def __init__(self, server, monkeypatch, name="writer"):
-        decoder = server.models.get(name).backend.generator.decoder
+        decoder = server.models.get(name).backend.rows.decoder
         self._step, self._allowed = decoder.step, threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.rows = []
@@ -302,7 +302,7 @@ def test_languages_of_translation_models_are_parameters(
     )
     assert [choice.text for choice in completed.choices] == [each.text for each in others]
     for parameters, message in (
-        ({"target_language": "fx"}, "'fx' is none of the tokenizer's"),
+        ({"target_language": "fx"}, "'fx' is not one of the tokenizer's"),
         ({}, "no target language is given"),
         ({"target_language": 3}, "target_language: found the number 3, expected a string"),
     ):
@@ -496,9 +496,9 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 def test_chat_answers_the_prompt_of_the_template(client, artifacts):
     prompt = "system: Be brief.\nuser: Is it warm?\nassistant:"
     with load_model(artifacts["chatter"]) as model:
-        ids = model.tokenizer.encode_untruncated([prompt], special=False)[0].ids
+        ids = model.definition.tokenizer.encode_untruncated([prompt], special=False)[0].ids
         (wanted,) = model.generate([prompt], max_new_tokens=12)
-        special = model.tokenizer.encode_untruncated([prompt], special=True)[0].ids
+        special = model.definition.tokenizer.encode_untruncated([prompt], special=True)[0].ids
     found = client.chat.completions.create(model="chatter", messages=MESSAGES, max_tokens=12)
     assert found.usage.prompt_tokens == len(ids)
     if ids == special:  # the tokenizer adds none of its own
@@ -758,7 +758,7 @@ def test_provider_that_is_lost_fails_the_model(artifacts, monkeypatch):
 
 
 def test_prompts_that_fail_together_run_one_by_one(server, monkeypatch, writer):
-    decoder = server.models.get("writer").backend.generator.decoder
+    decoder = server.models.get("writer").backend.rows.decoder
     begin, sizes = decoder.begin, []
 
     def begin_one(prompts, need, inputs=None):
@@ -857,7 +857,7 @@ def test_stream_goes_on_while_its_model_is_replaced(artifacts, monkeypatch, writ
         asking.join(WAIT)
         (wanted,) = writer.generate(["A"], max_new_tokens=30)
         assert events(found[0].body.decode())[-1]["generated_text"] == wanted.text
-        wait_until(lambda: old.state == "closed" and not old._generation.alive)
+        wait_until(lambda: old.state == "closed" and not old._schedulers[-1].alive)
     finally:
         server.close()
 

@@ -9,7 +9,7 @@ from enginery.core.errors import ProviderError
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
 from enginery.serve.batching.scheduler import BatchScheduler, Timings
-from enginery.serve.batching.workers import Workers
+from enginery.serve.batching.workers import WorkerOptions, Workers
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
@@ -160,17 +160,14 @@ def test_scheduler_reports_backlog_and_wait_to_the_queue():
         return [0] * len(batch)
 
     async def run():
+        queue = BatchQueue(RULES, max_rows=8, max_tokens=1000, max_wait_seconds=10)
         scheduler = BatchScheduler(
+            queue,
             work,
-            RULES,
             asyncio.get_running_loop(),
-            workers=1,
-            max_rows=8,
-            max_tokens=1000,
-            max_wait_seconds=10,
+            WorkerOptions(1),
             on_batch=lambda _: None,
         )
-        queue = scheduler.queue
         queue.seconds_per_token = 0.5
         queue.observe_wait = lambda work, waited: learned.append((work, waited))
         requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
@@ -194,13 +191,10 @@ def test_rest_of_an_admitted_request_is_not_rejected():
 
     async def run():
         scheduler = BatchScheduler(
+            BatchQueue(RULES, max_rows=40, max_tokens=10_000, max_wait_seconds=1e9),
             lambda batch: [gate.wait(30) and 0] * len(batch),
-            RULES,
             asyncio.get_running_loop(),
-            workers=1,
-            max_rows=40,
-            max_tokens=10_000,
-            max_wait_seconds=1e9,
+            WorkerOptions(1),
             on_batch=lambda _: None,
         )
         admitted = asyncio.ensure_future(scheduler.run(rows("list", *[8] * 60), Timings()))
@@ -242,33 +236,12 @@ def test_idle_workers_share_waiting_rows():
     threads = [threading.Thread(target=lambda: taken.append(queue.take())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while len(queue._sleeping) < 2:
+    while queue._idle < 2:
         time.sleep(0.001)
     queue.put(rows("a", *[8] * 10), now=0)
     for thread in threads:
         thread.join(10)
     assert sorted(map(len, taken)) == [5, 5]
-
-
-def test_the_worker_that_worked_last_is_woken_first():
-    queue = new_queue()
-    taken = []
-    threads = []
-    for name in ("cold", "warm"):
-        before = len(queue._sleeping)
-        thread = threading.Thread(target=lambda name=name: taken.append((name, queue.take())))
-        thread.start()
-        threads.append(thread)
-        while len(queue._sleeping) == before:
-            time.sleep(0.001)
-    for wanted in ("warm", "cold"):
-        queue.put(rows("a", 8), now=0)
-        while not taken:
-            time.sleep(0.001)
-        name, batch = taken.pop()
-        assert (name, names(batch)) == (wanted, [("a", 0)])
-    for thread in threads:
-        thread.join(10)
 
 
 def test_a_closed_queue_takes_nothing_and_ends_its_workers():
@@ -287,7 +260,7 @@ def test_closing_the_queue_wakes_all_workers(drain):
     threads = [threading.Thread(target=queue.take, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while len(queue._sleeping) < 3:
+    while queue._idle < 3:
         time.sleep(0.001)
     queue.close(drain=drain)
     for thread in threads:
@@ -344,31 +317,31 @@ def test_rows_are_taken_in_order_and_none_overtakes_one_that_does_not_fit():
     queue = new_queue()
     for place, weight in enumerate([1, 2, 4, 1]):
         queue.put(weighted(place, weight=weight), now=place)
-    assert names(queue.take_rows(4, wait=False)) == [(0, 0), (1, 0)]
-    assert names(queue.take_rows(3, wait=False)) == []
-    assert names(queue.take_rows(5, wait=False)) == [(2, 0), (3, 0)]
-    assert queue.take_rows(5, wait=False) == []
+    assert names(queue.take_due(4, wait=False)) == [(0, 0), (1, 0)]
+    assert names(queue.take_due(3, wait=False)) == []
+    assert names(queue.take_due(5, wait=False)) == [(2, 0), (3, 0)]
+    assert queue.take_due(5, wait=False) == []
     assert (queue.rows, queue.tokens) == (0, 0)
 
 
-def test_alike_rows_are_the_first_and_those_nearest_in_length():
+def test_similar_rows_are_the_first_and_those_nearest_in_length():
     queue = new_queue()
     for place, length in enumerate([50, 3, 60, 45, 9]):
         queue.put(weighted(place, length=length), now=place)
-    taken = queue.take_rows(3, wait=False, alike=True)
+    taken = queue.take_similar(3, wait=False)
     assert sorted(names(taken)) == [(0, 0), (2, 0), (3, 0)]
     assert names(taken)[0] == (0, 0)
-    assert [entry.length for entry in queue.take_rows(9, wait=False, alike=True)] == [3, 9]
+    assert [entry.length for entry in queue.take_similar(9, wait=False)] == [3, 9]
 
 
 def test_waiting_for_rows_ends_with_a_row_and_with_the_queue():
     queue, taken = new_queue(), []
-    waiting = threading.Thread(target=lambda: taken.append(queue.take_rows(2, wait=True)))
+    waiting = threading.Thread(target=lambda: taken.append(queue.take_due(2, wait=True)))
     waiting.start()
     queue.put(rows("a", 8), now=0)
     waiting.join(10)
     assert names(taken[0]) == [("a", 0)]
-    waiting = threading.Thread(target=lambda: taken.append(queue.take_rows(2, wait=True)))
+    waiting = threading.Thread(target=lambda: taken.append(queue.take_due(2, wait=True)))
     waiting.start()
     queue.close(drain=True)
     waiting.join(10)
@@ -390,7 +363,7 @@ def test_workers_prepare_one_after_another_before_their_first_batch():
 
     queue = new_queue()
     done = threading.Event()
-    workers = Workers(queue, run, lambda _: done.set(), count=3, prepare=prepare)
+    workers = Workers(queue, run, lambda _: done.set(), WorkerOptions(3, prepare=prepare))
     workers.wait_prepared()
     assert len({*seen}) == 3
     queue.put(rows(0, 4), now=0.0)
@@ -403,7 +376,9 @@ def test_workers_do_not_prepare_after_the_queue_was_closed():
     prepared = []
     queue = new_queue()
     queue.close(drain=False)
-    workers = Workers(queue, list, lambda _: None, count=2, prepare=lambda: prepared.append(1))
+    workers = Workers(
+        queue, list, lambda _: None, WorkerOptions(2, prepare=lambda: prepared.append(1))
+    )
     assert workers.join(10)
     assert not prepared
 
@@ -413,7 +388,7 @@ def test_worker_that_cannot_be_prepared_reports_why():
         raise ProviderError("no GPU")
 
     queue = new_queue()
-    workers = Workers(queue, list, lambda _: None, count=1, prepare=prepare)
+    workers = Workers(queue, list, lambda _: None, WorkerOptions(1, prepare=prepare))
     with pytest.raises(ProviderError, match="no GPU"):
         workers.wait_prepared()
     assert workers.join(10)

@@ -6,13 +6,12 @@ import pytest
 from onnx import helper
 
 from enginery import quantize_model, validate_model
-from enginery.core.artifact.reports import GraphCoverage
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.progress import SILENT
 from enginery.core.shapes import Profile
 from enginery.core.tolerance import Tolerance
+from enginery.reports.validation import GraphCoverage
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.validate.compare import ComparisonLimits
+from enginery.validate.compare import ComparisonLimits, GraphComparison
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
 from enginery.validate.metrics.outputs import NoiseFloor
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
@@ -129,7 +128,7 @@ def test_pytorchs_own_error_on_confirmed_inputs_counts(scan, tmp_path, noise, pa
 
     elsewhere = ReferenceRun("PyTorch", [], {name: NoiseFloor(0.0, 1.0, 0.0)}, [])
     limits = ComparisonLimits(Tolerance.for_precision("fp32"))
-    results = found.confirm(scanned, limits, elsewhere, run_reference, SILENT)
+    results = found.confirm(scanned, GraphComparison(elsewhere, limits), run_reference)
     assert results
     assert all(case.passed == passes for case in results)
 
@@ -236,7 +235,7 @@ def test_coverage_in_words_and_as_a_table():
         "model.onnx", "sequence", [(1, 1), (4, 24)], [(2, 3), (2, 40), (9, 4)], [(3, 5)]
     )
     assert found.describe() == (
-        "model.onnx: 2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
+        "2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
         "rows equal those run alone"
     )
     table = {row["batch"]: row for row in found.grid()}

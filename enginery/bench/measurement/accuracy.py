@@ -15,8 +15,7 @@ from pathlib import Path
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
-from enginery.core.accuracy import measure_accuracy
-from enginery.core.artifact.reports import LabelMetrics
+from enginery.core.accuracy import LabelMetrics, measure_accuracy
 from enginery.core.datasets.labels import read_labelled_texts, require_classifier
 from enginery.core.model.files import ModelConfig
 from enginery.core.progress import Progress
@@ -38,7 +37,7 @@ class LabelledTexts:
         """Read the file that the options name; None without a column of labels.
 
         Raises:
-            OptionError: a target is no text classifier.
+            OptionError: a target does not classify texts.
             InputError: the file cannot be read, or a target has no such label.
         """
         if not config.label_column:

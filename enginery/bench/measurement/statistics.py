@@ -15,13 +15,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from enginery.core.artifact.reports import (
-    Comparison,
-    Interval,
-    Latency,
-    format_ratio,
-    is_clear_ratio,
-)
+from enginery.core.accuracy import Interval
+from enginery.reports.benchmark import Comparison, Latency, format_ratio, is_clear_ratio
 
 Turns = Sequence[Sequence[float]]
 """Times of each turn's runs in ms."""
@@ -66,7 +61,7 @@ def compare(
         backend: times of the backend's turns in ms, starting with the same round. If one of the two
             has more turns, the last ones are ignored.
         confidence: confidence level of the interval.
-        smallest: a ratio within this share of 1 is no difference.
+        smallest: a ratio within this share of 1 counts as equal.
         names: names of the backend and of the base.
 
     Returns:

@@ -22,7 +22,7 @@ def require_classifier(artifact: Artifact, data: str, label_column: str) -> None
     """Check that labels in a column of a file can be compared with an artifact's results.
 
     Raises:
-        OptionError: it is no text classifier with one class for each text, or the file has no
+        OptionError: the model does not choose one class for each text, or the file has no
             columns.
     """
     manifest = artifact.manifest

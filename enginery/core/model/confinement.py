@@ -139,7 +139,7 @@ class Confinement:
         self.blocked: list[str] = []
         """Descriptions of blocked actions; the first one causes the others."""
         self.denied: list[str] = []
-        """Files that could not be read. Libraries search for settings, so this is no violation."""
+        """Files that could not be read. Libraries search for settings, so this is allowed."""
 
     def error(self) -> UntrustedModelError:
         """Return an error with the first blocked action."""

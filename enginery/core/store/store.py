@@ -227,7 +227,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _remove_damaged(path: Path, kind: EntryType[Content]) -> None:
-    """Remove an entry that does not open: a stage refuses to overwrite what is no artifact."""
+    """Remove an entry that does not open: a stage overwrites artifacts only."""
     try:
         kind.open(path)
     except (ArtifactError, OSError):

@@ -150,7 +150,7 @@ def _find_attentions(model: ir.Model) -> tuple[dict[str, Attention], dict[str, A
         key = past if is_cross else present_name(past)
         pair = key.removesuffix("key") + "value"
         if key not in by_name or pair not in by_name:
-            raise UnsuitableGraphError(f"{past}, whose longer cache is no output")
+            raise UnsuitableGraphError(f"{past}, whose longer cache is not an output")
         (cross if is_cross else own)[key] = find_attention(by_name[key], by_name[pair])
     return own, cross
 

@@ -52,7 +52,7 @@ class SizeFolder:
         """Replace all such values.
 
         Raises:
-            UnsuitableGraphError: a value is none of that, or an operator that runs on the CPU
+            UnsuitableGraphError: a value cannot be folded so, or an operator that runs on the CPU
                 remains.
         """
         self._read_positions()

@@ -58,7 +58,7 @@ def split_graph(
     tensors = [[name for name in output_names(node) if name in sizes] for node in graph.node]
     for index, names in enumerate(tensors):
         size = sum(sizes[name] for name in names)
-        # A value of unknown type, or that is no tensor, cannot pass from one model to the next.
+        # Only tensors of a known type can pass from one model to the next.
         if total and total + size > max_bytes and index not in no_cut:
             starts.append(index)
             total = 0
@@ -68,7 +68,7 @@ def split_graph(
     for start, stop in zip(starts, [*starts[1:], len(graph.node)], strict=True):
         produced = [name for node in graph.node[start:stop] for name in node.output if name]
         consumed = dict.fromkeys(name for names in reads[start:stop] for name in names)
-        # Weights are no inputs: the segment's model holds those that it reads.
+        # Weights are not among the inputs: the segment's model holds those that it reads.
         outside = consumed.keys() - set(produced) - stored
         fetched = (name for names in tensors[start:stop] for name in names)
         segment = Segment(

@@ -55,7 +55,7 @@ class CalibrationCache:
     fp32_nodes: dict[str, str]
     """Nodes that would overflow in FP16 -> reason."""
     beyond_layers: bool = False
-    """True if what is no layer is quantized, too; see `BeyondLayers`."""
+    """True if what `BeyondLayers` names is quantized, too."""
 
     @classmethod
     def merge(cls, caches: Sequence[CalibrationCache], graph_sha256: str) -> CalibrationCache:

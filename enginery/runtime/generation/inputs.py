@@ -64,9 +64,11 @@ class GenerationInputs(ABC):
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the arguments of `generate` that are about the inputs."""
     hidden: range = range(0)
-    """Tokens that are no part of the text."""
+    """Tokens that stand beside the text: not in a result."""
     truncates: bool = False
     """Cut texts that are too long for an encoder, before their last token, in place of an error."""
+    max_pixels: int = 0
+    """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     def implied(self, **_own: Any) -> dict[str, Any]:
         """Return the options of generation that follow from the inputs' own arguments.
@@ -230,8 +232,6 @@ class SourceImages(GenerationInputs):
         self._processor = processor
         self._tokenizer = tokenizer
         self._keeps_start = keeps_start
-        self.max_pixels = 0
-        """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     @override
     def rows(
@@ -242,7 +242,7 @@ class SourceImages(GenerationInputs):
         Args:
             inputs: the images, as `load_image` takes them.
             options: the options of generation.
-            own: `prompt`, the beginning of each text, which is no part of the result.
+            own: `prompt`, the beginning of each text, which the result leaves out.
         """
         _require_list(inputs, "image")
         first, *others = self._prompt(_start(options), **own)

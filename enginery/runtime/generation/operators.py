@@ -212,7 +212,7 @@ class Operators:
             if records:
                 option, value = CUDA_GRAPH_OPTIONS[CUDA]
                 provider[1][option] = value
-            silence_default_logger()  # it warns for each session that CUDA is no plugin
+            silence_default_logger()  # it warns for each session that CUDA is not a plugin
         with self._device_work():
             return ort.InferenceSession(
                 model.SerializeToString(), options, providers=[provider], enable_fallback=0

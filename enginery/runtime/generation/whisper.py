@@ -184,7 +184,7 @@ class WhisperPrompts(BaseModel):
 
     @property
     def time_stamps(self) -> range:
-        """The tokens of time stamps, which are no part of the text."""
+        """The tokens of time stamps, which the text leaves out."""
         last = self.no_timestamps_token_id
         return range(0) if last is None else range(last + 1, 2**31)
 
@@ -252,8 +252,8 @@ class WhisperPrompts(BaseModel):
         choices = codes if len(language) <= max(map(len, codes)) else names
         closest = difflib.get_close_matches(lowered[:_LONGEST_NAME], choices, n=3, cutoff=0.0)
         raise InputError(
-            f"language {reprlib.repr(language)} is none of the model's {len(codes)}; the nearest "
-            f"are {', '.join(closest)}."
+            f"language {reprlib.repr(language)} is not one of the model's {len(codes)}; the "
+            f"nearest are {', '.join(closest)}."
         )
 
     def _task_id(self, task: str) -> int:

@@ -193,6 +193,7 @@ def check_run_options(
     """
     for spec in specs:
         option, _ = CUDA_GRAPH_OPTIONS.get(spec.full_name, ("", ""))
+        # The provider's own switch would record without buffers that stay in their place.
         if spec.options.get(option, _OFF[0]) not in _OFF:
             raise OptionError(
                 f"option '{option}' for {spec.name} is set by itself: a CUDA graph is recorded on "
@@ -438,7 +439,7 @@ def _reject_threads(settings: Mapping[str, Any]) -> None:
             do = "Set it to -1: it has no effect, because nodes run one after the other."
         else:
             do = f"Set it to -1; serve and bench take --threads {value}, Python threads={value}."
-        raise OptionError(f"{key} is {value}, but it is no option of a provider.", do=do)
+        raise OptionError(f"{key} is {value}, but it is not an option of a provider.", do=do)
 
 
 def _switch(key: str, value: Any) -> bool:

@@ -143,7 +143,7 @@ class RowStream:
         """Run batches; yield each window when all of its batches are done. Closes `batches`.
 
         Raises:
-            Exception: an error of a run that is no InputError; batches that wait are dropped.
+            Exception: an error of a run other than InputError; batches that wait are dropped.
         """
         first_input = self.batches.runner.record.inputs[0].name
         running: deque[tuple[PreparedBatch[Origin], Future[tuple[Arrays, float]] | None]] = deque()

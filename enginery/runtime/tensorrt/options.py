@@ -160,7 +160,7 @@ def check_options(flavor: Flavor, options: BuildOptions) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         changed = value != getattr(defaults, field.name)
-        # The defaults are no request, so only other values are refused.
+        # Nobody asked for the defaults, so only other values are refused.
         if flavor is RTX and changed and field.name in CLASSIC_ONLY:
             raise OptionError(
                 f"option '{field.name}' is {value}, but {CLASSIC_ONLY[field.name]} has no effect "

@@ -113,6 +113,7 @@ class Languages:
         name = class_name.removesuffix("Fast") or _CLASS_OF_TYPE.get(config.model_type, "")
         if not (convention := _CONVENTIONS.get(name)):
             return cls()
+        # transformers has the list of languages in code; the vocabulary shows the same ones.
         matches = (
             (convention.token.fullmatch(token.removeprefix(HIDDEN)), token_id)
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()
@@ -212,6 +213,6 @@ class Languages:
             return self.tokens[code]
         closest = difflib.get_close_matches(str(code)[:_LONGEST_CODE], self.tokens, n=3, cutoff=0.0)
         raise InputError(
-            f"{role} language {_shown(code)} is none of the tokenizer's {len(self.tokens)}; "
+            f"{role} language {_shown(code)} is not one of the tokenizer's {len(self.tokens)}; "
             f"the nearest are {', '.join(closest)}."
         )

@@ -230,13 +230,7 @@ def _model_description(model: ServedModel) -> dict[str, Any]:
 
 
 def _request_form(model: ServedModel) -> dict[str, Any]:
-    task, plan = model.task, model.plan
-    if plan is not None:
-        return {
-            "fields": [{"name": part.name, "optional": part.optional} for part in plan.inputs],
-            "options": plan.option_schemas(),
-            "example": {"inputs": plan.example_input()},
-        }
+    task = model.task
     if task is not None:
         example = example_input(task)
         # A reranker needs a pair, which other models of its task may be given.
@@ -246,7 +240,7 @@ def _request_form(model: ServedModel) -> dict[str, Any]:
                 {"name": part.name, "optional": part.optional and part.name not in needed}
                 for part in task.inputs
             ],
-            "options": task.Options.schemas(),
+            "options": task.option_schemas(),
             "example": {"inputs": example},
         }
     feeds = model.backend.synthetic_feeds(_EXAMPLE_TOKENS)

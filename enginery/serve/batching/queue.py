@@ -117,10 +117,7 @@ class BatchQueue:
         self._count = 0
         self._idle = 0
         self._state = "open"
-        self._lock = threading.Lock()
-        self._sleeping: list[threading.Lock] = []
-        """A locked lock for each idle worker. The one that went idle last is woken first, because
-        its data are still in the caches of its core."""
+        self._changed = threading.Condition(threading.Lock())
 
     @property
     def is_closed(self) -> bool:
@@ -164,7 +161,7 @@ class BatchQueue:
             ClosedError: the queue is closed.
         """
         tokens = sum(entry.tokens for entry in entries)
-        with self._lock:
+        with self._changed:
             if self._state != "open":
                 raise ClosedError("the model is shutting down.")
             if self.rows and not admitted:
@@ -178,8 +175,7 @@ class BatchQueue:
                 heapq.heappush(self._due, (entry.due, self._count, entry))
             self.rows += len(entries)
             self.tokens += tokens
-            for _ in range(min(len(entries), len(self._sleeping))):
-                self._sleeping.pop().release()
+            self._changed.notify(len(entries))
 
     def _admit(self, rows: int, tokens: int) -> None:
         """Raise OverloadedError if a request of this size must be rejected."""
@@ -199,54 +195,60 @@ class BatchQueue:
 
     def take(self) -> list[QueueEntry]:
         """Wait for the next batch and return it; return an empty list once closed and empty."""
-        with self._lock:
+        with self._changed:
             self._idle += 1
             try:
-                while not self.rows:
-                    if self._state != "open":
-                        return []
-                    self._sleep()
-                return self._next_batch()
+                return self._next_batch() if self._has_rows(wait=True) else []
             finally:
                 self._idle -= 1
 
-    def take_rows(self, rows: int, *, wait: bool, alike: bool = False) -> list[QueueEntry] | None:
-        """Return entries of at most `rows` rows together; return None once closed and empty.
+    def take_due(self, rows: int, *, wait: bool) -> list[QueueEntry] | None:
+        """Return entries of at most `rows` rows together, in the order in which they are due.
 
-        Entries are taken in the order in which they are due, and none overtakes one that does not
-        fit, so that each of them runs at some time.
+        None overtakes one that does not fit, so that each of them runs at some time.
 
         Args:
             rows: maximum sum of the entries' weights.
             wait: wait until there is an entry.
-            alike: take the entry that is due first, and fill up with those nearest in length.
+
+        Returns:
+            The entries; None once the queue is closed and empty.
         """
-        with self._lock:
-            while not self.rows:
-                if self._state != "open":
-                    return None
-                if not wait:
-                    return []
-                self._sleep()
-            first, batch = self._due[0][2], []
-            nearest: list[QueueEntry] = []
-            if alike:
-                lane = self._lanes[first.key]
-                nearest = sorted(lane, key=lambda entry: abs(entry.length - first.length))
-                nearest.sort(key=lambda entry: entry is not first)
-            while nearest or (self._due and not alike):
-                entry = nearest.pop(0) if alike else self._due[0][2]
+        with self._changed:
+            if not self._has_rows(wait=wait):
+                return None if self.is_closed else []
+            batch = []
+            while self._due and self._due[0][2].weight <= rows:
+                entry = self._due[0][2]
                 rows -= entry.weight
-                if rows < 0:
-                    break
                 batch.append(entry)
                 self._leave_lane(entry)
                 self._pop_taken()
             return batch
 
+    def take_similar(self, rows: int, *, wait: bool) -> list[QueueEntry] | None:
+        """Return the entry that is due first, with those nearest in length; see `take_due`."""
+        with self._changed:
+            if not self._has_rows(wait=wait):
+                return None if self.is_closed else []
+            first = self._due[0][2]
+
+            def distance(entry: QueueEntry) -> int:
+                return -1 if entry is first else abs(entry.length - first.length)
+
+            batch = []
+            for entry in sorted(self._lanes[first.key], key=distance):
+                rows -= entry.weight
+                if rows < 0:
+                    break
+                batch.append(entry)
+                self._leave_lane(entry)
+            self._pop_taken()
+            return batch
+
     def cancel(self, entries: Sequence[QueueEntry]) -> int:
         """Remove those of some rows that still wait; return their number."""
-        with self._lock:
+        with self._changed:
             waiting = [entry for entry in entries if not entry.taken and entry.order[1]]
             for entry in waiting:
                 self._leave_lane(entry)
@@ -262,7 +264,7 @@ class BatchQueue:
         Returns:
             The dropped rows.
         """
-        with self._lock:
+        with self._changed:
             self._state = "closed"
             dropped = []
             if not drain:
@@ -271,20 +273,14 @@ class BatchQueue:
                     self._mark_taken(entry)
                 self._lanes.clear()
                 self._due.clear()
-            while self._sleeping:
-                self._sleeping.pop().release()
+            self._changed.notify_all()
             return dropped
 
-    def _sleep(self) -> None:
-        """Release the queue's lock and wait until `put` or `close` wakes this worker."""
-        woken = threading.Lock()
-        woken.acquire()
-        self._sleeping.append(woken)
-        self._lock.release()
-        try:
-            woken.acquire()
-        finally:
-            self._lock.acquire()
+    def _has_rows(self, *, wait: bool) -> bool:
+        """Return True if a row waits; with `wait`, not before one does or the queue is closed."""
+        while wait and not self.rows and self._state == "open":
+            self._changed.wait()
+        return self.rows > 0
 
     def _next_batch(self) -> list[QueueEntry]:
         oldest = self._due[0][2]

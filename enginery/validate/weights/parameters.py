@@ -109,7 +109,7 @@ class Parameters:
 
         Args:
             name: the weight of the reference.
-            inputs_first: True if the product needs (inputs, outputs), None if it is no product.
+            inputs_first: True if the product needs (inputs, outputs), None for another operator.
         """
         if name in self._inputs_first:
             return None if inputs_first is None else not inputs_first
@@ -197,7 +197,7 @@ class Parameters:
         return self._read_batch_norm(module) if module in self._epsilons else None
 
     def without(self, seen: set[str]) -> list[str]:
-        """Return the float parameters and buffers that are none of `seen`, nor equal to one."""
+        """Return the float parameters and buffers that `seen` lacks, also by value."""
         known = {(w.shape, w.sample.tobytes()) for n, w in self.weights.items() if n in seen}
         return [
             name

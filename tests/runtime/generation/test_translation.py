@@ -92,7 +92,7 @@ def test_languages_that_are_missing_or_unknown_are_errors(translator, home):
     with load_model(artifact) as model:
         for languages, message in (
             ({}, "no target language is given, and the model has 100: "),
-            ({"target_language": "fx"}, "'fx' is none of the tokenizer's 100; the nearest are"),
+            ({"target_language": "fx"}, "'fx' is not one of the tokenizer's 100; the nearest are"),
             (
                 {"target_language": "fr", "source_language": "french"},
                 "source language 'french' is none",

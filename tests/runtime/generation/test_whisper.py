@@ -71,7 +71,7 @@ def reference(source, **options):
 
 def assert_equal(source, artifact, cases):
     with load_model(artifact) as model:
-        end = model.options.eos_token_id[0]
+        end = model.definition.defaults.eos_token_id[0]
         for name, case in cases.items():
             options = {"max_new_tokens": 12, **case}
             tokens, texts = reference(source, **options)
@@ -149,9 +149,13 @@ def test_files_and_bytes_are_read(whisper, home, tmp_path):
         ([PAIRS[0], "none.wav"], {}, "audio 1: file none.wav does not exist"),
         ([(np.zeros(0, np.float32), 16000)], {}, "audio 0 has no samples"),
         ([PAIRS[0], (sounds.silence(31), 16000)], {}, r"audio 1 is 31.0 seconds long, .* most 30"),
-        (PAIRS, {"language": "frensh"}, "'frensh' is none of the model's 4; the nearest are fr"),
-        (PAIRS, {"language": "fx"}, "language 'fx' is none of the model's 4; the nearest are fr"),
-        (PAIRS, {"language": "german"}, "language 'german' is none of the model's 4"),
+        (PAIRS, {"language": "frensh"}, "'frensh' is not one of the model's 4; the nearest are fr"),
+        (
+            PAIRS,
+            {"language": "fx"},
+            "language 'fx' is not one of the model's 4; the nearest are fr",
+        ),
+        (PAIRS, {"language": "german"}, "language 'german' is not one of the model's 4"),
         (PAIRS, {"language": ["fr"]}, "language is a list, expected a code"),
         (PAIRS, {"task": "translat"}, "'translat' is unknown; did you mean 'translate'"),
         (PAIRS, {"return_timestamps": True}, "return_timestamps is not supported"),

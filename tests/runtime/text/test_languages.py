@@ -115,14 +115,14 @@ def test_marian_names_the_target_in_the_text(written_tokenizer):
     with pytest.raises(InputError, match=r"'eng' is given, but the tokenizer has only target lang"):
         tokenizer.encode_source(["x"], source_language="eng")
     with pytest.raises(
-        InputError, match=r"target language 'fr' is none of the tokenizer's 2; .*fra"
+        InputError, match=r"target language 'fr' is not one of the tokenizer's 2; .*fra"
     ):
         tokenizer.encode_source(["x"], target_language="fr")
 
 
 def test_unknown_language_names_the_nearest(written_tokenizer):
     tokenizer = TextTokenizer.open(written_tokenizer("nllb"))
-    message = r"source language 'fra' is none of the tokenizer's 202; the nearest are .*fra_Latn"
+    message = r"source language 'fra' is not one of the tokenizer's 202; the nearest are .*fra_Latn"
     with pytest.raises(InputError, match=message):
         tokenizer.encode_source(["x"], source_language="fra")
     with pytest.raises(InputError, match=r"target language .* none of the tokenizer's 202"):
