@@ -35,7 +35,6 @@ from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import BenchResult, ValidationReport
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
     from enginery.keywords import (
@@ -54,6 +53,9 @@ if TYPE_CHECKING:
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
     from enginery.recipe import Recipe
+    from enginery.reports.base import StageOutput
+    from enginery.reports.benchmark import BenchResult
+    from enginery.reports.validation import ValidationReport
 
 Config = TypeVar("Config")
 
@@ -526,38 +528,45 @@ def _run_consumer(
 ) -> StageResult:
     """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
-    result: Any
+    output: StageOutput
     worked, problem = True, ""
     values = dict(vars(options))
     if stage == "lint":
-        result = lint_model(artifact, **values)
-        problem = next((report.problem for report in result if not report.passed), "")
+        from enginery.passes.lint.findings import LintReports
+
+        output = lints = LintReports(lint_model(artifact, **values))
+        problem = lints.problem
     elif stage == "bench":
         from enginery.bench import stage as bench
 
         out = values.pop("out")
-        result = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
-        worked = result is None
-        if result is None:
-            result = bench_model(artifact, out=out, progress=progress, **values)
+        measured = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        worked = measured is None
+        if measured is None:
+            measured = bench_model(artifact, out=out, progress=progress, **values)
             artifact = Artifact.open(artifact.path)
         else:
             progress.say(
                 f"bench: nothing to do, {artifact.name} was measured with the same options"
             )
+        output = measured
     elif stage == "predict":
         files = values.pop("input"), values.pop("out")
-        result = predict_file(artifact, *files, force=force, progress=progress, **values)
-        worked = result.worked
+        output = predicted = predict_file(
+            artifact, *files, force=force, progress=progress, **values
+        )
+        worked = predicted.worked
     elif stage == "publish":
         values["variants"] = variants
-        result = publish_model(artifact, values.pop("url"), progress=progress, **values)
-        worked = result.is_new
+        url = values.pop("url")
+        output = published = publish_model(artifact, url, progress=progress, **values)
+        worked = published.is_new
+    elif stage == "export-triton":
+        output = export_triton(artifact, values.pop("out"), progress=progress, **values)
     else:
-        export = export_triton if stage == "export-triton" else export_kserve
-        result = export(artifact, values.pop("out"), progress=progress, **values)
+        output = export_kserve(artifact, values.pop("out"), progress=progress, **values)
     seconds = time.monotonic() - started
-    return StageResult(stage, artifact, worked, seconds, made=result, problem=problem)
+    return StageResult(stage, artifact, worked, seconds, output=output, problem=problem)
 
 
 def _open(artifact: Artifact | str | Path) -> Artifact:

@@ -117,12 +117,12 @@ _NO_SPACE = "Free disk space. --out, ENGINERY_HOME and TMPDIR name places on oth
 
 
 @contextmanager
-def os_errors_as(kind: type[EngineryError], what: str, *, do: str = "") -> Iterator[None]:
+def os_errors_as(kind: type[EngineryError], start: str, *, do: str = "") -> Iterator[None]:
     """Raise an EngineryError for an OSError of the block.
 
     Args:
         kind: class of the error.
-        what: start of the message, which the cause and the file follow.
+        start: start of the message, which the cause and the file follow.
         do: what the user can do about it, unless the disk is full.
 
     >>> with os_errors_as(InputError, "data 'reviews.csv' cannot be read"):
@@ -139,7 +139,7 @@ def os_errors_as(kind: type[EngineryError], what: str, *, do: str = "") -> Itera
         has_path = isinstance(error.filename, str | bytes | os.PathLike)
         file = f": {os.fsdecode(error.filename)}" if has_path else ""
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise kind(f"{what}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
+        raise kind(f"{start}: {cause}{file}.", do=_NO_SPACE if is_full else do) from error
 
 
 def join_problems(problems: Iterable[OptionError]) -> OptionError:

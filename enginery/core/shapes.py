@@ -302,6 +302,7 @@ class Profile:
                     if dynamic
                     else "All its shapes are fixed; leave the profile out.",
                 )
+            # Beyond it, an engine of TensorRT would read outside of the position embeddings.
             self._check_limit(name, limits)
         if missing := [name for name in dynamic if name not in self.dims]:
             names = ", ".join(f"'{name}'" for name in missing)

@@ -22,7 +22,7 @@ import numpy as np
 
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
-from enginery.runtime.tasks.results import arrow_fields, arrow_values
+from enginery.runtime.tasks.results import arrow_fields, arrow_rows
 from enginery.runtime.tasks.task import RowValues, Task, TaskOptions
 
 ERROR = "error"
@@ -87,10 +87,9 @@ class OutputColumns:
         if isinstance(answers, np.ndarray):
             arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
         else:
-            kind = self.task.result_type
-            rows = [None if answer is None else arrow_values(kind, answer) for answer in answers]
+            rows = arrow_rows(self.task.result_type, answers)
             arrays = [
-                to_arrow([None if row is None else row[index] for row in rows], field.type)
+                to_arrow([row[index] for row in rows], field.type)
                 for index, field in enumerate(fields[:-1])
             ]
         arrays.append(to_arrow([errors.get(row) for row in range(len(answers))], fields[-1].type))

@@ -152,8 +152,8 @@ def run(
                 predictor = loading.result()
                 opened.enter_context(predictor)
                 _check_input_kind(reader, columns, artifact.manifest.task, predictor)
-                written = predictor.columns(reader.schema, reader.names)
-                journal = Journal.open(output, key, str(written.schema))
+                output_columns = predictor.columns(reader.schema, reader.names)
+                journal = Journal.open(output, key, str(output_columns.schema))
                 resumed = journal.counts.rows
                 if journal.damage:
                     progress.say(
@@ -162,13 +162,17 @@ def run(
                     )
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
-                assembly = joining.enter_context(Assembly(journal.directory, kind, written.schema))
+                assembly = joining.enter_context(
+                    Assembly(journal.directory, kind, output_columns.schema)
+                )
                 for part in journal.paths():
                     assembly.add(part)
                 if not journal.has_all_rows:
                     # Closed here, not by the garbage collector: the generator holds the workers.
-                    with closing(predictor.stream(reader, written, skip=resumed)) as windows:
-                        journal.write_parts(windows, written, config, assembly, progress=progress)
+                    with closing(predictor.stream(reader, output_columns, skip=resumed)) as windows:
+                        journal.write_parts(
+                            windows, output_columns, config, assembly, progress=progress
+                        )
                 first_run = predictor.first_run or started
                 providers, notes = tuple(predictor.providers), predictor.notes
                 workers = predictor.workers

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import (
@@ -26,6 +25,7 @@ from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
 from enginery.quantize.source_graph import SourceGraph
+from enginery.reports.quantization import EngineTrial
 from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.library import require_tensorrt

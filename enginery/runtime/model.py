@@ -127,7 +127,7 @@ class Model(Closeable):
         """
         task, batches = self.definition, self._rows
         if isinstance(batches, TextGenerator):
-            return self.generate(inputs, **options)
+            return self.generate(inputs, **{"num_return_sequences": 1, **options})
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import OutputMetrics, ValidationCaseResult
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.precision import compute_precision
 from enginery.validate.cases.padding import find_padding_mask

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import GraphCoverage, ValidationCaseResult
 from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.model.onnx_structure import is_random_input
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
+from enginery.reports.validation import GraphCoverage, ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import GraphComparison

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
+from enginery.reports.validation import ValidationCaseResult
 from enginery.runtime.decoder_graphs import (
     ENCODER_STATES,
     LOGITS,

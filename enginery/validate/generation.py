@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import GenerationMetrics, ValidationCaseResult
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
+from enginery.reports.validation import GenerationMetrics, ValidationCaseResult
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images, synthetic_sounds
 from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating

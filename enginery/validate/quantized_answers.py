@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import QuantizedAccuracy
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import Feeds
+from enginery.reports.validation import QuantizedAccuracy
 from enginery.runtime.agreement import AnswerAgreement
 from enginery.validate.metrics.budget import AccuracyExpectation
 from enginery.validate.reference import ReferenceOutputs

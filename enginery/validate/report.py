@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from enginery.core.artifact.reports import (
+from enginery.reports.validation import (
     OutputMetrics,
     QuantizedAccuracy,
     ValidationCaseResult,
     ValidationReport,
-    WeightMetrics,
 )
+from enginery.reports.weights import WeightMetrics
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""

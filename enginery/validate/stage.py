@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginery.core.accuracy import LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.artifact.fingerprint import (
@@ -30,18 +31,6 @@ from enginery.core.artifact.fingerprint import (
     stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Verdict
-from enginery.core.artifact.reports import (
-    GenerationMetrics,
-    GraphCoverage,
-    LayerError,
-    LayerMetrics,
-    ProviderRecord,
-    QuantizedAccuracy,
-    RoundingMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightMetrics,
-)
 from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import (
     ArtifactError,
@@ -59,6 +48,16 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.base import ProviderRecord
+from enginery.reports.validation import (
+    GenerationMetrics,
+    GraphCoverage,
+    QuantizedAccuracy,
+    RoundingMetrics,
+    ValidationCaseResult,
+    ValidationReport,
+)
+from enginery.reports.weights import LayerMetrics, WeightMetrics
 from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph, is_past
 from enginery.runtime.onnxruntime.placement import read_placement
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import CheckFailedError, InputError
 from enginery.core.progress import SILENT
 from enginery.quantize import fastest
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.job import QuantizeJob, QuantizeResult
+from enginery.reports.quantization import QuantizationReport
 
 MISSED = CheckFailedError("no combination meets the budget")
 

@@ -621,3 +621,13 @@ def test_a_file_that_an_earlier_stage_leaves_need_not_be_there(beside):
         "  - predict: {input: first.csv, out: second.csv, prefix: again_}\n"
     )
     check_recipe(Recipe.parse(text, base=beside))
+
+
+def test_predict_may_follow_the_export_of_a_model_that_generates(beside):
+    from enginery.recipe.checks import check_recipe
+
+    export = "  - export: {task: text-generation-with-past}\n"
+    predict = "  - predict: {input: plain.csv, out: a.csv, generation: [max_new_tokens=4]}\n"
+    check_recipe(Recipe.parse(HEAD + export + predict, base=beside))
+    with pytest.raises(RecipeError, match="expected NAME=VALUE"):
+        check_recipe(Recipe.parse(HEAD + export + predict.replace("=4", ""), base=beside))

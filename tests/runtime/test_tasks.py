@@ -174,21 +174,6 @@ def test_new_task_has_sample_predictions_and_a_snippet(counting, counted, monkey
     assert capsys.readouterr().out == f"[{counted()[0]}]\n"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow.*")
-@pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
-@pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
-def test_audio_task_has_a_signature_for_mlflow(tiny):
-    pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
-    from enginery.publish.targets.mlflow.model import signature
-
-    found = signature(tiny.artifact("wav2vec2", "automatic-speech-recognition").manifest)
-    assert found.inputs.to_dict() == [{"type": "binary", "required": True}]
-    assert [(each["name"], each["type"]) for each in found.outputs.to_dict()] == [
-        ("text", "string"),
-        ("score", "double"),
-    ]
-
-
 def test_audio_task_is_an_mlflow_model(tiny):
     pytest.importorskip("soundfile", reason="pip install 'enginery[audio]'")
     artifact = tiny.artifact("wav2vec2", "audio-classification")

@@ -33,13 +33,14 @@ from enginery import (
     validate_model,
 )
 from enginery.api import RunResult, lint_model
-from enginery.core.artifact.reports import BenchResult, ValidationReport
 from enginery.deploy.kserve.stage import KserveExport
 from enginery.deploy.triton.stage import TritonExport
 from enginery.export.config import ExportConfig
 from enginery.passes.lint.lint import LintReport
 from enginery.predict.report import PredictReport
 from enginery.publish.destination import Published
+from enginery.reports.benchmark import BenchResult
+from enginery.reports.validation import ValidationReport
 from enginery.runtime.model import Model
 from enginery.runtime.providers import CudaOptions, ProviderSpec
 from enginery.runtime.tasks.answer import ContextAnswer

@@ -7,10 +7,10 @@ from onnx import helper
 
 from enginery import quantize_model, validate_model
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import GraphCoverage
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.core.tolerance import Tolerance
+from enginery.reports.validation import GraphCoverage
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.validate.compare import ComparisonLimits, GraphComparison
 from enginery.validate.consistency import ConsistencyScan, PaddedDim, ScanResult, ScanShape
@@ -246,7 +246,7 @@ def test_coverage_in_words_and_as_a_table():
         "model.onnx", "sequence", [(1, 1), (4, 24)], [(2, 3), (2, 40), (9, 4)], [(3, 5)]
     )
     assert found.describe() == (
-        "model.onnx: 2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
+        "2 sizes compared with PyTorch; in 3 more (batch up to 9, sequence up to 40) "
         "rows equal those run alone"
     )
     table = {row["batch"]: row for row in found.grid()}

@@ -10,7 +10,6 @@ from PIL import Image
 
 from enginery import Artifact, export_model, load_model, validate_model
 from enginery.core.artifact.manifest import Verdict
-from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -22,6 +21,7 @@ from enginery.core.errors import (
     SourceError,
 )
 from enginery.core.progress import Silent
+from enginery.reports.validation import OutputMetrics, ValidationCaseResult, ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.stage import _all_passed, fingerprint
 from tests.sounds import chirp, wav

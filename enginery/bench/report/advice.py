@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginery.bench.config import ENGINERY
-from enginery.core.artifact.reports import (
-    Advice,
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     ContenderRecord,
@@ -20,6 +19,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.runtime.onnxruntime import session
 from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (

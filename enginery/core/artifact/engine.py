@@ -49,6 +49,7 @@ class Engine:
         record = engine.record
         for name in (record.plan, record.wrapper, record.layer_list):
             file = resolve_inside(path, name, what=f"the engine {path}")
+            # Reading a named pipe would block, and a device may have no end.
             if file.exists() and not file.is_file():
                 raise ArtifactError(f"{file} is not a regular file.", do=_REMEDY)
         _check_record(path, record)

@@ -74,6 +74,7 @@ class ParquetReader:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        # Texts stay dictionaries until a batch is converted, so that repeated ones are held once.
         texts = [
             f.name for f in self.schema if pa.types.is_string(f.type) or pa.types.is_binary(f.type)
         ]

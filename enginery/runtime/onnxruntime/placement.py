@@ -134,36 +134,6 @@ class Placement:
             "notes": list(self.notes),
         }
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return a table to show, with one row per provider."""
-        rows = []
-        for name in self.providers:
-            figures = self._figures(name)
-            kinds = ", ".join(f"{count} {kind}" for kind, count in figures["op_types"].items())
-            rows.append(
-                {
-                    "provider": short_name(name),
-                    "nodes": str(figures["nodes"]),
-                    "for shapes": str(figures["for_shapes"]),
-                    "multiply-adds": f"{figures['multiply_adds']:,}" if self.counted else "–",
-                    "share": f"{self.share(name):.1%}" if self.counted else "–",
-                    "ops": kinds,
-                }
-            )
-        return rows
-
-    def node_rows(self) -> list[dict[str, str]]:
-        """Return a table of the compute nodes that fell back to the CPU."""
-        return [
-            {
-                "node": node.name,
-                "op": node.op_type,
-                "provider": short_name(node.provider),
-                "multiply-adds": f"{node.multiply_adds:,}" if self.counted else "–",
-            }
-            for node in self.fallen
-        ]
-
     def _figures(self, provider: str) -> dict[str, Any]:
         here = [node for node in self.nodes if node.provider == provider]
         return {

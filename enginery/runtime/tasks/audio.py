@@ -6,7 +6,7 @@ import io
 import math
 import wave
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
     InputLimits,
@@ -52,7 +53,7 @@ class AudioTask(MediaTask):
     """Maximum duration of an input; 0 for the limit of `load_audio`."""
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         processor = AudioProcessor.open(artifact.path)
@@ -79,6 +80,7 @@ class AudioTask(MediaTask):
             processor=processor,
             config=config,
             notes=notes,
+            max_seconds=limits.max_seconds,
             **cls._read_settings(artifact),
         )
 
@@ -86,10 +88,6 @@ class AudioTask(MediaTask):
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:
         """Read further settings of a task; return values for the fields of the class."""
         return {}
-
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with a limit on the duration of an input."""
-        return replace(self, max_seconds=limits.max_seconds)
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess audio: a path, a file's content, or (array, sampling_rate)."""
@@ -130,12 +128,6 @@ class ClassifyAudio(LabelResults, AudioTask):
     purpose = "classifies audio"
     tasks = ("audio-classification",)
     Options = LabelOptions
-
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each row: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass(frozen=True)

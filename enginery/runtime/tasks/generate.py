@@ -7,7 +7,7 @@ of other tasks in one step each.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from enginery.runtime.generation.search import Hypothesis, Search, make_search
 from enginery.runtime.generation.stream import TextStream
 from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
     InputLimits,
@@ -191,25 +192,28 @@ class Generate(Task):
     vocabulary: int
     """Number of tokens; 0 if config.json does not say."""
     chat_template: ChatTemplate | None = None
-    limits: InputLimits = field(default=InputLimits(), kw_only=True)
+    limits: InputLimits = field(default=NO_LIMITS, kw_only=True)
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read tokenizer, processor and generation_config.json; see `RowTask.open`."""
         graphs = find_generating(artifact)
         if graphs.encoder is not None:
             require_prepared(graphs.encoder)
         tokenizer = TextTokenizer.open(artifact.path)
         defaults = read_generation_config(artifact.path)
+        reader = open_inputs(artifact, graphs, tokenizer, defaults)
+        reader.max_pixels = limits.max_pixels
         return cls(
             record=record,
             tokenizer=tokenizer,
-            reader=open_inputs(artifact, graphs, tokenizer, defaults),
+            reader=reader,
             graphs=graphs,
             defaults=defaults,
             positions=read_positions(artifact.path),
             vocabulary=ModelConfig.read(artifact.path).merged().vocab_size,
             chat_template=ChatTemplate.open(artifact.path),
+            limits=limits,
         )
 
     @classmethod
@@ -217,12 +221,6 @@ class Generate(Task):
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
         """Return True for an artifact of one of the tasks: each has inputs of one kind."""
         return manifest.task in cls.tasks
-
-    @override
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with limits on inputs and options."""
-        self.reader.max_pixels = limits.max_pixels
-        return replace(self, limits=limits)
 
     @property
     def has_encoder(self) -> bool:
@@ -299,7 +297,6 @@ class Generate(Task):
         longest = self.limits.max_new_tokens or None
         return options.model_copy(update={"max_new_tokens": longest})
 
-    @override
     def option_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of the options for a form, with the model's own values."""
         schemas = GenerationOptions.model_json_schema()["properties"]
@@ -452,26 +449,6 @@ class Generate(Task):
     ) -> list[list[Generation]]:
         """Return the texts of each input, as `split` returned them."""
         return list(outputs)
-
-    @override
-    def to_json(self, result: Sequence[Generation]) -> Any:
-        """Return the result of an input as text-generation-inference has it.
-
-        It is a list if the input has several texts.
-        """
-        texts = [
-            {
-                "generated_text": generation.text,
-                "details": {
-                    "finish_reason": generation.finish,
-                    "generated_tokens": len(generation.tokens),
-                    "prompt_tokens": generation.prompt_tokens,
-                    "score": generation.score,
-                },
-            }
-            for generation in result
-        ]
-        return texts[0] if len(texts) == 1 else texts
 
     @override
     def describe(self, result: Generation) -> str:

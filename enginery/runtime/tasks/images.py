@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
     InputLimits,
@@ -50,7 +51,7 @@ class ImageTask(MediaTask):
     """Maximum number of pixels of an image file; 0 for Pillow's own limit."""
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         inputs = record.inputs
         if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
@@ -63,11 +64,13 @@ class ImageTask(MediaTask):
         processor = ImageProcessor.open(artifact.path)
         config = ModelConfig.read(artifact.path)
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
-        return cls(record=record, processor=processor, config=config, notes=notes)
-
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with a limit on the pixels of a file."""
-        return replace(self, max_pixels=limits.max_pixels)
+        return cls(
+            record=record,
+            processor=processor,
+            config=config,
+            notes=notes,
+            max_pixels=limits.max_pixels,
+        )
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
@@ -94,12 +97,6 @@ class ClassifyImages(LabelResults, ImageTask):
     tasks = ("image-classification",)
     Options = LabelOptions
 
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each image: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
-
 
 @dataclass
 class EmbedImages(ImageTask):
@@ -112,9 +109,9 @@ class EmbedImages(ImageTask):
     Options = VectorOptions
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the model's files and choose the output for vectors; see `RowTask.open`."""
-        task = super().open(artifact, record)
+        task = super().open(artifact, record, limits)
         task.notes += (f"the vector of an image is {_vector_rule(record, task.config)[1]}",)
         return task
 

@@ -163,6 +163,9 @@ class InputLimits:
     """Runs the encoding of a list of texts, see `TextTokenizer`."""
 
 
+NO_LIMITS = InputLimits()
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
@@ -195,19 +198,21 @@ class ModelInputs:
 class RowTask(ABC):
     """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
-    modality: ClassVar[Modality] = "text"
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     runs_in_steps: ClassVar[bool] = False
     """True if a row takes many steps, which `TextGenerator` runs, instead of one run."""
 
     record: GraphRecord
-    notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """Choices made for this model, with their reasons."""
 
     @classmethod
     @abstractmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the model's files beside a graph.
+
+        Args:
+            artifact: the artifact.
+            record: the graph.
+            limits: what a server accepts.
 
         Raises:
             ArtifactError: a file is missing or malformed, or the graph lacks an input or output
@@ -238,11 +243,11 @@ class RowTask(ABC):
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
-        """Return the results, from the outputs of each row as `split` returned them."""
+        """Return a result for each input, from the outputs of each row as `split` returned them.
 
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with limits on inputs and options."""
-        return self
+        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array
+        (inputs, dim); the outputs of a graph for its own tensors are arrays by name.
+        """
 
     @property
     def max_tokens(self) -> int:
@@ -278,6 +283,10 @@ class Task(RowTask):
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
+    modality: ClassVar[Modality] = "text"
+
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """Choices made for this model, with their reasons."""
 
     @classmethod
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
@@ -290,21 +299,6 @@ class Task(RowTask):
         graphs = [record] if record else manifest.graphs[:1]
         names = (spec.name for graph in graphs for spec in graph.inputs)
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
-
-    @abstractmethod
-    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
-        """Return a result for each input, from the outputs of each row as `split` returned them.
-
-        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array.
-        """
-
-    def to_json(self, result: Any) -> Any:
-        """Return a result as routes for every task answer it: a dataclass, or plain values."""
-        return result
-
-    def option_schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each option, for a form."""
-        return self.Options.schemas()
 
     @abstractmethod
     def describe(self, result: Any) -> str:

@@ -14,6 +14,7 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
     InputLimits,
@@ -49,14 +50,14 @@ class TextTask(Task):
     config: ModelConfig
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the tokenizer and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         tokenizer = TextTokenizer.open(artifact.path)
         notes, settings = cls._read_settings(artifact, record)
         return cls(
             record=record,
-            tokenizer=tokenizer,
+            tokenizer=replace(tokenizer, parallel_encode=limits.parallel_encode),
             config=ModelConfig.read(artifact.path),
             notes=(
                 f"texts are truncated to {tokenizer.limit} tokens: {tokenizer.limit_source}",
@@ -109,11 +110,6 @@ class TextTask(Task):
         """Return the graph's inputs (input_ids, attention_mask, …): (len(rows), tokens) each."""
         encodings = [row.content for row in rows]
         return self.tokenizer.feeds(encodings, self.record.inputs, width=width)
-
-    def limited(self, limits: InputLimits) -> Self:
-        """Return the task with a tokenizer that encodes as the server wants it."""
-        tokenizer = replace(self.tokenizer, parallel_encode=limits.parallel_encode)
-        return replace(self, tokenizer=tokenizer)
 
     @property
     def max_tokens(self) -> int:

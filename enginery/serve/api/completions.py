@@ -190,7 +190,7 @@ class _Answer:
     """How the texts of a request are sent."""
 
     request: Request
-    asked: StreamedRequest
+    streamed: StreamedRequest
     count: int
     """Number of texts of each input."""
     head: Mapping[str, Any]
@@ -209,8 +209,8 @@ class _Answer:
 
     async def texts(self) -> list[tuple[str, str]]:
         """Return the texts, each with the reason of its end."""
-        results: list[tuple[str, str]] = [("", "")] * (len(self.asked.inputs) * self.count)
-        steps = run_stream(self.request, self.asked)
+        results: list[tuple[str, str]] = [("", "")] * (len(self.streamed.inputs) * self.count)
+        steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position, generation in enumerate(step.results):
@@ -236,7 +236,7 @@ class _Answer:
         """
         usage: dict[str, Any] = {"usage": None} if with_usage else {}
         begun: set[int] = set()
-        steps = run_stream(self.request, self.asked)
+        steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position in range(self.count):
@@ -293,8 +293,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         keep_stop=False,
         whole=task.has_encoder,
     )
-    asked = StreamedRequest(model, task, prepare, body.prompt)
-    answer = _answer(request, asked, body, "cmpl", "text_completion")
+    streamed = StreamedRequest(model, task, prepare, body.prompt)
+    answer = _answer(request, streamed, body, "cmpl", "text_completion")
 
     def echoed(index: int) -> str:
         return body.prompt[index // answer.count] if body.echo else ""
@@ -343,8 +343,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     prepare = partial(task.preprocess_chat, messages, task.Options.read(options), streams=stream)
     text = "".join(message["content"] for message in messages)
     kind = "chat.completion.chunk" if stream else "chat.completion"
-    asked = StreamedRequest(model, task, prepare, [text])
-    answer = _answer(request, asked, body, "chatcmpl", kind)
+    streamed = StreamedRequest(model, task, prepare, [text])
+    answer = _answer(request, streamed, body, "chatcmpl", kind)
 
     def change(index: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -425,16 +425,16 @@ def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> d
 
 
 def _answer(
-    request: Request, asked: StreamedRequest, body: SamplingRequest, prefix: str, kind: str
+    request: Request, streamed: StreamedRequest, body: SamplingRequest, prefix: str, kind: str
 ) -> _Answer:
     record = request.scope["state"]["record"]
     head = {
         "id": f"{prefix}-{record.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": asked.model.name,
+        "model": streamed.model.name,
     }
-    return _Answer(request, asked, body.n or 1, head)
+    return _Answer(request, streamed, body.n or 1, head)
 
 
 def _wants_usage(body: SamplingRequest) -> bool:

@@ -132,8 +132,14 @@ class GenerationScheduler:
         return sum(not request.first for request in self._requests)
 
     def info(self) -> dict[str, Any]:
-        """Return the numbers of running rows and of waiting requests, as JSON."""
-        return {"running": {"rows": self.rows, "waiting": self.waiting}}
+        """Return what runs and waits, and the limits of a text, as JSON."""
+        return {
+            "running": {"rows": self.rows, "waiting": self.waiting},
+            "generation": {
+                "max_rows": self._max_rows,
+                "max_new_tokens": self._generator.task.limits.max_new_tokens,
+            },
+        }
 
     @property
     def alive(self) -> bool:

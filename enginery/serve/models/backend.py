@@ -131,7 +131,7 @@ def open_task(
         max_sequences=options.generation_rows,
         parallel_encode=parallel_encode,
     )
-    return definition.open(artifact, record).limited(limits)
+    return definition.open(artifact, record, limits)
 
 
 class ModelBackend(ModelFiles):
@@ -367,11 +367,6 @@ class ModelBackend(ModelFiles):
             properties["notes"] = [*self.task.notes, *self.runner.notes]
         if self.dim:
             properties["dim"] = self.dim
-        if self.rows.task.runs_in_steps:
-            properties["generation"] = {
-                "max_rows": self.options.generation_rows,
-                "max_new_tokens": self.options.max_new_tokens,
-            }
         return properties
 
     def close(self) -> None:

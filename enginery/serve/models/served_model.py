@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
-from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
@@ -34,7 +33,6 @@ from enginery.runtime.tasks.task import (
     count_characters,
     count_inputs,
 )
-from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.runtime.text.tokenizer_files import is_panic
 from enginery.serve.batching.generation import GenerationScheduler, Progress
@@ -381,7 +379,7 @@ class ServedModel(ABC):
 
 def _preprocess_cost(task: RowTask, characters: int) -> ProcessingCost:
     """Return the cost class of preprocessing inputs of this many characters."""
-    if isinstance(task, Tensors):
+    if not isinstance(task, Task):  # raw tensors
         return "light"
     # A text is never light, because tokenizer.json is untrusted.
     is_short = task.modality == "text" and characters <= _LIGHT_CHARACTERS
@@ -479,7 +477,7 @@ class LocalModel(ServedModel):
             schedulers: list[BatchScheduler | GenerationScheduler] = []
             try:
                 # A CUDA graph is replayed by the thread that has recorded it.
-                in_worker = not backend.on_cpu and isinstance(backend.rows, BatchRunner)
+                in_worker = not backend.on_cpu and not backend.rows.task.runs_in_steps
                 if not in_worker:
                     backend.warm_up()
                 batches = self._open_batches(backend, prepare=in_worker)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import OutputMetrics
 from enginery.core.precision import PRECISION_OF_DTYPE
 from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import OutputMetrics
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import (
     ConstantError,

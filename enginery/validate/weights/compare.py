@@ -29,12 +29,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
+from enginery.reports.weights import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.validate.weights.difference import describe_difference
 from enginery.validate.weights.elements import (

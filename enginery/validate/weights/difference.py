@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import WeightDifference
+from enginery.reports.weights import WeightDifference
 from enginery.validate.weights.stored import StoredWeight, is_table
 
 Array = NDArray[Any]

@@ -466,7 +466,8 @@ def test_table_groups_nodes_with_the_same_finding(tmp_path):
         tmp_path / "g.onnx", quantized_product(), quantized_constants(z=np.array(5, np.int8))
     )
     report = lint_onnx(path, parser=False)
-    [row] = report.rows()
+    table, _ = report.rows()
+    [row] = table.rows
     assert list(row) == ["severity", "rule", "where", "problem", "remedy"]
     assert row["where"] == "x_quantize and 1 more"
     assert report.summary == "2 errors"

@@ -1,5 +1,6 @@
 """Generation as a task: which artifacts are of it, its options, limits and rows."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ def test_options_count_the_texts_of_an_input():
 
 def test_limits_hold_for_every_row(writer):
     limits = InputLimits(max_new_tokens=4, max_sequences=2)
-    task = writer.definition.limited(limits)
+    task = replace(writer.definition, limits=limits)
     (row,) = task.preprocess(["The engine"], task.Options.read({"max_length": 60})).rows
     assert row.content.new_tokens == 4
     for values, message in (

@@ -414,7 +414,7 @@ def test_json_of_the_server_and_of_mlflow(verb):
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
 @pytest.mark.parametrize("verb", RESULTS)
-def test_outputs_of_mlflow_signature(verb):
+def test_signature_for_mlflow(verb):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
     from enginery.publish.targets.mlflow.model import signature
 
@@ -422,7 +422,10 @@ def test_outputs_of_mlflow_signature(verb):
     graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
     specs = [SimpleNamespace(name=graph_input[task.modality])]
     manifest: Any = SimpleNamespace(task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs)])
-    assert signature(manifest).outputs.to_json() == SIGNATURES[verb]
+    schema = signature(manifest)
+    assert schema.outputs.to_json() == SIGNATURES[verb]
+    kind = "string" if task.modality == "text" else "binary"
+    assert [column["type"] for column in schema.inputs.to_dict()] == [kind] * len(task.inputs)
 
 
 @pytest.mark.parametrize("verb", RESULTS)

@@ -6,14 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from enginery.core.artifact.reports import (
-    EmbeddingMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightMetrics,
-)
 from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import EmbeddingMetrics, ValidationCaseResult, ValidationReport
+from enginery.reports.weights import WeightMetrics
 from enginery.validate.cases.padding import find_padding_mask
 from enginery.validate.metrics.outputs import NoiseFloor, OutputLimits, compare_output, noise_floor
 from enginery.validate.report import summarize
