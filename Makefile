@@ -23,8 +23,9 @@ DEST ?=
 PORT ?=
 ARGS ?=
 
-# A worker an export each; every one holds PyTorch, so that memory bounds their number.
-PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist worksteal
+# One worker more than cores, because each waits for child processes a third of the time; every
+# one holds PyTorch, so that memory bounds their number.
+PARALLEL ?= --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -103,9 +104,10 @@ format: setup  ## rewrite the code as the linter wants it
 notebooks: setup  ## run the notebooks and keep their outputs
 	KEEP_NOTEBOOK_OUTPUTS=1 $(BIN)/python -m pytest -m slow --quiet tests/test_notebooks.py
 
-schema: setup  ## write the schemas of manifests and recipes in docs/ anew from the code
+schema: setup  ## write the schemas in docs/ and the keyword arguments of the stages anew from the code
 	$(BIN)/python -m enginery.core.artifact.manifest > docs/manifest.schema.json
 	$(BIN)/python -m enginery.recipe.schema > docs/recipe.schema.json
+	$(BIN)/python -m tests.test_keywords > enginery/keywords.py
 
 clean:  ## remove the virtual environment and what tools left; the store stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info

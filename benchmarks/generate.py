@@ -118,14 +118,16 @@ class Enginery:
         from enginery.runtime.decoder_graphs import DecoderGraphs
         from enginery.runtime.generation.decoder import CachedDecoder
         from enginery.runtime.generation.options import read_generation_config
-        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
         artifact = Artifact.open(directory)
         (graphs,) = DecoderGraphs.find_all(artifact.manifest.graphs)
         records = [graphs.later, *([graphs.encoder] if graphs.encoder else [])]
         runners = {
             # From the second start on, as serve and predict do.
-            each.file: OrtRunner(artifact, graph=each.file, threads=threads, keep_optimized=True)
+            each.file: OrtRunner(
+                artifact, RunnerOptions(threads=threads, keep_optimized=True), graph=each.file
+            )
             for each in records
         }
         self._decoder = CachedDecoder(graphs, runners)

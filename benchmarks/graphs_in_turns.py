@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from enginery import Artifact
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 RUNS = 8
 """Of each graph in a round, after as many that are not timed."""
@@ -54,7 +54,7 @@ def time_in_turns(
     for _ in range(rounds):
         for path in paths:
             # One session at a time: the idle threads of another one would wait in busy loops.
-            with OrtRunner(Artifact.open(path), threads=threads) as runner:
+            with OrtRunner(Artifact.open(path), RunnerOptions(threads=threads)) as runner:
                 feeds = {
                     spec.name: values[spec.name].astype(spec.dtype) for spec in runner.record.inputs
                 }

@@ -223,7 +223,7 @@ def _judged(model: Path, run: Callable[[], object]) -> str:
 def _configuration(base: Path, place: Path, randomness: random.Random) -> str:
     from enginery.core.errors import EngineryError
     from enginery.core.model.source import resolve_source
-    from enginery.runtime.torch_runner import guarded, load_pytorch
+    from enginery.runtime.torch_runner import TorchOptions, guarded, load_pytorch
 
     shutil.copytree(base / "model", place)
     names = ["config.json", "tokenizer_config.json", "special_tokens_map.json"]
@@ -239,11 +239,7 @@ def _configuration(base: Path, place: Path, randomness: random.Random) -> str:
             load_pytorch(
                 place,
                 "feature-extraction",
-                precision="fp32",
-                library="transformers",
-                pickled=source.pickled,
-                trust_remote_code=False,
-                device="cpu",
+                TorchOptions(pickled=source.pickled),
             )
             import transformers
 

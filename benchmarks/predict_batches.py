@@ -28,7 +28,7 @@ from benchmarks.predict_vs_seed import BATCH_TOKENS, GRID, token_lengths, write_
 from enginery import Artifact, export_model
 from enginery.predict.config import MAX_ROWS
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.onnxruntime.runner import Feeds, OrtRunner
+from enginery.runtime.onnxruntime.runner import Feeds, OrtRunner, RunnerOptions
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.embed import Embed, EmbedOptions
 
@@ -94,7 +94,7 @@ def main() -> None:
         lengths = token_lengths(path, data)
         with data.open(newline="", encoding="utf-8") as stream:
             texts = [row["text"] for row in csv.DictReader(stream)]
-    with OrtRunner(artifact, threads=1, keep_optimized=True) as runner:
+    with OrtRunner(artifact, RunnerOptions(threads=1, keep_optimized=True)) as runner:
         task = Embed.open(artifact, runner.record)
         batches = BatchRunner(task, runner)
         sizes = {size: cut(batches, task, texts, size) for size in given.sizes}

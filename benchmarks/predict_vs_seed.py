@@ -81,12 +81,12 @@ import itertools, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from enginery.core.artifact.artifact import Artifact
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 threads, budgets, grid = int(sys.argv[2]), json.loads(sys.argv[3]), json.loads(sys.argv[4])
 seconds = {}
 artifact = Artifact.open(sys.argv[1])
 with (
-    OrtRunner(artifact, threads=1, keep_optimized=True) as runner,
+    OrtRunner(artifact, RunnerOptions(threads=1, keep_optimized=True)) as runner,
     ThreadPoolExecutor(threads) as pool,
 ):
     for tokens, length in itertools.product(budgets, grid):

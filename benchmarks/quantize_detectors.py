@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image
 
 from enginery import Artifact, export_model, quantize_model
-from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.model.feeds import Feeds
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.agreement import AnswerAgreement
 from enginery.runtime.detections import read_detections
 from enginery.runtime.onnxruntime.runner import OrtRunner

@@ -96,7 +96,7 @@ import csv, json, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from enginery.core.artifact.artifact import Artifact
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.text.tokenizer import TextTokenizer
 artifact, data, phrases = Artifact.open(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 tokenizer = TextTokenizer.open(artifact.path)
@@ -117,7 +117,7 @@ def feeds(batch):
         ids[row, :len(found)], mask[row, :len(found)] = found, 1
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids * 0}
 made = [feeds(batch) for batch in batches]
-with OrtRunner(artifact, threads=1) as runner, ThreadPoolExecutor(2) as pool:
+with OrtRunner(artifact, RunnerOptions(threads=1)) as runner, ThreadPoolExecutor(2) as pool:
     list(pool.map(runner, made[:8]))
     begun = time.perf_counter()
     list(pool.map(runner, made))

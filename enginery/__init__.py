@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from enginery.core.version import __version__
     from enginery.recipe import Recipe
     from enginery.runtime.model import load_model
-    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "EngineryError",
     "OrtRunner",
     "Recipe",
+    "RunnerOptions",
     "__version__",
     "bench_model",
     "build_engine",
@@ -65,6 +66,7 @@ _HOMES = {
     "EngineryError": "enginery.core.errors",
     "OrtRunner": "enginery.runtime.onnxruntime.runner",
     "Recipe": "enginery.recipe.model",
+    "RunnerOptions": "enginery.runtime.onnxruntime.runner",
     "bench_model": "enginery.api",
     "build_engine": "enginery.api",
     "export_kserve": "enginery.api",
@@ -81,10 +83,12 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'enginery' has no attribute '{name}'")
+if not TYPE_CHECKING:  # with this function a checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'enginery' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -11,10 +11,10 @@ under the lock of their cache key; `out` gets a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, cast
 
 from enginery.bench.config import BenchConfig
 from enginery.core.artifact.artifact import Artifact
@@ -35,13 +35,27 @@ from enginery.stages import StageResult, deliver, run_cached, run_validate
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import BenchResult, ValidationReport
     from enginery.deploy.kserve.stage import KserveExport
     from enginery.deploy.triton.stage import TritonExport
+    from enginery.keywords import (
+        BenchKeywords,
+        BuildKeywords,
+        ExportKeywords,
+        KserveKeywords,
+        OptimizeKeywords,
+        PredictKeywords,
+        PublishKeywords,
+        QuantizeKeywords,
+        TritonKeywords,
+        ValidateKeywords,
+    )
     from enginery.passes.lint.lint import LintReport
     from enginery.predict.report import PredictReport
     from enginery.publish.destination import Published
     from enginery.recipe import Recipe
+    from enginery.reports.base import StageOutput
+    from enginery.reports.benchmark import BenchResult
+    from enginery.reports.validation import ValidationReport
 
 Config = TypeVar("Config")
 
@@ -54,7 +68,7 @@ def export_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: ExportConfig | None = None,
-    **options: Any,
+    **options: Unpack[ExportKeywords],
 ) -> Artifact:
     """Export a model to an ONNX artifact, or take the finished one.
 
@@ -82,7 +96,7 @@ def optimize_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: OptimizeConfig | None = None,
-    **options: Any,
+    **options: Unpack[OptimizeKeywords],
 ) -> Artifact:
     """Optimize an artifact for CUDA, TensorRT or the CPU, or take the finished one.
 
@@ -112,7 +126,7 @@ def quantize_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: QuantizeConfig | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> Artifact:
     """Quantize an artifact to INT8 or FP8 for TensorRT, or take the finished one.
 
@@ -148,7 +162,7 @@ def build_engine(
     force: bool = False,
     progress: Progress = SILENT,
     config: BuildConfig | None = None,
-    **options: Any,
+    **options: Unpack[BuildKeywords],
 ) -> Artifact:
     """Build TensorRT engines of an artifact's graphs, or take the finished ones.
 
@@ -176,7 +190,7 @@ def validate_model(
     force: bool = False,
     progress: Progress = SILENT,
     config: ValidateConfig | None = None,
-    **options: Any,
+    **options: Unpack[ValidateKeywords],
 ) -> ValidationReport:
     """Compare an artifact with PyTorch and mark it, or take the verdict that still holds.
 
@@ -223,7 +237,7 @@ def bench_model(
     out: str | Path = "",
     progress: Progress = SILENT,
     config: BenchConfig | None = None,
-    **options: Any,
+    **options: Unpack[BenchKeywords],
 ) -> BenchResult:
     """Measure models, and compare them with one another, PyTorch, ONNX Runtime and Optimum.
 
@@ -255,7 +269,7 @@ def predict_file(
     force: bool = False,
     progress: Progress = SILENT,
     config: PredictConfig | None = None,
-    **options: Any,
+    **options: Unpack[PredictKeywords],
 ) -> PredictReport:
     """Predict every row of a file, in its order; an interrupted run continues where it stopped.
 
@@ -289,7 +303,7 @@ def publish_model(
     variants: Sequence[Artifact | str | Path] = (),
     progress: Progress = SILENT,
     config: PublishConfig | None = None,
-    **options: Any,
+    **options: Unpack[PublishKeywords],
 ) -> Published:
     """Publish an artifact with a model card; the same content is the same version.
 
@@ -350,7 +364,7 @@ def export_triton(
     *,
     progress: Progress = SILENT,
     config: TritonConfig | None = None,
-    **options: Any,
+    **options: Unpack[TritonKeywords],
 ) -> TritonExport:
     """Write an artifact's models into a model repository of NVIDIA Triton.
 
@@ -378,7 +392,7 @@ def export_kserve(
     *,
     progress: Progress = SILENT,
     config: KserveConfig | None = None,
-    **options: Any,
+    **options: Unpack[KserveKeywords],
 ) -> KserveExport:
     """Write the manifest of a KServe InferenceService for an artifact.
 
@@ -460,7 +474,7 @@ def run_recipe(
     check_recipe(plan)
     stages: list[StageResult] = []
     refused: list[str] = []
-    made: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     copies: dict[Path, Path] = {}
     for step in plan.steps:
         options = step.options
@@ -470,7 +484,7 @@ def run_recipe(
             continue
         if allow_failed and step.stage != "publish" and hasattr(options, "allow_failed"):
             options = replace(options, allow_failed=True)
-        source = made.get(step.source)
+        source = paths.get(step.source)
         artifact = Artifact.open(source) if source else stages[-1].artifact if stages else None
         if artifact is None:
             result = run_cached(plan.model, options, force=force, progress=progress)
@@ -480,13 +494,13 @@ def run_recipe(
             result = run_validate(artifact, options, force=force, progress=progress)
         else:
             names = options.variants if step.stage == "publish" else ()
-            variants = [Artifact.open(made[name]) for name in names]
+            variants = [Artifact.open(paths[name]) for name in names]
             result = _run_consumer(
                 artifact, step.stage, options, variants=variants, force=force, progress=progress
             )
         stages.append(result)
         if step.stage in ARTIFACT_STAGES:
-            made[step.stage] = result.artifact.path
+            paths[step.stage] = result.artifact.path
             if step.out:
                 copies[Path(step.out)] = result.artifact.path
     if plan.out:
@@ -514,45 +528,54 @@ def _run_consumer(
 ) -> StageResult:
     """Run a recipe's stage that uses the artifact and makes no other."""
     started = time.monotonic()
-    made: Any
+    output: StageOutput
     worked, problem = True, ""
     values = dict(vars(options))
     if stage == "lint":
-        made = lint_model(artifact, **values)
-        problem = next((report.problem for report in made if not report.passed), "")
+        from enginery.passes.lint.findings import LintReports
+
+        output = lints = LintReports(lint_model(artifact, **values))
+        problem = lints.problem
     elif stage == "bench":
         from enginery.bench import stage as bench
 
         out = values.pop("out")
-        made = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
-        worked = made is None
-        if made is None:
-            made = bench_model(artifact, out=out, progress=progress, **values)
+        measured = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        worked = measured is None
+        if measured is None:
+            measured = bench_model(artifact, out=out, progress=progress, **values)
             artifact = Artifact.open(artifact.path)
         else:
             progress.say(
                 f"bench: nothing to do, {artifact.name} was measured with the same options"
             )
+        output = measured
     elif stage == "predict":
         files = values.pop("input"), values.pop("out")
-        made = predict_file(artifact, *files, force=force, progress=progress, **values)
-        worked = made.worked
+        output = predicted = predict_file(
+            artifact, *files, force=force, progress=progress, **values
+        )
+        worked = predicted.worked
     elif stage == "publish":
         values["variants"] = variants
-        made = publish_model(artifact, values.pop("url"), progress=progress, **values)
-        worked = made.is_new
+        url = values.pop("url")
+        output = published = publish_model(artifact, url, progress=progress, **values)
+        worked = published.is_new
+    elif stage == "export-triton":
+        output = export_triton(artifact, values.pop("out"), progress=progress, **values)
     else:
-        export = export_triton if stage == "export-triton" else export_kserve
-        made = export(artifact, values.pop("out"), progress=progress, **values)
+        output = export_kserve(artifact, values.pop("out"), progress=progress, **values)
     seconds = time.monotonic() - started
-    return StageResult(stage, artifact, worked, seconds, made=made, problem=problem)
+    return StageResult(stage, artifact, worked, seconds, output=output, problem=problem)
 
 
 def _open(artifact: Artifact | str | Path) -> Artifact:
     return artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
 
 
-def _config(kind: type[Config], stage: str, config: Config | None, options: Any) -> Config:
+def _config(
+    kind: type[Config], stage: str, config: Config | None, options: Mapping[str, object]
+) -> Config:
     """Return the stage's options, given as `config` or as keywords.
 
     Raises:

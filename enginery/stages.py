@@ -43,7 +43,8 @@ from enginery.requirements import require_stages
 from enginery.validate.config import ValidateConfig
 
 if TYPE_CHECKING:
-    from enginery.core.artifact.reports import ValidationReport
+    from enginery.reports.base import StageOutput
+    from enginery.reports.validation import ValidationReport
 
 ArtifactConfig = ExportConfig | OptimizeConfig | QuantizeConfig | BuildConfig
 """The options of a stage that makes an artifact."""
@@ -60,9 +61,8 @@ class StageResult:
     seconds: float
     report: ValidationReport | None = None
     """Of validate."""
-    made: Any = None
-    """The result of a stage that makes no artifact: a list of LintReport, a BenchResult, a
-    PredictReport, Published, TritonExport or KserveExport."""
+    output: StageOutput | None = None
+    """Of a stage that makes no artifact."""
     problem: str = ""
     """The reason why a check failed that does not mark the artifact."""
 

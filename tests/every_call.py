@@ -59,6 +59,7 @@ def functions(artifact, folder, others):
         "EngineryError": lambda: enginery.EngineryError("text"),
         "OrtRunner": lambda: enginery.OrtRunner(enginery.Artifact.open(artifact)).close(),
         "Recipe": lambda: enginery.Recipe.parse("{model: org/name, stages: [export]}"),
+        "RunnerOptions": lambda: enginery.RunnerOptions(threads=1),
         "__version__": lambda: enginery.__version__,
         "bench_model": lambda: enginery.bench_model(artifact, against="pytorch", batch="1"),
         "build_engine": lambda: enginery.build_engine(artifact, profile=("batch=1,sequence=8",)),

@@ -26,7 +26,7 @@ from enginery.predict import stage as predict
 from enginery.predict.config import PredictConfig
 from enginery.quantize import stage as quantize
 from enginery.quantize.config import QuantizeConfig
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.bench.sample_results import save_photographs
@@ -91,6 +91,18 @@ def write(path, content=ROWS):
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
     return path
+
+
+def test_a_vocoder_counts_by_its_content(tiny_model):
+    source = resolve_source(str(tiny_model(*MODEL)))
+
+    def key(name, content):
+        record = source.record.model_copy(update={"id": name, "sha256": content})
+        vocoder = dataclasses.replace(source, record=record)
+        return export.fingerprint(source, ExportConfig(model_kwargs={"vocoder": name}), vocoder).key
+
+    assert key("a", "0") == key("b", "0")
+    assert key("a", "0") != key("a", "1")
 
 
 @pytest.mark.parametrize("stage", WITH_DATA)

@@ -20,7 +20,7 @@ from PIL import Image
 import enginery
 from enginery import cli, export_model, validate_model
 from enginery.runtime.builtin_inputs import synthetic_images
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.image_to_text import save_image_to_text
 from tests.photos import save_pages
 from tests.sounds import speech, wav

@@ -44,6 +44,7 @@ BARE = {
     "EngineryError": WORKS,
     "OrtRunner": "gpu",
     "Recipe": WORKS,
+    "RunnerOptions": WORKS,
     "__version__": WORKS,
     "bench_model": "gpu",
     "build_engine": "export,tensorrt-rtx",

@@ -18,6 +18,7 @@ def test_public_names_are_these():
             "EngineryError",
             "OrtRunner",
             "Recipe",
+            "RunnerOptions",
             "__version__",
             "bench_model",
             "build_engine",

@@ -22,7 +22,7 @@ from enginery.bench.measurement.rounds import RoundLimits, Rounds, run_rounds, r
 from enginery.bench.measurement.statistics import compare, latency
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import Feeds
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 PLAIN, BOUND, GRAPH = "enginery, no IOBinding", "enginery, IOBinding", "enginery, CUDA graph"
 LOADED = "enginery, as load_model runs"
@@ -97,7 +97,7 @@ def open_runners(work: Work, artifact: Artifact, left_out: dict[str, str]) -> di
     opened: dict[str, OrtRunner] = {}
     for side, options in WAYS.items():
         try:
-            opened[side] = OrtRunner(artifact, providers=[work.provider], **options)
+            opened[side] = OrtRunner(artifact, RunnerOptions(**options), providers=[work.provider])
         except Exception as error:
             _record_skipped(work, left_out, side, error, is_failure=work.on_gpu)
     return opened

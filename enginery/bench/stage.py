@@ -48,17 +48,17 @@ from enginery.core.artifact.fingerprint import (
     option_fields,
     stage_fingerprint,
 )
-from enginery.core.artifact.reports import (
+from enginery.core.errors import ArtifactError, EngineryError, OptionError
+from enginery.core.options import options_dict
+from enginery.core.progress import SILENT, Progress
+from enginery.core.temporary import temporary_directory
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     ContenderFacts,
     ContenderRecord,
     ImagesResult,
 )
-from enginery.core.errors import ArtifactError, EngineryError, OptionError
-from enginery.core.options import options_dict
-from enginery.core.progress import SILENT, Progress
-from enginery.core.temporary import temporary_directory
 from enginery.runtime.onnxruntime.binding import BUCKETS
 from enginery.runtime.providers.specification import format_providers
 

@@ -17,11 +17,12 @@ from typing import Any, Literal
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import combined_sha256, sha256_of
 from enginery.core.artifact.manifest import GraphRecord, Manifest, SourceRecord
-from enginery.core.artifact.reports import SubjectRecord, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError, ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec, canonical_dim
+from enginery.reports.benchmark import SubjectRecord
+from enginery.reports.validation import ValidationReport
 from enginery.runtime.onnxruntime.graph_limits import check_allocations
 
 _IMAGE_AXES = {

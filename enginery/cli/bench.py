@@ -31,12 +31,12 @@ def bench(
         Where `reports/` goes; empty for the artifacts themselves.
     """
     from enginery.api import bench_model
-    from enginery.cli.render import result_json, show_result
+    from enginery.cli.render import show
 
     console = output.console()
     result = bench_model(*models, out=out, progress=console, config=config)
-    console.json(result_json("bench", result))
-    show_result(console, "bench", result)
+    console.json(result.as_json())
+    show(console, result.rows())
 
 
 @app.command

@@ -38,12 +38,14 @@ def build(
         Build even if there are finished engines.
     """
     from enginery.api import build_engine
-    from enginery.cli.render import artifact_json, engine_list_rows, open_engines, stage_notes
+    from enginery.cli.render import artifact_json, open_engines, stage_notes
+    from enginery.reports.engines import built_engine, engine_rows
 
     console = output.console()
     built = build_engine(artifact, out=out, force=force, progress=console, config=config)
     engines = open_engines(built)
     console.json(artifact_json(built, engines))
-    console.table(f"Engines in {built.path}", engine_list_rows(engines))
+    rows = engine_rows([built_engine(engine) for engine in engines])
+    console.table(f"Engines in {built.path}", rows)
     for note in stage_notes(built, "build"):
         console.line(f"note: {note}")

@@ -221,15 +221,6 @@ def _width(cells: Sequence[Any]) -> int:
     return max(cell_len(str(cell)) for cell in cells)
 
 
-def human_bytes(size_bytes: float) -> str:
-    """Return a size in powers of ten: `90.4 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size_bytes) < 1000:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
-
-
 def parse_bytes(text: str) -> int:
     """Parse `20GB`, `512 MiB` or a plain number of bytes.
 

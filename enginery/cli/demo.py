@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
 from enginery.core.progress import SILENT, Progress
 from enginery.recipe import Recipe
-from enginery.runtime.model import Model, load_model
+from enginery.runtime.model import load_model
 from enginery.runtime.tasks import TASKS, manifest_task
 from enginery.runtime.tasks.examples import inputs_from_sentences
 from enginery.runtime.tasks.results import VECTOR, named_values
@@ -94,8 +94,7 @@ def predict_samples(
             do=f"Leave them out; they are for {', '.join(dict.fromkeys(single))}.",
         )
     started = time.monotonic()
-    # The task has a definition, which generators do not have.
-    with cast("Model", load_model(artifact, allow_failed=allow_failed)) as model:
+    with load_model(artifact, allow_failed=allow_failed) as model:
         results = model(list(inputs))
         samples = describe_results(model.definition, inputs, results)
     progress.say(f"ask: {len(samples)} answers in {time.monotonic() - started:.2f} s")

@@ -33,12 +33,12 @@ def export_triton(
         The model repository; other models in it stay as they are.
     """
     from enginery.api import export_triton as export
-    from enginery.cli.render import result_json, show_result
+    from enginery.cli.render import show
 
     console = output.console()
-    result = export(artifact, out, progress=console, config=config)
-    console.json(result_json("export-triton", result))
-    show_result(console, "export-triton", result)
+    exported = export(artifact, out, progress=console, config=config)
+    console.json(exported.as_json())
+    show(console, exported.rows())
 
 
 @app.command(name="export-kserve")
@@ -59,9 +59,9 @@ def export_kserve(
         Where inferenceservice.yaml goes.
     """
     from enginery.api import export_kserve as export
-    from enginery.cli.render import result_json, show_result
+    from enginery.cli.render import show
 
     console = output.console()
-    result = export(artifact, out, progress=console, config=config)
-    console.json(result_json("export-kserve", result))
-    show_result(console, "export-kserve", result)
+    exported = export(artifact, out, progress=console, config=config)
+    console.json(exported.as_json())
+    show(console, exported.rows())

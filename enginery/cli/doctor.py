@@ -18,13 +18,12 @@ def doctor(
     *, config: Annotated[DoctorConfig, Parameter(name="*")] = _DEFAULT, output: Output = OUTPUT
 ) -> None:
     """Show what this machine can run, and what to install to run more."""
+    from enginery.cli.render import show
     from enginery.doctor.stage import examine
 
     console = output.console()
     report = examine(config, progress=console)
     console.json(report.as_json())
-    for table in report.tables():
-        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        console.table(table.title, rows)
+    show(console, report.tables())
     if config.require:
         report.require(config.require)

@@ -34,7 +34,8 @@ def export(
         Export even if there is a finished artifact.
     """
     from enginery.api import export_model
-    from enginery.cli.render import artifact_json, artifact_rows, stage_notes, stage_rows
+    from enginery.cli.render import artifact_json, show_stages, stage_notes
+    from enginery.reports.artifact import artifact_rows
 
     console = output.console()
     artifact = export_model(model, out=out, force=force, progress=console, config=config)
@@ -43,4 +44,4 @@ def export(
     for note in stage_notes(artifact, "export"):
         console.line(f"note: {note}")
     if console.verbose:
-        console.table("Stages", stage_rows(artifact))
+        show_stages(console, artifact)

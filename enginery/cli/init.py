@@ -54,7 +54,7 @@ def init(
     from enginery.core.temporary import write_atomically
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
-    from enginery.recipe.draft import draft_recipe
+    from enginery.recipe.draft import DraftOptions, draft_recipe
 
     console = output.console()
     if out.exists() and not force:
@@ -64,12 +64,14 @@ def init(
     text = draft_recipe(
         model,
         out,
-        task=task,
-        target=target,
-        data=data,
-        column=column,
-        label_column=label_column,
-        capability=capability,
+        DraftOptions(
+            task=task,
+            target=target,
+            data=data,
+            column=column,
+            label_column=label_column,
+            capability=capability,
+        ),
     )
     recipe = Recipe.parse(text, str(out), base=out.parent)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from enginery.cli.app import OUTPUT, Flag, Output
 from enginery.cli.app import application as app
 from enginery.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from enginery.reports.placement import PlacementRecord
 
 
 @app.command
@@ -51,6 +55,9 @@ def inspect(
         return
     from enginery.cli import render
     from enginery.core.artifact.artifact import Artifact
+    from enginery.reports.artifact import artifact_rows, file_rows, interface_rows
+    from enginery.reports.engines import built_engine, engine_rows
+    from enginery.reports.placement import fallback_rows, provider_rows
 
     console = output.console()
     is_bare = path.suffix == ".onnx"
@@ -63,14 +70,18 @@ def inspect(
     engines = [] if is_bare else render.open_engines(opened)
     report, reason, options, notes = None, "", {}, []
     if placement:
-        from enginery.runtime.onnxruntime.runner import OrtRunner
+        from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
         from enginery.runtime.providers.specification import parse_providers
 
         specs = parse_providers(providers, provider_option, default="cpu")
         with (
             console.task("loading the graph"),
             OrtRunner(
-                opened, graph=graph, providers=specs, allow_fallback=allow_fallback, ladder=True
+                opened,
+                RunnerOptions(ladder=True),
+                graph=graph,
+                providers=specs,
+                allow_fallback=allow_fallback,
             ) as runner,
         ):
             report, notes = runner.placement(), runner.notes
@@ -85,15 +96,16 @@ def inspect(
         console.json({"path": str(path), "graphs": graphs} | placement_json)
     else:
         console.json(render.artifact_json(opened, engines) | placement_json)
-        console.table(str(path), render.artifact_rows(opened))
-    console.table("Inputs and outputs", render.interface_rows(opened))
+        console.table(str(path), artifact_rows(opened))
+    console.table("Inputs and outputs", interface_rows(opened.manifest))
     if not is_bare:
-        console.table("Stages", render.stage_rows(opened))
-        console.table("Files", render.file_rows(opened))
-        console.table("Engines", render.engine_list_rows(engines))
+        render.show_stages(console, opened)
+        console.table("Files", file_rows(opened.manifest))
+        console.table("Engines", engine_rows([built_engine(engine) for engine in engines]))
     if report:
-        console.table("Placement", report.rows())
-        console.table("Compute on the CPU", report.node_rows())
+        placed = cast("PlacementRecord", report.as_json())
+        console.table("Placement", provider_rows(placed))
+        console.table("Compute on the CPU", fallback_rows(placed))
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
         for note in (
             f"{report.head}: {reason}",
@@ -107,12 +119,13 @@ def inspect(
 def _inspect_engine(path: Path, *, verify: bool, output: Output) -> None:
     from enginery.cli import render
     from enginery.core.artifact.engine import Engine
+    from enginery.reports.engines import engine_facts, layer_count_rows, layer_rows
 
     console = output.console()
     engine = Engine.open(path, verify=verify)
     console.json(render.engine_json(engine))
-    console.table(str(path), render.engine_rows(engine))
-    console.table("Layers by kind and precision", render.layer_count_rows(engine))
+    console.table(str(path), engine_facts(engine))
+    console.table("Layers by kind and precision", layer_count_rows(engine.record.layers))
     # A terminal shows the layers that multiply; a pipe, and -v, all.
     every = console.verbose or not console.is_terminal
-    console.table("Layers", render.layer_rows(engine, every=every))
+    console.table("Layers", layer_rows(engine, every=every))

@@ -26,11 +26,12 @@ def lint(
         The runtime to check for.
     """
     from enginery.api import lint_model
-    from enginery.cli.render import result_json, show_result
+    from enginery.cli.render import show
+    from enginery.passes.lint.findings import LintReports
 
     console = output.console()
-    reports = lint_model(model, target=target)
-    console.json(result_json("lint", reports))
-    show_result(console, "lint", reports)
+    reports = LintReports(lint_model(model, target=target))
+    console.json(reports.as_json())
+    show(console, reports.rows())
     for report in reports:
         report.require_passed()

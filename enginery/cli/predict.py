@@ -41,10 +41,10 @@ def predict(
         Start again even if there is a finished or a half-finished output.
     """
     from enginery.api import predict_file
-    from enginery.cli.render import require_answers, result_json, show_result
+    from enginery.cli.render import show
 
     console = output.console()
     report = predict_file(artifact, input, out, force=force, progress=console, config=config)
-    console.json(result_json("predict", report))
-    show_result(console, "predict", report)
-    require_answers(report)
+    console.json(report.as_json())
+    show(console, report.rows())
+    report.require_answers()

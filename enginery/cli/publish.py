@@ -36,13 +36,13 @@ def publish(
         hf://org/name@branch, oci://registry/name or oci://registry/name:tag.
     """
     from enginery.api import publish_model
-    from enginery.cli.render import result_json, show_result
+    from enginery.cli.render import show
 
     console = output.console()
     *variants, address = url
     published = publish_model(artifact, address, variants=variants, progress=console, config=config)
-    console.json(result_json("publish", published))
-    show_result(console, "publish", published)
+    console.json(published.as_json())
+    show(console, published.rows())
 
 
 @app.command

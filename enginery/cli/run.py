@@ -57,8 +57,10 @@ def run(
     from enginery.api import run_recipe
     from enginery.cli import render
     from enginery.cli.demo import builtin_inputs, predict_samples
+    from enginery.predict.report import PredictReport
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
+    from enginery.reports.artifact import summary_rows
 
     console = output.console()
     original = Recipe.load(recipe) if recipe else Recipe.default()
@@ -82,14 +84,14 @@ def run(
         allow_pickle=allow_pickle,
         progress=console,
     )
-    console.table("Made", render.made_rows(result))
+    console.table("Made", summary_rows(result.artifact))
     console.table("Stages", render.run_rows(result))
     if console.verbose:
         for report in (stage.report for stage in result.stages if stage.report):
-            for line in render.report_lines(report):
-                console.line(line)
+            render.show(console, report.lines())
     for stage in result.stages:
-        render.show_result(console, stage.stage, stage.made)
+        if stage.output is not None:
+            render.show(console, stage.output.rows())
     samples = []
     if result.passed or allow_failed:
         inputs = plan.ask
@@ -99,15 +101,14 @@ def run(
             result.artifact, inputs, allow_failed=allow_failed, progress=console
         )
     console.table("Answers", [sample.row() for sample in samples])
-    documents = [render.result_json(stage.stage, stage.made) for stage in result.stages]
-    console.json(render.run_json(result, samples, documents))
+    console.json(render.run_json(result, samples))
     if not result.passed:
         failed = next(stage for stage in result.stages if not stage.passed)
         marked = f"{result.artifact.path} failed its validation: {failed.failure}"
         raise CheckFailedError(failed.problem or marked)
     for stage in result.stages:
-        if stage.stage == "predict":
-            render.require_answers(stage.made)
+        if isinstance(stage.output, PredictReport):
+            stage.output.require_answers()
 
 
 def _decode(argument: str) -> str:

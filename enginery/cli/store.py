@@ -52,8 +52,9 @@ def prune(
         Keep nothing.
     """
     from enginery.cli import render
-    from enginery.cli.console import human_bytes, parse_bytes
+    from enginery.cli.console import parse_bytes
     from enginery.core.store.store import Store
+    from enginery.core.table import human_bytes
     from enginery.core.temporary import remove_scratch
     from enginery.predict.journal import remove_leftovers
 

@@ -33,16 +33,13 @@ def validate(
         Validate even if there is a verdict with the same options.
     """
     from enginery.api import validate_model
-    from enginery.cli import render
+    from enginery.cli.render import show
 
     console = output.console()
     report = validate_model(artifact, force=force, progress=console, config=config)
-    console.json(render.report_json(report))
+    console.json(report.as_json())
     # A terminal shows the worst cases; a pipe, and -v, all.
     every = console.verbose or not console.is_terminal
-    for graph, rows in render.validation_tables(report, every=every).items():
-        console.table(f"{graph} against {report.reference_name}", rows)
-    for line in render.report_lines(report):
-        console.line(line)
+    show(console, report.rows(every=every))
     if not report.passed:
         raise CheckFailedError(f"{artifact} failed its validation: {report.summary}")

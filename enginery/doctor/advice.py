@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from enginery.core.artifact.reports import Advice
 from enginery.core.errors import EngineryError
 from enginery.doctor.report import Finding, MachineStatus, NvidiaStatus, ProviderStatus
-from enginery.runtime.onnxruntime.session import exhaustive_search, too_many_threads
+from enginery.runtime.onnxruntime.session import Advice, exhaustive_search, too_many_threads
 from enginery.runtime.providers.known import (
     CPU,
     CUDA,

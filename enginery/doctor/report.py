@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
+from enginery.core.table import NOTHING, Row, Table, fact_rows
 from enginery.runtime.providers.known import (
     AZURE,
     CPU,
@@ -32,6 +33,15 @@ class Finding:
     evidence: str
     """What was found: versions, file names, a library's message."""
     remedy: str
+
+    def row(self) -> Row:
+        """Return the row of the table of findings."""
+        return {
+            "severity": self.severity,
+            "problem": self.problem,
+            "evidence": self.evidence,
+            "what to do": self.remedy,
+        }
 
 
 @dataclass(frozen=True)
@@ -140,15 +150,6 @@ class MachineStatus:
 
 
 @dataclass(frozen=True)
-class ReportTable:
-    """One section of the report, as a table."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class DoctorReport:
     """The complete report."""
 
@@ -195,27 +196,15 @@ class DoctorReport:
             values["options"] = list(status.options)
         return plain
 
-    def tables(self) -> tuple[ReportTable, ...]:
+    def tables(self) -> list[Table]:
         """Return the report as tables: machine, NVIDIA, packages, providers, findings."""
-        return (
-            ReportTable("Machine", ("what", "value"), _machine_rows(self.enginery, self.machine)),
-            ReportTable("NVIDIA", ("what", "value"), _nvidia_rows(self.nvidia, self.packages)),
-            ReportTable(
-                "Packages",
-                ("package", "version", "required", "extra", "fits"),
-                _package_rows(self.packages),
-            ),
-            ReportTable(
-                "Execution providers",
-                ("provider", "state", "package", "options", "reason"),
-                _provider_rows(self.providers),
-            ),
-            ReportTable(
-                "Findings",
-                ("severity", "problem", "evidence", "what to do"),
-                tuple((f.severity, f.problem, f.evidence, f.remedy) for f in self.findings),
-            ),
-        )
+        return [
+            Table("Machine", _machine_rows(self.enginery, self.machine)),
+            Table("NVIDIA", _nvidia_rows(self.nvidia, self.packages)),
+            Table("Packages", _package_rows(self.packages)),
+            Table("Execution providers", _provider_rows(self.providers)),
+            Table("Findings", [finding.row() for finding in self.findings]),
+        ]
 
 
 def absent_extras(packages: Iterable[PackageStatus]) -> list[str]:
@@ -238,17 +227,18 @@ def absent_extras(packages: Iterable[PackageStatus]) -> list[str]:
     ]
 
 
-def _package_rows(packages: Sequence[PackageStatus]) -> tuple[tuple[str, ...], ...]:
+def _package_rows(packages: Sequence[PackageStatus]) -> list[Row]:
     """Return a row for each package, and one row for all extras of which nothing is installed."""
     absent = absent_extras(packages)
     rows = [
-        (p.name, p.version or "–", p.requirement, p.extra, _fits(p))
+        (p.name, p.version or NOTHING, p.requirement, p.extra, _fits(p))
         for p in packages
         if p.extra not in absent
     ]
     if absent:
-        rows.append(("extras without packages", "–", "", ", ".join(absent), "not installed"))
-    return tuple(rows)
+        rows.append(("extras without packages", NOTHING, "", ", ".join(absent), "not installed"))
+    columns = ("package", "version", "required", "extra", "fits")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _fits(package: PackageStatus) -> str:
@@ -259,14 +249,15 @@ def _fits(package: PackageStatus) -> str:
     return "no" if package.version else "not installed"
 
 
-def _provider_rows(providers: Sequence[ProviderStatus]) -> tuple[tuple[str, ...], ...]:
+def _provider_rows(providers: Sequence[ProviderStatus]) -> list[Row]:
     """Return a row for each provider that may be used here, and one for the number of others."""
     usable = [status for status in providers if _is_for_this_machine(status)]
     rows = [_provider_row(status) for status in usable]
     if hidden := len(providers) - len(usable):
         reason = "for other systems, or in no package; --json lists them"
-        rows.append((f"and {hidden} more", "not built in", "–", "–", reason))
-    return tuple(rows)
+        rows.append((f"and {hidden} more", "not built in", NOTHING, NOTHING, reason))
+    columns = ("provider", "state", "package", "options", "reason")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _is_for_this_machine(status: ProviderStatus) -> bool:
@@ -285,46 +276,45 @@ def _provider_row(status: ProviderStatus) -> tuple[str, ...]:
         f"{short_name(status.name)} ({provider.title})",
         status.state,
         status.package or "build from source",
-        options if status.options else "–",
+        options if status.options else NOTHING,
         status.reason,
     )
 
 
-def _machine_rows(version: str, machine: MachineStatus) -> tuple[tuple[str, str], ...]:
+def _machine_rows(version: str, machine: MachineStatus) -> list[Row]:
     memory = f"{_gib(machine.memory_available_bytes)} of {_gib(machine.memory_total_bytes)} free"
     if not machine.memory_total_bytes:
         memory = "unknown, psutil is not installed"
-    return (
-        ("enginery", version),
-        ("Python", machine.python),
-        ("platform", machine.platform),
-        ("CPU", machine.cpu),
-        ("cores", f"{machine.physical_cores} physical, {machine.usable_cpus} CPUs usable"),
-        ("CPU features", " ".join(machine.cpu_features) or "–"),
-        ("memory", memory),
-        ("store", f"{machine.store}, {_gib(machine.store_free_bytes)} free"),
-        ("temporary", f"{machine.temporary}, {_gib(machine.temporary_free_bytes)} free"),
-    )
+    facts = {
+        "enginery": version,
+        "Python": machine.python,
+        "platform": machine.platform,
+        "CPU": machine.cpu,
+        "cores": f"{machine.physical_cores} physical, {machine.usable_cpus} CPUs usable",
+        "CPU features": " ".join(machine.cpu_features) or NOTHING,
+        "memory": memory,
+        "store": f"{machine.store}, {_gib(machine.store_free_bytes)} free",
+        "temporary": f"{machine.temporary}, {_gib(machine.temporary_free_bytes)} free",
+    }
+    return fact_rows(facts.items())
 
 
-def _nvidia_rows(
-    nvidia: NvidiaStatus, packages: Sequence[PackageStatus]
-) -> tuple[tuple[str, str], ...]:
-    rows = [("driver", nvidia.driver or nvidia.problem or "version unknown")]
+def _nvidia_rows(nvidia: NvidiaStatus, packages: Sequence[PackageStatus]) -> list[Row]:
+    facts = [("driver", nvidia.driver or nvidia.problem or "version unknown")]
     if nvidia.driver_cuda:
-        rows.append(("CUDA of the driver", nvidia.driver_cuda))
+        facts.append(("CUDA of the driver", nvidia.driver_cuda))
     if nvidia.driver and nvidia.problem:
-        rows.append(("problem", nvidia.problem))
+        facts.append(("problem", nvidia.problem))
     for gpu in nvidia.gpus:
         memory = f"{_gib(gpu.memory_free_bytes)} of {_gib(gpu.memory_total_bytes)} free"
-        rows.append(
+        facts.append(
             ("GPU", f"{gpu.name}, compute capability {gpu.compute_capability or '?'}, {memory}")
         )
-    rows += list(nvidia.libraries.items())
+    facts += list(nvidia.libraries.items())
     has_build = any(p.version for p in packages if p.name.startswith("onnxruntime"))
     none = "none: a CPU build" if has_build else "none: onnxruntime is not installed"
-    rows.append(("onnxruntime's CUDA", nvidia.onnxruntime_cuda or none))
-    return tuple(rows)
+    facts.append(("onnxruntime's CUDA", nvidia.onnxruntime_cuda or none))
+    return fact_rows(facts)
 
 
 def _gib(size_bytes: int) -> str:

@@ -30,6 +30,7 @@ from enginery.core.store.store import Store
 from enginery.engine.config import BuildConfig
 from enginery.engine.ep_context import write_wrapper
 from enginery.engine.requests import EngineRequest, size_limits
+from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.options import Flavor, get_flavor
 from enginery.runtime.tensorrt.process import build_plan, coverage
 
@@ -159,11 +160,13 @@ def _build(
         plan = directory / plan_name(graph.file)
         built = build_plan(
             artifact.path / graph.file,
-            profiles=request.profiles,
-            capabilities=request.capabilities,
-            limits=size_limits(artifact),
-            flavor=get_flavor(config.flavor),
-            options=config.options,
+            BuildRequest(
+                request.profiles,
+                capabilities=request.capabilities,
+                flavor=get_flavor(config.flavor),
+                options=config.options,
+                limits=size_limits(artifact),
+            ),
             plan_path=plan,
         )
         layers = [asdict(layer) for layer in built.layers]

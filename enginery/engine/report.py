@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from enginery.core.artifact.engine import Engine
-from enginery.core.artifact.reports import BuildReport, BuiltEngine
 from enginery.core.figures import save_figure
 from enginery.engine.build import GraphCoverage
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.requests import RequestedEngines
+from enginery.reports.engines import BuildReport, built_engine
 from enginery.runtime.tensorrt.options import RTX
 
 _FIRST_PROFILE = (
@@ -64,13 +64,7 @@ def make_report(
     return BuildReport(
         summary="; ".join(parts),
         notes=[*dict.fromkeys(notes)],
-        engines=[
-            cast(
-                "BuiltEngine",
-                {"directory": e.name, "from_store": not built, **e.record.model_dump(mode="json")},
-            )
-            for e, built in engines
-        ],
+        engines=[built_engine(engine, from_store=not is_new) for engine, is_new in engines],
         earlier_engines=[engine.name for engine in earlier],
         left_out=[asdict(graph) for graph in left_out],
         profiles={graph: asdict(checked) for graph, checked in profiles.items()},

@@ -18,9 +18,10 @@ from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.profiles.buckets import LengthBuckets
 from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
 from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
+from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+from enginery.runtime.tensorrt.engine_key import key_fields
 from enginery.runtime.tensorrt.library import require_tensorrt
 from enginery.runtime.tensorrt.options import check_options, get_flavor
-from enginery.runtime.tensorrt.process import key_fields, resolve_capabilities
 
 ENGINE_VERSION = "1"
 """Incremented when the same inputs give a different engine; part of the cache key."""

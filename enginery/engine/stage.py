@@ -31,7 +31,6 @@ from enginery.core.artifact.fingerprint import (
     tool_versions,
 )
 from enginery.core.artifact.manifest import StageRecord
-from enginery.core.artifact.reports import BuildReport
 from enginery.core.artifact.staging import CARD, LISTING, staging
 from enginery.core.progress import SILENT, Progress
 from enginery.core.subprocess import peak_rss_bytes
@@ -45,6 +44,7 @@ from enginery.engine.build import (
 from enginery.engine.config import BuildConfig
 from enginery.engine.report import make_report, save_length_figure
 from enginery.engine.requests import RequestedEngines, resolve_requests
+from enginery.reports.engines import BuildReport
 from enginery.runtime.tensorrt.engine_key import timing_cache_content
 from enginery.runtime.tensorrt.options import get_flavor
 

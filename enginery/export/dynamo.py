@@ -24,7 +24,7 @@ from enginery.export.graphs import ExportedModel
 from enginery.export.optimum import choose_task, with_image_size
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
-from enginery.runtime.torch_runner import load_pytorch
+from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
 
@@ -59,11 +59,12 @@ def export_with_dynamo(
     model = load_pytorch(
         source,
         task,
-        precision=config.dtype,
-        library="transformers",
-        pickled=pickled,
-        trust_remote_code=config.trust_remote_code,
-        device=config.device,
+        TorchOptions(
+            precision=config.dtype,
+            pickled=pickled,
+            trust_remote_code=config.trust_remote_code,
+            device=config.device,
+        ),
     )
     model.config.use_cache = False
     described = with_image_size(settings, source)

@@ -39,7 +39,7 @@ from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
-from enginery.runtime.torch_runner import load_pytorch
+from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 
 def export_with_optimum(
@@ -75,12 +75,14 @@ def export_with_optimum(
         model = load_pytorch(
             source,
             task,
-            precision=config.dtype,
-            library=library,
-            pickled=pickled,
-            trust_remote_code=config.trust_remote_code,
-            device=config.device,
-            attention="",
+            TorchOptions(
+                precision=config.dtype,
+                library=library,
+                pickled=pickled,
+                trust_remote_code=config.trust_remote_code,
+                device=config.device,
+                attention="",
+            ),
         )
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained = _untrained_weights(model)

@@ -231,7 +231,8 @@ def _compare_graphs(
 
 def _parse_with_tensorrt(out: Path, record: GraphRecord, result: OptimizedGraphs) -> None:
     """Parse the graph with TensorRT for RTX if it is installed, and note the result."""
-    from enginery.runtime.tensorrt.process import has_tensorrt, parse_onnx
+    from enginery.runtime.tensorrt.library import has_tensorrt
+    from enginery.runtime.tensorrt.process import parse_onnx
 
     if not has_tensorrt():
         result.notes.append(f"{record.file}: not parsed: TensorRT for RTX is not installed")

@@ -20,7 +20,6 @@ from enginery.core.artifact.fingerprint import (
     stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Manifest, StageRecord, Verdict
-from enginery.core.artifact.reports import Report
 from enginery.core.errors import OptionError
 from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import TensorSpec
@@ -29,6 +28,7 @@ from enginery.core.temporary import temporary_directory
 from enginery.optimize.config import OptimizeConfig, check_options
 from enginery.optimize.graphs import OptimizedGraphs, optimize_graphs
 from enginery.optimize.guard import GuardRecord, describe_origin
+from enginery.reports.base import Report
 
 STAGE = "optimize"
 STAGE_VERSION = "5"

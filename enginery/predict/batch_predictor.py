@@ -30,25 +30,26 @@ from enginery.core.datasets.batches import DatasetReader, RowBatch, Values
 from enginery.core.errors import InputError
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import MAX_ROWS, PredictConfig
-from enginery.predict.generation import Generate, GenerationRunner, read_generation_options
+from enginery.predict.generation import GenerationRunner, read_generation_options
 from enginery.predict.report import Counts, WindowStats
 from enginery.predict.task_inputs import (
     are_usable_texts,
     column_names,
     find_input_problem,
-    output_options,
     provider_specs,
+    read_options,
     require_task,
     row_message,
 )
 from enginery.predict.token_batches import InferencePool, WindowRunner
-from enginery.runtime.generation.generator import TextGenerator
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.specification import check_run_options
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.row_stream import Window
 from enginery.runtime.tasks.task import Modality, RowValues
+from enginery.runtime.tasks.text_generator import TextGenerator
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -116,38 +117,42 @@ class BatchPredictor(Closeable):
             shrink_arena=config.shrink_arena,
         )
         definition = self.task
-        generates = issubclass(definition, Generate)
-        self._threads = workers
+        in_steps = definition.runs_in_steps  # each of them uses all cores
+        self._threads = 1 if in_steps else workers
         # Batches of texts overlap, so that a session for batches that do not would hardly be used.
-        has_lone_runs = on_cpu and not generates and definition.modality != "text"
+        has_lone_runs = on_cpu and not in_steps and definition.modality != "text"
+
+        runner_options = RunnerOptions(
+            threads=1 if on_cpu and not in_steps else 0,
+            lone_threads=workers if has_lone_runs else 0,
+            io_binding=config.io_binding,
+            cuda_graph=config.cuda_graph,
+            ladder=config.ladder and not in_steps,
+            shrink_arena=config.shrink_arena,
+            keep_optimized=config.optimized_graph,
+        )
 
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
                 artifact,
+                runner_options,
                 graph=file,
                 providers=specs,
                 allow_fallback=config.allow_fallback,
-                threads=1 if on_cpu and not generates else 0,
-                lone_threads=workers if has_lone_runs else 0,
-                io_binding=config.io_binding,
-                cuda_graph=config.cuda_graph,
-                ladder=config.ladder and not generates,
-                shrink_arena=config.shrink_arena,
-                keep_optimized=config.optimized_graph,
             )
 
         with ExitStack() as opened:
             self._model: WindowRunner | GenerationRunner
             if issubclass(definition, Generate):
                 on_cuda = specs[0].full_name == CUDA
-                generator = opened.enter_context(
-                    TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
-                )
+                task = definition.open(artifact, artifact.manifest.graphs[0])
+                generator = TextGenerator(task, open_graph, fixed_cache=on_cuda)
+                opened.enter_context(generator)
                 options = read_generation_options(config)
                 self._model = GenerationRunner(
                     generator, options, batch_rows=config.batch_rows or MAX_ROWS
                 )
-                self._providers = generator.providers
+                self._providers = generator.runner.providers
                 self._pool = opened.enter_context(InferencePool(workers))
             else:
                 runner = opened.enter_context(open_graph())
@@ -194,7 +199,7 @@ class BatchPredictor(Closeable):
         """
         return OutputColumns.of(
             self.task,
-            output_options(self.task, self._config),
+            read_options(self.task, self._config),
             kept,
             names,
             prefix=self._config.prefix,
@@ -218,9 +223,7 @@ class BatchPredictor(Closeable):
         Raises:
             InputError: the input cannot be read to its end.
         """
-        if isinstance(self._model, GenerationRunner):  # its batches have all cores
-            predicted = map_in_order(partial(self, columns=columns), reader.read(skip), threads=1)
-        elif self.modality == "text":
+        if isinstance(self._model, WindowRunner) and self.modality == "text":
             predicted = self._stream_texts(reader.read(skip), columns, self._model)
         else:  # preparing an image takes longer than running the model on it in one thread
             predicted = map_in_order(

@@ -22,9 +22,8 @@ import numpy as np
 
 from enginery.core.datasets.arrow_arrays import to_arrow
 from enginery.core.errors import InputError
-from enginery.predict.task_inputs import PredictedTask
-from enginery.runtime.tasks.results import arrow_fields, arrow_values
-from enginery.runtime.tasks.task import RowValues, TaskOptions
+from enginery.runtime.tasks.results import arrow_fields, arrow_rows
+from enginery.runtime.tasks.task import RowValues, Task, TaskOptions
 
 ERROR = "error"
 
@@ -35,15 +34,15 @@ class OutputColumns:
 
     schema: Any
     """`pyarrow.Schema`: the kept columns, those of the prediction, and `error`."""
-    task: PredictedTask
+    task: type[Task]
     predicted: tuple[str, ...]
     """Names of the prediction's columns and of `error`."""
 
     @classmethod
     def of(
         cls,
-        task: PredictedTask,
-        options: TaskOptions | dict[str, Any],
+        task: type[Task],
+        options: TaskOptions,
         kept: Any,
         input_names: Sequence[str],
         *,
@@ -65,7 +64,7 @@ class OutputColumns:
         """
         import pyarrow as pa
 
-        columns = arrow_fields(task.result_type, items=_items(options), dim=dim)
+        columns = arrow_fields(task.result_type, items=options.max_items, dim=dim)
         columns.append(pa.field(ERROR, pa.string()))
         fields = [field.with_name(prefix + field.name) for field in columns]
         names = tuple(field.name for field in fields)
@@ -88,21 +87,13 @@ class OutputColumns:
         if isinstance(answers, np.ndarray):
             arrays = [to_arrow(answers, field.type) for field in fields[:-1]]
         else:
-            kind = self.task.result_type
-            rows = [None if answer is None else arrow_values(kind, answer) for answer in answers]
+            rows = arrow_rows(self.task.result_type, answers)
             arrays = [
-                to_arrow([None if row is None else row[index] for row in rows], field.type)
+                to_arrow([row[index] for row in rows], field.type)
                 for index, field in enumerate(fields[:-1])
             ]
         arrays.append(to_arrow([errors.get(row) for row in range(len(answers))], fields[-1].type))
         return pa.RecordBatch.from_arrays([*kept.columns, *arrays], schema=self.schema)
-
-
-def _items(options: TaskOptions | dict[str, Any]) -> int:
-    """Return the maximum number of items of a result; 0 for all."""
-    if isinstance(options, dict):
-        return int(options.get("num_return_sequences") or 1)
-    return int(getattr(options, "top_k", 0))
 
 
 def check_column_names(answers: Sequence[str], names: Sequence[str], prefix: str) -> None:

@@ -1,64 +1,30 @@
 """Generate a text for each row of a window.
 
-runner = GenerationRunner(generator, {"max_new_tokens": 64}, batch_rows=8)
-runner(["The engine"], WindowStats())[0].text
+runner = GenerationRunner(generator, options, batch_rows=8)
+runner(["The engine"], WindowStats())[0][0].text
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import WindowStats
-from enginery.runtime.generation.generator import Generation, TextGenerator
-from enginery.runtime.tasks.results import Alternatives
-from enginery.runtime.tasks.task import InputField, Modality
+from enginery.runtime.tasks.generate import GenerateOptions, Generation
+from enginery.runtime.tasks.text_generator import TextGenerator
 
 
-class Generate:
-    """What predict reads and writes for a model that generates texts from texts."""
-
-    tasks: ClassVar[tuple[str, ...]] = TextGenerator.tasks
-    modality: ClassVar[Modality] = "text"
-    inputs: ClassVar[tuple[InputField, ...]] = (InputField("text"),)
-    notes: ClassVar[tuple[str, ...]] = ()
-    result_type: ClassVar[Any] = Annotated[list[Generation], Alternatives()]
-
-
-class GenerateFromImages(Generate):
-    """The same for a model that generates texts from images."""
-
-    modality = "image"
-    inputs = (InputField("image"),)
-
-
-class GenerateFromAudio(Generate):
-    """The same for a model that transcribes speech."""
-
-    modality = "audio"
-    inputs = (InputField("audio"),)
-
-
-def generation_task(name: str) -> type[Generate] | None:
-    """Return what predict does for a task of Optimum; None if that does not generate."""
-    if name not in Generate.tasks:
-        return None
-    if name.startswith("automatic-speech-recognition"):
-        return GenerateFromAudio
-    return GenerateFromImages if name.startswith("image-to-text") else Generate
-
-
-def read_generation_options(config: PredictConfig) -> dict[str, Any]:
-    """Return the options of generation by name.
+def read_generation_options(config: PredictConfig) -> GenerateOptions:
+    """Return the options of generation; without `num_return_sequences` each row has one text.
 
     Raises:
         OptionError: one is not of the form NAME=VALUE.
     """
-    options = {}
+    values: dict[str, Any] = {"num_return_sequences": 1}
     for text in config.generation:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
@@ -68,10 +34,10 @@ def read_generation_options(config: PredictConfig) -> dict[str, Any]:
                 option="generation",
             )
         try:
-            options[name.strip()] = json.loads(value)
+            values[name.strip()] = json.loads(value)
         except ValueError:
-            options[name.strip()] = value.strip()
-    return options
+            values[name.strip()] = value.strip()
+    return GenerateOptions.read(values)
 
 
 class GenerationRunner(Closeable):
@@ -81,21 +47,20 @@ class GenerationRunner(Closeable):
     """Embeddings have one."""
 
     def __init__(
-        self, generator: TextGenerator, options: dict[str, Any], *, batch_rows: int
+        self, generator: TextGenerator, options: GenerateOptions, *, batch_rows: int
     ) -> None:
         """Take a generator, which is closed with this.
 
         Raises:
             OptionError: an option of generation is unknown or invalid.
         """
-        self.task = Generate()
-        self._generator = generator
-        self._options = {"num_return_sequences": 1, **options}
+        self.task = generator.task
+        self._generator, self._options = generator, options
         try:
-            generation_options = generator.read_options(self._options)[1]
+            _, chosen = self.task.resolve(options)
         except InputError as error:
             raise OptionError(error.message, do=error.do, option="generation") from error
-        self._batch_rows = max(1, batch_rows // generation_options.num_beams)
+        self._batch_rows = max(1, batch_rows // chosen.num_beams)
 
     def __call__(self, inputs: Sequence[Any], stats: WindowStats) -> list[list[Generation]]:
         """Return the results of each input; rows of similar length run together.
@@ -103,16 +68,14 @@ class GenerationRunner(Closeable):
         Raises:
             InputError: an input cannot be used.
         """
-        length = len if all(isinstance(value, str) for value in inputs) else (lambda _: 0)
+        length = len if all(isinstance(item, str) for item in inputs) else (lambda _: 0)
         order = sorted(range(len(inputs)), key=lambda index: length(inputs[index]))
-        generations = self._generator.generate(
-            [inputs[index] for index in order], batch_size=self._batch_rows, **self._options
-        )
-        per_input = len(generations) // len(inputs)
+        rows = self.task.read_rows([inputs[index] for index in order], self._options)
         results: list[list[Generation]] = [[] for _ in inputs]
-        for position, index in enumerate(order):
-            results[index] = generations[position * per_input : (position + 1) * per_input]
-            stats.tokens += sum(len(result.tokens) for result in results[index])
+        texts = self._generator.run_stream(rows, batch_rows=self._batch_rows)
+        for index, generations in zip(order, texts, strict=True):
+            results[index] = generations
+            stats.tokens += sum(len(generation.tokens) for generation in generations)
         return results
 
     def close(self) -> None:

@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from enginery.core.errors import BadRowsError
+from enginery.core.table import Table, fact_rows
+
 
 @dataclass
 class WindowStats:
@@ -130,28 +133,37 @@ class PredictReport:
             }
         )
 
-    def table(self) -> list[dict[str, str]]:
-        """Return the rows of a table with the columns `what` and `value`."""
+    def rows(self) -> list[Table | str]:
+        """Return a table of facts: counts, times, memory."""
         counts = self.counts
         predicted_rows = counts.rows - counts.bad_rows
-        rows = {
+        facts = {
             "rows": f"{counts.rows:,} read, {predicted_rows:,} predicted, {counts.bad_rows:,} bad",
         }
         if self.resumed_rows:
-            rows["from an earlier run"] = f"{self.resumed_rows:,} rows"
+            facts["from an earlier run"] = f"{self.resumed_rows:,} rows"
         if self.first_bad:
-            rows["first bad row"] = self.first_bad
+            facts["first bad row"] = self.first_bad
         if counts.truncated:
-            rows["truncated"] = f"{counts.truncated:,} texts"
-        rows["boot"] = f"{self.boot_seconds:.2f} s"
-        rows["encode"] = f"{counts.encode_seconds:.2f} s"
-        rows["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
-        rows["total"] = f"{self.total_seconds:.2f} s"
-        rows["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
-        rows["phrases/s"] = f"{self.phrases_per_second:,.1f}"
+            facts["truncated"] = f"{counts.truncated:,} texts"
+        facts["boot"] = f"{self.boot_seconds:.2f} s"
+        facts["encode"] = f"{counts.encode_seconds:.2f} s"
+        facts["inference"] = f"{self.inference_seconds:.2f} s, {self.workers} at a time"
+        facts["total"] = f"{self.total_seconds:.2f} s"
+        facts["peak memory"] = f"{self.peak_rss_bytes / 2**20:.0f} MiB"
+        facts["phrases/s"] = f"{self.phrases_per_second:,.1f}"
         if self.padding_ratio:
-            rows["padding ratio"] = f"{self.padding_ratio:.3f}"
-        return [{"what": name, "value": value} for name, value in rows.items()]
+            facts["padding ratio"] = f"{self.padding_ratio:.3f}"
+        return [Table(f"Predicted {self.output}", fact_rows(facts.items()))]
+
+    def require_answers(self) -> None:
+        """Raise BadRowsError if there are rows without a result."""
+        if self.bad_rows:
+            raise BadRowsError(
+                f"{self.bad_rows:,} of {self.counts.rows:,} rows have no result; the first: "
+                f"{self.first_bad.rstrip('.')}.",
+                do=f"See the column error in {self.output}.",
+            )
 
 
 def sidecar(output: Path) -> Path:

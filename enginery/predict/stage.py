@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import (
@@ -95,7 +95,6 @@ def run(
     *,
     force: bool = False,
     progress: Progress = SILENT,
-    stdin: IO[bytes] | None = None,
 ) -> PredictReport:
     """Predict every row of the input, unless the output is already up to date.
 
@@ -107,7 +106,6 @@ def run(
         config: the options.
         force: replace an existing output.
         progress: receives progress messages.
-        stdin: stream to read in place of standard input.
 
     Returns:
         The report. Bad rows are counted in it; they are not an error.
@@ -127,7 +125,7 @@ def run(
     with (
         os_errors_as(InputError, f"output '{output}' cannot be written"),
         lock_output(output),
-        input_file(source, output, config, stdin) as path,
+        input_file(source, output, config) as path,
     ):
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
         detect_format(path, options)
@@ -391,9 +389,7 @@ def check_stdin_format(config: PredictConfig) -> None:
 
 
 @contextmanager
-def input_file(
-    source: str, output: Path, config: PredictConfig, stream: IO[bytes] | None = None
-) -> Iterator[Path]:
+def input_file(source: str, output: Path, config: PredictConfig) -> Iterator[Path]:
     """Yield the path of the input. Standard input is copied to a file beside the parts first.
 
     The copy can be checked before anything runs, and its hash tells whether an interrupted run can
@@ -403,7 +399,6 @@ def input_file(
         source: a path, or `-` for standard input.
         output: the output of the run.
         config: the options; they give the format of standard input.
-        stream: stream to read in place of standard input.
 
     Raises:
         InputError: standard input is closed.
@@ -413,13 +408,13 @@ def input_file(
         yield Path(source)
         return
     check_stdin_format(config)
-    if stream is None and sys.stdin is None:
+    if sys.stdin is None:
         raise InputError("standard input is closed.")
     copied = parts_directory(output) / STDIN_COPY
     try:
         copied.parent.mkdir(exist_ok=True)
         with copied.open("wb") as copy:
-            shutil.copyfileobj(stream or sys.stdin.buffer, copy, 1 << 20)
+            shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
         yield copied
     finally:
         copied.unlink(missing_ok=True)

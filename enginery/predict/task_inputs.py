@@ -13,9 +13,10 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.datasets.batches import Values, is_valid_text
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.predict.config import PredictConfig
-from enginery.predict.generation import Generate, generation_task, read_generation_options
+from enginery.predict.generation import read_generation_options
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.runtime.tasks import manifest_task, supported_tasks
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 
 MAX_PAIR_CHARACTERS = 1_000_000
@@ -42,10 +43,7 @@ _TASK_OPTIONS = {
 """Option of a task -> option of predict."""
 
 
-PredictedTask = type[Task] | type[Generate]
-
-
-def require_task(artifact: Artifact, config: PredictConfig) -> PredictedTask:
+def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
     """Return the class of the artifact's task.
 
     Raises:
@@ -53,18 +51,18 @@ def require_task(artifact: Artifact, config: PredictConfig) -> PredictedTask:
         OptionError: an option does not fit the task.
     """
     name = artifact.manifest.task
-    task = generation_task(name) or manifest_task(artifact.manifest)
+    task = manifest_task(artifact.manifest)
     if task is None:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}, expected one of "
-            f"{', '.join([*supported_tasks(), *Generate.tasks])}.",
+            f"{', '.join(supported_tasks())}.",
             do="For the graph's own outputs, name an .npz file: --out results.npz",
         )
-    output_options(task, config)
+    read_options(task, config)
     return task
 
 
-def column_names(task: PredictedTask, config: PredictConfig) -> tuple[str, ...]:
+def column_names(task: type[Task], config: PredictConfig) -> tuple[str, ...]:
     """Return the columns that the task's inputs are read from.
 
     If no option sets the column of an input, it is the one with the input's name.
@@ -78,19 +76,14 @@ def column_names(task: PredictedTask, config: PredictConfig) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def output_options(task: PredictedTask, config: PredictConfig) -> TaskOptions | dict[str, Any]:
-    """Return the options that the columns of the output depend on; see `read_options`."""
-    if issubclass(task, Generate):
-        return read_generation_options(config)
-    return read_options(task, config)
-
-
 def read_options(task: type[Task], config: PredictConfig) -> TaskOptions:
     """Return the options of a task.
 
     Raises:
         OptionError: the task does not accept a value, or does not take pairs.
     """
+    if issubclass(task, Generate):
+        return read_generation_options(config)
     if config.pair_column and "text_pair" not in [field.name for field in task.inputs]:
         raise OptionError(
             f"option 'pair_column' is '{config.pair_column}', but the model does "
@@ -162,7 +155,7 @@ def are_usable_texts(values: Sequence[Any]) -> bool:
     return is_valid_text(joined) and all(map(str.strip, values))
 
 
-def row_message(task: PredictedTask, message: str) -> str:
+def row_message(task: type[Task], message: str) -> str:
     """Return a task's message about its only input without the input's index.
 
     `text 0 has no [MASK]` becomes `the text has no [MASK]`.

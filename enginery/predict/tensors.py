@@ -39,7 +39,7 @@ from enginery.predict.config import MAX_ROWS, PredictConfig
 from enginery.predict.task_inputs import provider_specs
 from enginery.predict.writer import ASSEMBLED
 from enginery.runtime.decoder_graphs import input_graph
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.specification import check_run_options
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
@@ -105,13 +105,15 @@ def write_tensors(
         runner = opened.enter_context(
             OrtRunner(
                 artifact,
+                RunnerOptions(
+                    io_binding=config.io_binding,
+                    cuda_graph=config.cuda_graph,
+                    shrink_arena=config.shrink_arena,
+                    keep_optimized=config.optimized_graph,
+                ),
                 graph=record.file,
                 providers=specs,
                 allow_fallback=config.allow_fallback,
-                io_binding=config.io_binding,
-                cuda_graph=config.cuda_graph,
-                shrink_arena=config.shrink_arena,
-                keep_optimized=config.optimized_graph,
             )
         )
         loaded = time.perf_counter()

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from enginery.core.errors import OptionError, nearest
+from enginery.core.options import options_dict
 from enginery.core.progress import Progress
+from enginery.core.table import Table
 from enginery.publish.config import PublishConfig
 from enginery.publish.package import Package
 
@@ -44,6 +46,14 @@ class Published:
     """False if the same content was published before."""
     notes: tuple[str, ...] = ()
     """Messages about the version, such as the hardware that its engines need."""
+
+    def rows(self) -> list[Table | str]:
+        """Return the address."""
+        return [self.url]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the version as JSON values."""
+        return options_dict(self)
 
 
 class Destination(Protocol):

@@ -23,7 +23,6 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import ENGINES, EngineRecord, engine_directories
 from enginery.core.artifact.fingerprint import combined_sha256
 from enginery.core.artifact.manifest import FileRecord
-from enginery.core.artifact.reports import Reports
 from enginery.core.errors import (
     ArtifactError,
     EngineryError,
@@ -32,7 +31,7 @@ from enginery.core.errors import (
 )
 from enginery.core.json_file import json_bytes
 from enginery.core.paths import portable_name
-from enginery.publish.card.metrics import metrics
+from enginery.publish.card.metrics import Reports, metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig

@@ -71,7 +71,7 @@ def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) 
     config = options_from(PyfuncConfig, "mlflow", model_config or {})
     chosen = {field.name: getattr(config, field.name) for field in fields(config)}
     model = load_model(Path(data_path), **chosen)
-    if not isinstance(model, Model):
+    if model.definition.runs_in_steps:
         raise ArtifactError(f"MLflow models of the task {model.task} are not supported.")
     return PyfuncModel(model)
 

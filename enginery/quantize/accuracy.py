@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import ArtifactError, EngineryError, InputError
 from enginery.core.model.feeds import Feeds
 from enginery.quantize.calibration.data import Batch

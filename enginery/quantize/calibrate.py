@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.fingerprint import sha256_of
-from enginery.core.artifact.reports import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, InputError, OptionError, nearest
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.cast.overflow import find_fp32_nodes, mask_floor

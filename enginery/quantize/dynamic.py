@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
@@ -22,6 +22,7 @@ from enginery.quantize.job import QuantizeJob, QuantizeResult
 from enginery.quantize.report import describe_accuracy
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
+from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, input_graph
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import QuantizationReport
 from enginery.core.errors import OptionError
 from enginery.core.progress import Progress
 from enginery.passes.qdq.scheme import FP8, INT8, Scheme
 from enginery.quantize.calibration.data import CalibrationData
 from enginery.quantize.config import QuantizeConfig
+from enginery.reports.quantization import QuantizationReport
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from enginery.core.accuracy import wilson_interval
+from enginery.core.accuracy import AccuracyMetrics, LayerError, wilson_interval
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    CalibrationRecord,
-    EngineTrial,
-    LayerCounts,
-    LayerError,
-    MixAccuracy,
-    MultiplyAdds,
-    QuantizationReport,
-    SearchRecord,
-)
 from enginery.core.figures import save_figure
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.calibrate import AccuracySearch, BeyondLayers
 from enginery.quantize.calibration.cache import CalibrationCache
 from enginery.quantize.config import QuantizeConfig, residual_precision
 from enginery.quantize.job import QuantizeJob
+from enginery.reports.quantization import (
+    CalibrationRecord,
+    EngineTrial,
+    LayerCounts,
+    MixAccuracy,
+    MultiplyAdds,
+    QuantizationReport,
+    SearchRecord,
+)
 
 COUNTED = (
     "multiply-adds of MatMul, Gemm and Conv with constant weights, for one calibration input of "

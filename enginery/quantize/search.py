@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from enginery.core.accuracy import AccuracyMetrics, LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact, commit_artifact, staging
 from enginery.core.artifact.fingerprint import (
     Fingerprint,
@@ -26,12 +27,6 @@ from enginery.core.artifact.fingerprint import (
     stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, StageRecord
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    EngineTrial,
-    LayerError,
-    QuantizationReport,
-)
 from enginery.core.errors import ArtifactError, CheckFailedError, OptionError
 from enginery.core.figures import NOT_DRAWN
 from enginery.core.progress import SILENT, Progress
@@ -78,6 +73,7 @@ from enginery.quantize.report import QuantizedGraph, make_report, save_curve
 from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
+from enginery.reports.quantization import EngineTrial, QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, find_encoder_decoder, input_graph
 from enginery.runtime.machine import read_cpuinfo, usable_cpus
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import EngineTrial
 from enginery.core.errors import ProviderError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import (
@@ -26,8 +25,12 @@ from enginery.passes.lint.lint import lint_onnx
 from enginery.passes.qdq.layers import Layer
 from enginery.quantize.config import QuantizeConfig, list_capabilities
 from enginery.quantize.source_graph import SourceGraph
+from enginery.reports.quantization import EngineTrial
+from enginery.runtime.tensorrt.build import BuildRequest
+from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.library import require_tensorrt
-from enginery.runtime.tensorrt.process import RTX, build_plan, parse_onnx, resolve_capabilities
+from enginery.runtime.tensorrt.options import RTX
+from enginery.runtime.tensorrt.process import build_plan, parse_onnx
 
 _BATCH = (1, 8, 32)
 
@@ -81,7 +84,7 @@ def build_trials(
     trials = []
     for capability in list_capabilities(config):
         built = build_plan(
-            graph, profiles=profiles, capabilities=[capability], limits=limits.max_sizes
+            graph, BuildRequest(profiles, capabilities=[capability], limits=limits.max_sizes)
         )
         # A fused layer lists its nodes. The kernel that quantizes may list the matrix product as
         # well, so only products are counted.

@@ -52,7 +52,7 @@ from enginery.recipe.stages import (
 from enginery.requirements import PURPOSES, require_stages
 from enginery.runtime.providers.gpus import visible_gpus
 from enginery.runtime.providers.specification import check_run_options, parse_providers
-from enginery.runtime.tasks import TASKS, find_task, supported_tasks
+from enginery.runtime.tasks import find_task, supported_tasks, task_classes
 from enginery.runtime.tasks.task import PLURALS
 from enginery.validate import config as validate
 
@@ -274,7 +274,7 @@ def _check_answers(options: PredictStage, task_name: str, input_format: str | No
     from enginery.predict.task_inputs import column_names, read_options
 
     # Some names are of two tasks: feature-extraction is of texts and of images.
-    definitions = [definition for definition in TASKS.values() if task_name in definition.tasks]
+    definitions = [definition for definition in task_classes() if task_name in definition.tasks]
     default_modality = definitions[0].modality if definitions else "text"
     modality = next(
         (modality for modality, plural in PLURALS.items() if plural == input_format),

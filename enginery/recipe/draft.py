@@ -1,6 +1,6 @@
 """Write a first recipe for a model and a target, with comments: `enginery init`.
 
->>> print(draft_recipe("org/name", tmp_path / "recipe.yaml", target="cpu"))
+>>> print(draft_recipe("org/name", tmp_path / "recipe.yaml", DraftOptions(target="cpu")))
 # The stages of one model, from its files to a registry. Written by `enginery init`.
 ...
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,28 +31,31 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+=,:-]*(?<!:)")
 """Text that YAML reads as it is written."""
 
 
-def draft_recipe(
-    model: str,
-    file: Path,
-    *,
-    task: str = "auto",
-    target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt",
-    data: str = "",
-    column: str = "",
-    label_column: str = "",
-    capability: str = "portable",
-) -> str:
+@dataclass(frozen=True)
+class DraftOptions:
+    """What the recipe is for."""
+
+    task: str = "auto"
+    """The model's task; `auto` reads it from the model's class."""
+    target: Literal["tensorrt", "cuda", "cpu"] = "tensorrt"
+    """What runs the model."""
+    data: str = ""
+    """Inputs like those of the users; with them, the recipe for TensorRT has INT8."""
+    column: str = ""
+    """Column of the data with the texts; empty for `text`."""
+    label_column: str = ""
+    """Column with the correct labels, to measure accuracy."""
+    capability: str = "portable"
+    """GPUs that engines are built for: `8.9`, `current` or `portable`."""
+
+
+def draft_recipe(model: str, file: Path, options: DraftOptions) -> str:
     """Return the text of a recipe.
 
     Args:
         model: a Hub id, a directory, an `.onnx` file or `package:NAME`.
         file: where the recipe goes; relative paths in it start from its directory.
-        task: the model's task; `auto` reads it from the model's class.
-        target: what runs the model.
-        data: inputs like those of the users; with them, the recipe for TensorRT has INT8.
-        column: column of the data with the texts; empty for `text`.
-        label_column: column with the correct labels, to measure accuracy.
-        capability: GPUs that engines are built for: `8.9`, `current` or `portable`.
+        options: task, target and data.
 
     Raises:
         OptionError: the task is unknown, or a column is named without data.
@@ -59,7 +63,8 @@ def draft_recipe(
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    if (column or label_column) and not data:
+    column, label_column, capability = options.column, options.label_column, options.capability
+    if (column or label_column) and not options.data:
         option = "column" if column else "label_column"
         raise OptionError(
             f"option '{option}' is set, but there are no data.",
@@ -69,7 +74,7 @@ def draft_recipe(
     path = find_local(model)
     is_onnx = path is not None and path.is_file()
     settings = None if is_onnx else _model_settings(model, path)
-    task = task_name(task)
+    task = task_name(options.task)
     if task == "auto" and settings:
         task = inferred_task(settings, module_kinds(path) if path else ())
     if label_column and task not in ("auto", *Classify.tasks, *ClassifyImages.tasks):
@@ -78,11 +83,13 @@ def draft_recipe(
             do="Leave it out.",
             option="label_column",
         )
-    # The shapes of models for audio differ, so the draft has no profile for them.
+    # The shapes of models for audio and of decoders differ, so the draft has no profile for them.
     drafted = [
         definition
         for definition in TASKS.values()
-        if task in definition.tasks and definition.modality != "audio"
+        if task in definition.tasks
+        and definition.modality != "audio"
+        and not definition.runs_in_steps
     ]
     takes_images = bool(settings and settings.image_size and not settings.merged().vocab_size)
     modality = "image" if takes_images else "text"
@@ -110,10 +117,10 @@ def draft_recipe(
         is_onnx=is_onnx,
         is_hub=path is None and "@" not in model,
         task=task,
-        target=target,
+        target=options.target,
         profile=_profile(longest, takes_texts=takes_texts) if served else "",
         sequences=",".join(dict.fromkeys(str(min(size, longest)) for size in (16, 128))),
-        data=_data_lines(data, column, file),
+        data=_data_lines(options.data, column, file),
         label_column=label_column,
         capability=capability,
         gpus="" if capability in ("portable", "current") else capability,

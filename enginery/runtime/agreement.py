@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import ModelConfig, has_embedding_modules
 from enginery.runtime.detections import read_detections

@@ -14,14 +14,27 @@ to, and it chooses the next tokens, its output `next_ids`; see `FixedCacheDecode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.errors import ArtifactError
 from enginery.core.shapes import TensorSpec
 
 ENCODER_STATES = "encoder_hidden_states"
 LOGITS = "logits"
 NEXT_IDS = "next_ids"
+
+# Decoders without position ids whose embeddings of positions count from the first column.
+_COUNT_PADDING = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "pegasus",
+)
 
 _PAST, _PRESENT = "past_key_values.", "present."
 
@@ -125,6 +138,23 @@ def find_encoder_decoder(graphs: Sequence[GraphRecord]) -> DecoderGraphs | None:
     if len(growing) != 2 or len(decoders) != 1 or decoders[0].first is not decoders[0].later:
         return None
     return decoders[0] if decoders[0].encoder is not None else None
+
+
+def find_generating(artifact: Artifact) -> DecoderGraphs:
+    """Return the graphs of an artifact that generate.
+
+    Raises:
+        ArtifactError: no graph takes a cache.
+    """
+    decoders = DecoderGraphs.find_all(artifact.manifest.graphs)
+    if len(decoders) != 1:
+        names = ", ".join(record.file for record in artifact.manifest.graphs)
+        raise ArtifactError(
+            f"{artifact.path} does not generate: expected one decoder with a cache, found {names}.",
+            do="Export the model for a task that ends in -with-past.",
+        )
+    counts_padding = decoders[0].encoder is None and artifact.manifest.model_type in _COUNT_PADDING
+    return replace(decoders[0], counts_padding=counts_padding)
 
 
 def input_graph(graphs: Sequence[GraphRecord]) -> GraphRecord:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
 from enginery.core.errors import InputError
 from enginery.core.extras import missing_packages_as_errors
-from enginery.runtime.generation.generator import TextGenerator
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
@@ -37,6 +36,7 @@ from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
 from enginery.runtime.tasks.classify import Activation, Classification
 from enginery.runtime.tasks.fill import MaskFillings
+from enginery.runtime.tasks.generate import GenerateOptions, Generation
 from enginery.runtime.tasks.row_stream import (
     PREPARED_BATCHES,
     SWITCH_INTERVAL,
@@ -51,10 +51,11 @@ from enginery.runtime.tasks.task import (
     ModelInputs,
     Row,
     RowValues,
+    Task,
     TaskOptions,
     count_characters,
 )
-from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -76,26 +77,27 @@ class Model(Closeable):
     """A model loaded for inference. A context manager; closing it frees the session.
 
     Call the method of its task: `embed`, `classify`, `tag`, `answer`, `fill`, `classify_images`,
-    `embed_images`, `classify_audio` or `transcribe`; the methods of other tasks raise InputError.
-    A method takes a list of inputs and returns the results in the same order. Texts and audio that
-    are longer than the model takes are truncated, and counted in `truncated`.
+    `embed_images`, `classify_audio`, `transcribe`, or `generate` and `stream`; the methods of other
+    tasks raise InputError. A method takes a list of inputs and returns the results in the same
+    order. Texts and audio that are longer than the model takes are truncated, and counted in
+    `truncated`.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
     """
 
-    def __init__(self, artifact: Artifact, runner: OrtRunner) -> None:
+    def __init__(self, artifact: Artifact, rows: BatchRunner | TextGenerator) -> None:
+        """Take the artifact, and what runs the rows of its task, which is closed with this."""
         self.artifact = artifact
         self.task = artifact.manifest.task
-        self._runner = runner
-        definition = require_task(artifact.manifest, runner.record)
-        self.definition = definition.open(artifact, runner.record)
+        self._rows = rows
+        self._runner = runner = rows.runner
+        self.definition = cast("Task", rows.task)
         """The task, which preprocesses inputs and postprocesses outputs."""
-        self.method = definition.verb
+        self.method = self.definition.verb
         """Name of the task's method."""
         self.truncated = 0
         """Number of inputs truncated so far."""
-        self._batches = BatchRunner(self.definition, runner)
         self._on_gpu = runner.device.kind != "cpu"
         self._lock = threading.Lock()
 
@@ -123,15 +125,17 @@ class Model(Closeable):
         Raises:
             InputError: an input or an option is invalid; the message has the input's index.
         """
-        task = self.definition
+        task, batches = self.definition, self._rows
+        if isinstance(batches, TextGenerator):
+            return self.generate(inputs, **{"num_return_sequences": 1, **options})
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
-            outputs = self._batches.run_stream(map(self._count, task.read_rows(inputs)))
+            outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))
             return task.postprocess(ModelInputs([]), outputs, read)
         if self._on_gpu and isinstance(inputs, list | tuple) and len(inputs) > _FIRST_WINDOW:
-            return self._run_windows(inputs, read)
+            return self._run_windows(batches, inputs, read)
         work = task.preprocess(inputs, read)
-        outputs = self._batches.run_all([self._count(row) for row in work.rows])
+        outputs = batches.run_all([self._count(row) for row in work.rows])
         return task.postprocess(work, outputs, read)
 
     def embed(
@@ -324,14 +328,62 @@ class Model(Closeable):
         transcriptions: list[Transcription] = self._run_task("transcribe", audio)
         return transcriptions
 
+    def generate(
+        self, inputs: Sequence[Any], *, batch_size: int = 8, **options: Any
+    ) -> list[Generation]:
+        """Generate a text for each input: continue, translate, summarize, read or transcribe it.
+
+        Args:
+            inputs: texts; for image-to-text, images as paths, file contents, Pillow images or uint8
+                arrays (height, width, channels); for speech, sounds as paths, file contents or
+                pairs (samples, sampling_rate).
+            batch_size: largest number of inputs that run together; results do not depend on it.
+            options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
+                are not given are the model's own. Of translation models also `source_language` and
+                `target_language`, of speech `language` and `task`, of images `prompt`: the
+                beginning of each text, which is no part of the result.
+
+        Returns:
+            `num_return_sequences` results for each input, in order.
+        """
+        generator = self._generator("generate")
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}, expected 1 or more.")
+        rows = generator.task.read_rows(inputs, GenerateOptions.read(options))
+        texts = generator.run_stream(rows, batch_rows=batch_size)
+        return [generation for generations in texts for generation in generations]
+
+    def stream(self, text: Any, **options: Any) -> Iterator[str]:
+        """Generate the text of one input, piece by piece; together they are that of `generate`.
+
+        A piece ends between characters, and what may be the beginning of a stop string is held
+        back.
+
+        Args:
+            text: the input, see `generate`.
+            options: see `generate`; with beam search the whole text is one piece.
+        """
+        generator = self._generator("stream")
+        (row,) = generator.task.preprocess([text], GenerateOptions.read(options)).rows
+        return generator.stream(row)
+
+    def _generator(self, method: str) -> TextGenerator:
+        """Return what generates; raise InputError if the model's task is another one."""
+        if not isinstance(self._rows, TextGenerator):
+            raise self._other_task(method)
+        return self._rows
+
     def _run_task(self, verb: str, inputs: Sequence[Any], **options: Any) -> Any:
         """Run the model on inputs; raise InputError if its task is another than `verb`."""
         if verb != self.method:
-            raise InputError(
-                f"{verb}() was called, but {self.artifact.name} was exported for {self.task}.",
-                do=f"Call {self.method}(), or export the model for another --task.",
-            )
+            raise self._other_task(verb)
         return self(inputs, **options)
+
+    def _other_task(self, method: str) -> InputError:
+        return InputError(
+            f"{method}() was called, but {self.artifact.name} was exported for {self.task}.",
+            do=f"Call {self.method}(), or export the model for another --task.",
+        )
 
     def warm_up(self) -> None:
         """Run every engine once at its optimal shape, and every rung of the ladder.
@@ -344,22 +396,21 @@ class Model(Closeable):
             InputError: the graph fails.
         """
         self._runner.warm_up()
-        task = self.definition
-        self._batches.record_rungs(
-            longest=task.tokenizer.limit if isinstance(task, TextTask) else 0
-        )
+        self._rows.record_rungs(longest=self.definition.max_tokens)
 
     def close(self) -> None:
-        """Free the session."""
-        self._runner.close()
+        """Free the sessions."""
+        self._rows.close()
 
-    def _run_windows(self, inputs: Sequence[Any], options: TaskOptions) -> RowValues:
+    def _run_windows(
+        self, batches: BatchRunner, inputs: Sequence[Any], options: TaskOptions
+    ) -> RowValues:
         """Return the results of many inputs: batches run while other inputs are tokenized.
 
         Batches run in this thread, because CUDA graphs are replayed by the thread that recorded
         them.
         """
-        task, batches = self.definition, self._batches
+        task = self.definition
         plan = batches.plan
         if not self._runner.profiles:  # an engine has limits of its own
             plan = partial(plan, max_rows=GPU_MAX_ROWS, max_tokens=GPU_MAX_TOKENS)
@@ -426,7 +477,7 @@ def load_model(
     cuda_graph: bool = False,
     ladder: bool = True,
     shrink_arena: bool = False,
-) -> Model | TextGenerator:
+) -> Model:
     """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
     Args:
@@ -457,34 +508,35 @@ def load_model(
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
-    generates = opened.manifest.task in TextGenerator.tasks
-    if not generates:
-        require_task(opened.manifest)
-    generating = ("onnx",) if generates else ()
-    require_onnxruntime("Loading a model", ONNXRUNTIME, *generating, extra="generate")
+    definition = require_task(opened.manifest)
+    packages = (ONNXRUNTIME, "onnx") if definition.runs_in_steps else (ONNXRUNTIME,)
+    require_onnxruntime("Loading a model", *packages, extra="generate")
     specs = parse_providers(providers, provider_options, default="cpu")
+
+    options = RunnerOptions(
+        threads=threads,
+        io_binding=io_binding,
+        cuda_graph=cuda_graph,
+        # A decoder with a fixed cache rounds its sizes up itself.
+        ladder=ladder and not definition.runs_in_steps,
+        shrink_arena=shrink_arena,
+    )
 
     def open_graph(file: str = "") -> OrtRunner:
         return OrtRunner(
             opened,
+            options,
             graph=file,
             providers=specs,
             allow_fallback=allow_fallback,
             allow_build=allow_build,
-            threads=threads,
-            io_binding=io_binding,
-            cuda_graph=cuda_graph,
-            # A decoder with a fixed cache rounds its sizes up itself.
-            ladder=ladder and not generates,
-            shrink_arena=shrink_arena,
         )
 
-    if generates:
-        return TextGenerator(opened, open_graph, fixed_cache=specs[0].full_name == CUDA)
-    runner = open_graph()
+    task = definition.open(opened, opened.manifest.graphs[0])
+    rows = open_rows(task, open_graph, on_cuda=specs[0].full_name == CUDA)
     try:
-        runner.warm_up()
-        return Model(opened, runner)
+        rows.runner.warm_up()
+        return Model(opened, rows)
     except BaseException:
-        runner.close()
+        rows.close()
         raise

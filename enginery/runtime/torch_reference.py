@@ -352,7 +352,7 @@ class _Child:
     def load(self, request: WorkerResult) -> WorkerResult:
         if not request["trust_remote_code"]:
             os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
-        from enginery.runtime.torch_runner import TorchRunner, guarded
+        from enginery.runtime.torch_runner import TorchOptions, TorchRunner, guarded
 
         manifest = Manifest.model_validate(request["manifest"])
         path, trust = Path(request["path"]), request["trust_remote_code"]
@@ -364,10 +364,9 @@ class _Child:
                 TorchRunner(
                     ModelSource(path, manifest.source, pickled=request["pickled"]),
                     manifest,
+                    TorchOptions(precision=request["precision"], trust_remote_code=trust),
                     graph=request["graph"],
-                    precision=request["precision"],
                     vocoder=vocoder,
-                    trust_remote_code=trust,
                 )
             )
             self._require_harmless()

@@ -1,7 +1,7 @@
 """Run an artifact's source model in PyTorch, as the reference for validation.
 
     with guarded(source.path, trust_remote_code=False):
-        with TorchRunner(source, artifact.manifest, precision="fp32") as reference:
+        with TorchRunner(source, artifact.manifest, TorchOptions(precision="fp32")) as reference:
             outputs = reference(feeds)    # both by the graph's names
 
 A model runs unchanged, with eager attention: as a whole, or as its encoder or decoder, see
@@ -16,6 +16,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,25 @@ def guarded(
         yield confinement
 
 
-def load_pytorch(
-    path: Path,
-    task: str,
-    *,
-    precision: str,
-    library: str,
-    pickled: bool,
-    trust_remote_code: bool,
-    device: str,
-    attention: str = "eager",
-) -> Any:
+@dataclass(frozen=True)
+class TorchOptions:
+    """How PyTorch loads a model."""
+
+    precision: str = "fp32"
+    """fp64, fp32, fp16 or bf16."""
+    library: str = "transformers"
+    """transformers or timm."""
+    pickled: bool = False
+    """Load pickled weights instead of safetensors."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    attention: str = "eager"
+    """The attention implementation; empty for transformers' default."""
+
+
+def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) -> Any:
     """Load a model from a directory, in evaluation mode. Call this inside `guarded`.
 
     Loads only the weights that `find_weights` found; pickled ones with PyTorch's restricted
@@ -111,31 +120,27 @@ def load_pytorch(
     Args:
         path: the model's directory.
         task: the task, by Optimum's name.
-        precision: fp64, fp32, fp16 or bf16.
-        library: transformers or timm.
-        pickled: load pickled weights instead of safetensors.
-        trust_remote_code: run Python code that comes with the model.
-        device: cpu, cuda or cuda:N.
-        attention: the attention implementation; empty for transformers' default.
+        options: precision, files, device and attention.
 
     Raises:
         ExportError: PyTorch cannot load the model.
     """
-    options: dict[str, Any] = {
+    precision, device = options.precision, options.device
+    keywords: dict[str, Any] = {
         "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
-        "trust_remote_code": trust_remote_code,
-        "use_safetensors": not pickled,
+        "trust_remote_code": options.trust_remote_code,
+        "use_safetensors": not options.pickled,
         "weights_only": True,
         "local_files_only": True,
     }
-    if attention:
-        options["attn_implementation"] = attention
+    if options.attention:
+        keywords["attn_implementation"] = options.attention
     with _quiet():
         try:
-            if library == "timm":
-                model = _from_timm(path, options["torch_dtype"], device)
+            if options.library == "timm":
+                model = _from_timm(path, keywords["torch_dtype"], device)
             else:
-                model = _from_transformers(path, task, options, device)
+                model = _from_transformers(path, task, keywords, device)
         except EngineryError:
             raise
         except Exception as error:  # a bad config can cause any error, anywhere in transformers
@@ -260,6 +265,7 @@ def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -
         )
     config = language_model.config
     config.num_labels = 1
+    # Without memory: its layers are replaced by the language model's.
     with torch.device("meta"):
         model = classes.from_config(config)
     prefix = model.base_model_prefix
@@ -268,6 +274,7 @@ def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -
             f"{type(model).__name__} has another layout than {type(language_model).__name__}, so "
             "its LogitScore module cannot become a classifier."
         )
+    # One label, whose logit is that of the true token, less that of the false one if it is read.
     rows = head.weight.detach()[tokens]
     weight = rows[:1] - rows[1:] if len(tokens) > 1 else rows[:1]
     setattr(model, prefix, getattr(language_model, prefix))
@@ -286,23 +293,20 @@ class TorchRunner(Closeable):
         self,
         source: ModelSource,
         manifest: Manifest,
+        options: TorchOptions = TorchOptions(),
         *,
         graph: str = "",
-        precision: str = "fp32",
         vocoder: Path | None = None,
-        trust_remote_code: bool = False,
-        device: str = "cpu",
     ) -> None:
         """Load the model. Call this inside `guarded`.
 
         Args:
             source: the model, as returned by `resolve_record(manifest.source)`.
             manifest: manifest of the artifact to compare with.
+            options: precision, device and attention; the library and the kind of weights are those
+                of the manifest and the source.
             graph: file name of the graph; empty for the first.
-            precision: fp64, fp32, fp16 or bf16.
             vocoder: the directory of the vocoder that a model of speech was exported with.
-            trust_remote_code: run Python code that comes with the model.
-            device: cpu, cuda or cuda:N.
 
         Raises:
             ArtifactError: the artifact has no such graph.
@@ -315,20 +319,17 @@ class TorchRunner(Closeable):
             )
         self.record: GraphRecord = graphs[graph or manifest.graphs[0].file]
         self.notes: list[str] = []
-        self._device = device
-        self._float = _DTYPES[precision]
-        self._path, self._trust_remote_code = source.path, trust_remote_code
+        self._device = options.device
+        self._float = _DTYPES[options.precision]
+        self._path, self._trust_remote_code = source.path, options.trust_remote_code
+        library = "timm" if manifest.library == "timm" else "transformers"
         self._model = load_pytorch(
             source.path,
             manifest.task,
-            precision=precision,
-            library=manifest.library if manifest.library == "timm" else "transformers",
-            pickled=source.pickled,
-            trust_remote_code=trust_remote_code,
-            device=device,
+            replace(options, library=library, pickled=source.pickled),
         )
         self._decoder: TorchDecoder | None = None
-        self._manifest, self._precision_name = manifest, precision
+        self._manifest, self._precision_name = manifest, options.precision
         # Optimum adds the vocoder that it has loaded.
         self._model_kwargs: dict[str, Any] = {"vocoder": str(vocoder)} if vocoder else {}
         self._submodels: dict[str, tuple[Any, Any]] | None = None

@@ -202,7 +202,7 @@ async def _lifespan(
 
     registry: ModelRegistry
     loop = asyncio.get_running_loop()
-    loads_first = lifecycle is not None and lifecycle.loads_first
+    loads_first = lifecycle is not None and lifecycle.supervision.loads_first
     if devices:
         registry = fronts = FrontRegistry(paths, config, loop, sockets=devices, on_broken=on_broken)
         loads_first = await fronts.connect()
@@ -225,7 +225,7 @@ async def _lifespan(
             draining = asyncio.create_task(lifecycle.draining.wait())
             await asyncio.wait({loading, draining}, return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
-            while not (lifecycle.may_listen() or lifecycle.draining.is_set()):
+            while not (lifecycle.supervision.may_listen() or lifecycle.draining.is_set()):
                 await asyncio.sleep(_WAIT_SECONDS)
     try:
         yield
@@ -247,7 +247,7 @@ async def _load_or_fail(registry: ModelRegistry, lifecycle: ProcessLifecycle) ->
         await load(registry)
     except Exception as error:
         lifecycle.fail_startup(error)
-    lifecycle.on_loaded()
+    lifecycle.supervision.on_loaded()
 
 
 def _openapi_json(*, with_keys: bool) -> bytes:
@@ -286,8 +286,8 @@ async def answer_routing_error(request: Request, error: HTTPException) -> Respon
         http_error = HTTPError(
             405,
             f"{path[:200]} does not support {quote(method)}, expected {' or '.join(allowed)}.",
-            headers={"allow": ", ".join(allowed)},
         )
+        http_error.headers["allow"] = ", ".join(allowed)
     elif error.status_code == 404:
         paths = dict.fromkeys(endpoint.path for endpoint in ENDPOINTS)
         close = nearest(path, paths) if len(path) < 200 else "."

@@ -74,6 +74,24 @@ class Activity:
     """Responses should carry `connection: close`."""
 
 
+@dataclass(frozen=True)
+class Supervision:
+    """How a worker process starts and ends together with its parent process."""
+
+    supervised: bool
+    """A parent process replaces this one when it exits."""
+    startup_status: int = STARTUP_FAILURE
+    """Exit status for `fail_startup`."""
+    loads_first: bool = False
+    """Load the models before the process listens."""
+    may_listen: Callable[[], bool] = lambda: True
+    """Returns True once a process that `loads_first` may listen."""
+    on_loaded: Callable[[], object] = lambda: None
+    """Called once the models are loaded."""
+    server_ends: Callable[[], bool] = lambda: True
+    """Returns True if the whole server shuts down, not only this process."""
+
+
 class ProcessLifecycle:
     """The lifecycle of a worker process. Create it before the event loop runs."""
 
@@ -82,13 +100,7 @@ class ProcessLifecycle:
         server: Server,
         sockets: Sequence[socket.socket],
         config: ServeConfig,
-        *,
-        supervised: bool,
-        startup_status: int = STARTUP_FAILURE,
-        loads_first: bool = False,
-        may_listen: Callable[[], bool] = lambda: True,
-        on_loaded: Callable[[], object] = lambda: None,
-        server_ends: Callable[[], bool] = lambda: True,
+        supervision: Supervision,
     ) -> None:
         """Block SIGTERM, SIGINT and SIGHUP until `start`, so that none is lost until then.
 
@@ -96,17 +108,10 @@ class ProcessLifecycle:
             server: the uvicorn server, whose loop does not run yet.
             sockets: the listening sockets, which are closed when the process drains.
             config: the options; `grace`, `drain_delay` and `processes` are used.
-            supervised: a parent process replaces this one when it exits.
-            startup_status: exit status for `fail_startup`.
-            loads_first: load the models before the process listens.
-            may_listen: returns True once a process that `loads_first` may listen.
-            on_loaded: called once the models are loaded.
-            server_ends: returns True if the whole server shuts down, not only this process.
+            supervision: whether it has a parent process, and what it agrees on with it.
         """
         self._server, self._sockets, self._config = server, sockets, config
-        self._supervised, self._startup_status = supervised, startup_status
-        self._server_ends = server_ends
-        self.loads_first, self.may_listen, self.on_loaded = loads_first, may_listen, on_loaded
+        self.supervision = supervision
         self.draining = asyncio.Event()
         """Set once the process drains."""
         self._status = 0
@@ -150,7 +155,7 @@ class ProcessLifecycle:
         another one is started again, because the cause may be temporary.
         """
         log_failed_startup(error)
-        exit_process(self._startup_status)
+        exit_process(self.supervision.startup_status)
 
     def replace(self, reason: str, refuse_all: Callable[[], object] | None = None) -> None:
         """Exit, so that the parent starts another process. Call this from any thread.
@@ -163,7 +168,7 @@ class ProcessLifecycle:
             reason: what happened, for the log.
             refuse_all: answers running requests with 503; those that remain are cancelled.
         """
-        if self._supervised and self._loop is not None:
+        if self.supervision.supervised and self._loop is not None:
             self._loop.call_soon_threadsafe(self._replace, reason, refuse_all)
 
     def reload_all_processes(self) -> None:
@@ -189,7 +194,7 @@ class ProcessLifecycle:
         except SystemExit as ended:  # raised by uvicorn if the application did not start
             status = ended.code if isinstance(ended.code, int) else 1
             if status == STARTUP_FAILURE:
-                status = self._startup_status
+                status = self.supervision.startup_status
         except BaseException:
             _log.exception("the server failed")
         finally:
@@ -288,7 +293,7 @@ class ProcessLifecycle:
         Closing a listening socket resets waiting connections, whose requests may already be here,
         and those that are being established.
         """
-        if self._server_ends():  # else the next process accepts new connections
+        if self.supervision.server_ends():  # else the next process accepts new connections
             for listener in self._sockets:
                 drop_new_connections(listener)
             await asyncio.sleep(_HANDSHAKE_SECONDS)

@@ -51,6 +51,7 @@ from enginery.serve.lifecycle import (
     REPLACE,
     STARTUP_FAILURE,
     ProcessLifecycle,
+    Supervision,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +260,10 @@ def run(
     if not config.restart or not hasattr(os, "fork"):
         server = uvicorn.Server(server_config)
         lifecycle = ProcessLifecycle(
-            server, sockets[0], config, supervised=False, startup_status=CANNOT_START
+            server,
+            sockets[0],
+            config,
+            Supervision(supervised=False, startup_status=CANNOT_START),
         )
         _log.info("listening on %s", addresses)
         _run_worker(server, lifecycle)
@@ -310,7 +314,6 @@ class Worker(Process):
         *,
         others: Sequence[socket.socket] = (),
         is_first: bool = True,
-        failures: int = -1,
     ) -> None:
         """Create the process without starting it.
 
@@ -322,11 +325,11 @@ class Worker(Process):
             is_first: the process answers health routes while the models of all load.
             ending: two bytes in memory shared with the parent, 1 once the server shuts down and
                 once the first process has loaded its models; None with `spawn`.
-            failures: number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for
-                a first worker.
         """
         super().__init__(server_config, sockets)
-        self.failures = failures
+        self.failures = -1
+        """Number of consecutive predecessors that died within `HEALTHY_SECONDS`; -1 for a first
+        worker."""
         self._config, self._sockets, self._shutdown_flag = config, sockets, ending
         self._others, self._is_first = others, is_first
         self._started_at = 0.0
@@ -369,14 +372,17 @@ class Worker(Process):
             self.server,
             sockets,
             self._config,
-            supervised=True,
-            startup_status=startup_status,
-            # Until the first process is ready it answers 503, and so would the server to some
-            # requests if others were ready before it.
-            loads_first=self._config.processes > 1 and not (self._is_first and self.failures < 0),
-            may_listen=self._first_is_ready,
-            on_loaded=self._report_loaded,
-            server_ends=self._server_ends,
+            Supervision(
+                supervised=True,
+                startup_status=startup_status,
+                # Until the first process is ready it answers 503, and so would the server to some
+                # requests if others were ready before it.
+                loads_first=self._config.processes > 1
+                and not (self._is_first and self.failures < 0),
+                may_listen=self._first_is_ready,
+                on_loaded=self._report_loaded,
+                server_ends=self._server_ends,
+            ),
         )
         _run_worker(self.server, lifecycle)
 
@@ -416,9 +422,11 @@ class Worker(Process):
         """Return a worker to replace this one, which has died."""
         lived = time.monotonic() - self._started_at
         again = self.failures >= 0 and lived < HEALTHY_SECONDS
-        return self._again(failures=self.failures + 1 if again else 0)
+        worker = self._again()
+        worker.failures = self.failures + 1 if again else 0
+        return worker
 
-    def _again(self, *, failures: int) -> Worker:
+    def _again(self) -> Worker:
         """Return another process of this kind."""
         return Worker(
             self.config,
@@ -427,7 +435,6 @@ class Worker(Process):
             self._shutdown_flag,
             others=self._others,
             is_first=self._is_first,
-            failures=failures,
         )
 
 
@@ -442,7 +449,6 @@ class DeviceWorker(Worker):
         ending: mmap.mmap | None,
         *,
         others: Sequence[socket.socket],
-        failures: int = -1,
     ) -> None:
         """Create the process without starting it; see `Worker`.
 
@@ -452,9 +458,8 @@ class DeviceWorker(Worker):
             config: the options of the server.
             ending: see `Worker`.
             others: the listening sockets of the fronts, which this process closes.
-            failures: see `Worker`.
         """
-        super().__init__(server_config, [], config, ending, others=others, failures=failures)
+        super().__init__(server_config, [], config, ending, others=others)
         self._run_process = run_process
 
     def _serve(self, _sockets: list[socket.socket], startup_status: int) -> NoReturn:
@@ -468,14 +473,13 @@ class DeviceWorker(Worker):
         """Return True if the whole server shuts down, or may do so: then the fronts end first."""
         return self._shutdown_flag is None or super()._server_ends()
 
-    def _again(self, *, failures: int) -> Worker:
+    def _again(self) -> Worker:
         return DeviceWorker(
             self._run_process,
             self.config,
             self._config,
             self._shutdown_flag,
             others=self._others,
-            failures=failures,
         )
 
 

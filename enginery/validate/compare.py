@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import OutputMetrics, ValidationCaseResult
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.progress import SILENT, Progress
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import OutputMetrics, ValidationCaseResult
 from enginery.runtime.providers import Provider
 from enginery.runtime.providers.precision import compute_precision
 from enginery.validate.cases.padding import find_padding_mask
@@ -31,7 +31,12 @@ from enginery.validate.metrics.budget import (
     accuracy_expectation,
 )
 from enginery.validate.metrics.differences import compute_differences
-from enginery.validate.metrics.outputs import NoiseFloor, compare_output, unmatched_output
+from enginery.validate.metrics.outputs import (
+    NoiseFloor,
+    OutputLimits,
+    compare_output,
+    unmatched_output,
+)
 from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
@@ -122,58 +127,102 @@ class ComparisonLimits:
         return self.tolerance.min_cosine if self.min_cosine is None else self.min_cosine
 
 
-def compare_graph(
-    run: Callable[[Feeds], Outputs],
-    record: GraphRecord,
-    cases: Sequence[ValidationCase],
-    reference: ReferenceRun,
-    limits: ComparisonLimits,
-    *,
-    embeddings: EmbeddingComparison | None = None,
-    answers: AnswerComparison | None = None,
-    labels: LabelComparison | None = None,
-    progress: Progress = SILENT,
-) -> list[ValidationCaseResult]:
-    """Run every case and compare its outputs. Failures are part of the results.
+@dataclass(frozen=True)
+class RealAnswers:
+    """Collects the outputs of real inputs for what all of them together must reach."""
 
-    An output that the reference lacks in some cases is skipped in those, such as that of the other
-    branch of an If. An output that it lacks in all cases fails.
-    """
-    reference_names = set(reference.noise_floors)
-    results = []
-    with progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
-        for case, expected in zip(cases, reference.outputs, strict=True):
-            feeds = case.make()
-            result = _without_metrics(record, case, feeds, expected)
-            # Inputs that the reference rejects are skipped, and counted in the report.
-            if not expected.problem:
-                try:
-                    actual = run(feeds)
-                except EngineryError as error:
-                    # A usual cause is a size that the tracer recorded as a constant.
-                    problem = f"the graph fails but {reference.name} does not: {error.message}"
-                    result = replace(result, problem=problem)
-                else:
-                    outputs = _compare_outputs(
-                        record,
-                        feeds,
-                        actual,
-                        expected,
-                        reference,
-                        limits.of_case(case),
-                        reference_names,
-                        real=case.kind == "real",
+    embeddings: EmbeddingComparison | None = None
+    """None if the model has no pooled embeddings."""
+    answers: AnswerComparison | None = None
+    """None if the graph's outputs are not the answers, or have no limit."""
+    labels: LabelComparison | None = None
+    """None if the data have no labels for this graph."""
+
+    def add(
+        self, case: ValidationCase, feeds: Feeds, actual: Outputs, expected: ReferenceOutputs
+    ) -> None:
+        """Add the outputs of a case; those of made-up inputs are no answers to anything."""
+        if case.kind == "real" and self.embeddings is not None:
+            self.embeddings.add(feeds, actual, expected)
+        if case.kind == "real" and self.answers is not None:
+            self.answers.add(feeds, actual, expected)
+        if case.labels and self.labels is not None:
+            self.labels.add(case.labels, actual, expected)
+
+
+@dataclass(frozen=True)
+class GraphComparison:
+    """Compares graphs with one run of the reference, case by case."""
+
+    reference: ReferenceRun
+    """Its outputs, in the order of the cases."""
+    limits: ComparisonLimits
+    real_answers: RealAnswers = field(default_factory=RealAnswers)
+    progress: Progress = SILENT
+
+    def compare(
+        self,
+        run: Callable[[Feeds], Outputs],
+        record: GraphRecord,
+        cases: Sequence[ValidationCase],
+    ) -> list[ValidationCaseResult]:
+        """Run every case and compare its outputs. Failures are part of the results.
+
+        An output that the reference lacks in some cases is skipped in those, such as that of the
+        other branch of an If. An output that it lacks in all cases fails.
+        """
+        reference, results = self.reference, []
+        with self.progress.task(f"ONNX Runtime, {record.file}", total=len(cases)) as advance:
+            for case, expected in zip(cases, reference.outputs, strict=True):
+                feeds = case.make()
+                result = _without_metrics(record, case, feeds, expected)
+                # Inputs that the reference rejects are skipped, and counted in the report.
+                if not expected.problem:
+                    try:
+                        actual = run(feeds)
+                    except EngineryError as error:
+                        # A usual cause is a size that the tracer recorded as a constant.
+                        problem = f"the graph fails but {reference.name} does not: {error.message}"
+                        result = replace(result, problem=problem)
+                    else:
+                        outputs = self._compare_outputs(record, case, feeds, actual, expected)
+                        result = replace(result, outputs=outputs)
+                        self.real_answers.add(case, feeds, actual, expected)
+                results.append(result)
+                advance()
+        return results
+
+    def _compare_outputs(
+        self,
+        record: GraphRecord,
+        case: ValidationCase,
+        feeds: Feeds,
+        actual: Outputs,
+        expected: ReferenceOutputs,
+    ) -> list[OutputMetrics]:
+        reference, limits = self.reference, self.limits.of_case(case)
+        outputs = []
+        for spec in record.outputs:
+            # The reference may lack an output in some cases: that of the other branch of an If.
+            if spec.name not in reference.noise_floors:
+                outputs.append(unmatched_output(spec.name, actual[spec.name], reference.name))
+            elif spec.name in expected.files:
+                noise = reference.noise_floor(spec.name, real=case.kind == "real")
+                outputs.append(
+                    compare_output(
+                        spec,
+                        actual[spec.name],
+                        expected.load(spec.name),
+                        OutputLimits(
+                            noise, limits.tolerance, limits.max_abs_error, limits.min_cosine
+                        ),
+                        # Fused kernels may leave any value at padded positions, and nobody reads
+                        # it.
+                        padding=find_padding_mask(spec, record.inputs, feeds),
+                        name=reference.name,
                     )
-                    result = replace(result, outputs=outputs)
-                    if case.kind == "real" and embeddings is not None:
-                        embeddings.add(feeds, actual, expected)
-                    if case.kind == "real" and answers is not None:
-                        answers.add(feeds, actual, expected)
-                    if case.labels and labels is not None:
-                        labels.add(case.labels, actual, expected)
-            results.append(result)
-            advance()
-    return results
+                )
+        return outputs
 
 
 def _without_metrics(
@@ -190,38 +239,3 @@ def _without_metrics(
         problem=expected.problem if promised else "",
         skipped="" if promised else expected.problem,
     )
-
-
-def _compare_outputs(
-    record: GraphRecord,
-    feeds: Feeds,
-    actual: Outputs,
-    expected: ReferenceOutputs,
-    reference: ReferenceRun,
-    limits: ComparisonLimits,
-    reference_names: set[str],
-    *,
-    real: bool,
-) -> list[OutputMetrics]:
-    outputs = []
-    for spec in record.outputs:
-        # The reference may lack an output in some cases: that of the other branch of an If.
-        if spec.name not in reference_names:
-            outputs.append(unmatched_output(spec.name, actual[spec.name], reference.name))
-        elif spec.name in expected.files:
-            outputs.append(
-                compare_output(
-                    spec.name,
-                    actual[spec.name],
-                    expected.load(spec.name),
-                    dtype=spec.dtype,
-                    noise=reference.noise_floor(spec.name, real=real),
-                    tolerance=limits.tolerance,
-                    max_abs_error=limits.max_abs_error,
-                    min_cosine=limits.min_cosine,
-                    # Fused kernels may leave any value at padded positions, and nobody reads it.
-                    padding=find_padding_mask(spec, record.inputs, feeds),
-                    name=reference.name,
-                )
-            )
-    return outputs

@@ -26,16 +26,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import GraphCoverage, ValidationCaseResult
 from enginery.core.errors import InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
 from enginery.core.model.onnx_structure import is_random_input
-from enginery.core.progress import Progress
 from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
+from enginery.reports.validation import GraphCoverage, ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
-from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.compare import GraphComparison
 from enginery.validate.config import Effort
 from enginery.validate.reference import ReferenceRun
 
@@ -218,22 +217,15 @@ class ConsistencyScan:
         sizes |= {size for size in self._special if size <= max(sizes)}
         return {size for size in sizes | _bounds(profiles, "batch") if size >= max(2, self._copies)}
 
-    def run(
-        self,
-        shapes: Sequence[ScanShape],
-        limits: ComparisonLimits,
-        reference: ReferenceRun,
-        progress: Progress,
-    ) -> ScanResult:
+    def run(self, shapes: Sequence[ScanShape], comparison: GraphComparison) -> ScanResult:
         """Run padded batches and compare their rows with the rows alone.
 
         Args:
             shapes: the shapes; those that no engine takes are left out.
-            limits: the tolerances of the comparison with PyTorch.
-            reference: its outputs for the other cases; outputs that it lacks in some of them
-                are left out.
-            progress: receives progress messages.
+            comparison: that of the other cases with PyTorch; outputs that PyTorch lacks in some of
+                them are left out.
         """
+        reference, limits = comparison.reference, comparison.limits
         result = ScanResult(reason=_obstacle(self._record))
         if result.reason:
             return result
@@ -242,7 +234,7 @@ class ConsistencyScan:
             return ScanResult(reason=f"{reference.name} ran on no input")
         # Outputs of one branch of an If are not in every case.
         self._names_compared = set.intersection(*ran)
-        with progress.task("batches against rows alone", total=len(shapes)) as advance:
+        with comparison.progress.task("batches against rows alone", total=len(shapes)) as advance:
             for shape in shapes:
                 try:
                     ratios = [
@@ -267,24 +259,21 @@ class ConsistencyScan:
     def confirm(
         self,
         scanned: ScanResult,
-        limits: ComparisonLimits,
-        reference: ReferenceRun,
+        comparison: GraphComparison,
         run_reference: Callable[[Sequence[ValidationCase]], ReferenceRun],
-        progress: Progress,
     ) -> list[ValidationCaseResult]:
         """Compare the worst shapes that deviate with PyTorch; those it rejects are left out.
 
         Args:
             scanned: the result of the scan.
-            limits: the tolerances of the comparison with PyTorch.
-            reference: its outputs for the other cases.
+            comparison: that of the other cases with PyTorch.
             run_reference: runs PyTorch on these cases.
-            progress: receives progress messages.
         """
         shapes = scanned.to_confirm()
         if not shapes:
             return []
-        quantized = isinstance(limits.tolerance, QuantizedTolerance)
+        reference = comparison.reference
+        quantized = isinstance(comparison.limits.tolerance, QuantizedTolerance)
         rows = [set(self._row_lengths(shape)) for shape in shapes]
         if quantized:
             # The cosine of a few logits differs tenfold between two rows, so several are needed.
@@ -305,9 +294,8 @@ class ConsistencyScan:
             for name, floor in generated.items()
         }
         confirmed = replace(confirmed, noise_floors=floors, generated_floors=floors)
-        results = compare_graph(
-            self._run, self._record, listed, confirmed, limits, progress=progress
-        )
+        again = GraphComparison(confirmed, comparison.limits, progress=comparison.progress)
+        results = again.compare(self._run, self._record, listed)
         if quantized:
             # Dynamic INT8 takes its scales from the whole batch: rows alone are the measure.
             alone = dict(zip(lengths, results[len(batches) :], strict=True))

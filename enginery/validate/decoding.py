@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import TensorSpec, dim_terms, dynamic_dims
+from enginery.reports.validation import ValidationCaseResult
 from enginery.runtime.decoder_graphs import (
     ENCODER_STATES,
     LOGITS,
@@ -37,7 +37,7 @@ from enginery.runtime.decoder_graphs import (
     present_name,
 )
 from enginery.validate.cases.sweep import ValidationCase, sweep_sizes
-from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.compare import ComparisonLimits, GraphComparison
 from enginery.validate.reference import ReferenceOutputs, ReferenceRun
 
 Array = NDArray[Any]
@@ -111,9 +111,11 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
         limits: limits on their inputs.
         seed: random seed for the tokens.
     """
+    # The steps after the prompt need positions, too.
     longest = max(1, min(_PROMPT, limits.max_positions - STEPS))
     spec = next(spec for spec in graphs.first.inputs if spec.name == "input_ids")
     batch_dim, length_dim = spec.dims
+    # One row shows errors of the cache; several, those of padding and of mixed rows.
     rows = [batch_dim] if isinstance(batch_dim, int) else [1, _ROWS]
     # Only decoders alone are padded here, on the left; else the encoder's inputs are, on the right.
     pads = graphs.encoder is None and any(s.name == "attention_mask" for s in graphs.first.inputs)
@@ -159,11 +161,13 @@ def _obstacle(graphs: DecoderGraphs) -> str:
             return "it takes no input_ids"
         for spec in record.inputs:
             if is_past(spec.name):
+                # A past of the encoder's length stays as it is; the decoder's own must grow.
                 if not is_cross_attention(spec.name) and not dim_terms(spec.dims[-2]):
                     return f"its past has {spec.dims[-2]} positions, neither more nor fewer"
             elif spec.name not in available:
                 return f"no graph computes its input {spec.name}"
             elif spec.name == "input_ids" and isinstance(spec.dims[1], int):
+                # Later steps have one token each in any case.
                 if record is not graphs.first and spec.dims[1] == 1:
                     continue
                 return f"it takes {spec.dims[1]} tokens at a time, neither more nor fewer"
@@ -300,13 +304,24 @@ class _FixedCacheDecoder(_Decoder):
         return np.zeros(spec.shape(sizes), spec.dtype)
 
 
+def usable_decoders(
+    decoders: Sequence[DecoderGraphs],
+) -> tuple[list[DecoderGraphs], list[str]]:
+    """Return the decoders of a model that can decode here, and notes on the others."""
+    usable, notes = [], []
+    for graphs in decoders:
+        if obstacle := _obstacle(graphs):
+            notes.append(f"{graphs.later.file}: no tokens were decoded: {obstacle}")
+        else:
+            usable.append(graphs)
+    return usable, notes
+
+
 def compare_decoding(
     decoders: Sequence[DecoderGraphs],
+    sequences: Sequence[Sequences],
     limits: ComparisonLimits,
-    feed_limits: FeedLimits,
     *,
-    seed: int,
-    generated: Sequence[Sequences] = (),
     run_reference: Callable[[GraphRecord, Sequence[ValidationCase]], ReferenceRun],
     open_runner: Callable[[str], AbstractContextManager[Run]],
     progress: Progress,
@@ -314,11 +329,9 @@ def compare_decoding(
     """Decode the same tokens with PyTorch and with each decoder, and compare every step.
 
     Args:
-        decoders: decoders of one model.
+        decoders: usable decoders of one model.
+        sequences: the tokens.
         limits: the tolerances.
-        feed_limits: limits on the inputs.
-        seed: random seed for the tokens.
-        generated: more sequences to decode, beside the made-up ones.
         run_reference: runs PyTorch on cases, as the reference for a graph.
         open_runner: opens the graph of a file.
         progress: receives progress messages.
@@ -326,44 +339,38 @@ def compare_decoding(
     Returns:
         The results, failures included, and notes on graphs that could not decode.
     """
-    notes = []
-    usable = []
-    for graphs in decoders:
-        if obstacle := _obstacle(graphs):
-            notes.append(f"{graphs.later.file}: no tokens were decoded: {obstacle}")
-        else:
-            usable.append(graphs)
-    if not usable:
-        return [], notes
-    sequences = [*make_sequences(usable[0], feed_limits, seed=seed), *generated]
-    cases = [case for tokens in sequences for case in tokens.cases(usable[0])]
+    if not decoders:
+        return [], []
+    cases = [case for tokens in sequences for case in tokens.cases(decoders[0])]
     # One run serves all decoders of a model, because the tokens are the same (teacher forcing).
-    reference = run_reference(usable[0].later, cases)
+    reference = run_reference(decoders[0].later, cases)
     if not any(expected.files for expected in reference.outputs):
-        notes.append(f"no tokens were decoded: {reference.outputs[0].problem}")
-        return [], notes
-    results = []
-    for graphs in usable:
+        return [], [f"no tokens were decoded: {reference.outputs[0].problem}"]
+    comparison = GraphComparison(reference, limits)
+    results: list[ValidationCaseResult] = []
+    notes: list[str] = []
+    for graphs in decoders:
         records = (graphs.first, graphs.later, *([graphs.encoder] if graphs.encoder else []))
         with (
             ExitStack() as stack,
             progress.task(f"decoding, {graphs.later.file}", total=len(sequences)) as advance,
         ):
+            # The first and later steps often share a graph, which is opened once.
             files = dict.fromkeys(record.file for record in records)
             runners = {file: stack.enter_context(open_runner(file)) for file in files}
+            # The outputs are those of all sequences, one after the other, step by step.
             expected = iter(reference.outputs)
             fixed = _fixed_runner(graphs, notes, stack, open_runner)
             for tokens in sequences:
                 steps = [(case, next(expected)) for case in tokens.cases(graphs)]
-                results += _compare_steps(
-                    _Decoder(graphs, runners), steps, graphs, reference, limits
-                )
+                results += _compare_steps(_Decoder(graphs, runners), steps, graphs, comparison)
                 if fixed is not None:
+                    # Its steps are the same; only what keeps the past differs.
                     record, run = fixed
                     decoder = _FixedCacheDecoder(graphs, {**runners, record.file: run}, record)
                     results += [
                         replace(result, graph=record.file)
-                        for result in _compare_steps(decoder, steps, graphs, reference, limits)
+                        for result in _compare_steps(decoder, steps, graphs, comparison)
                     ]
                 advance()
     return results, notes
@@ -390,8 +397,7 @@ def _compare_steps(
     decoder: _Decoder,
     steps: Sequence[tuple[ValidationCase, ReferenceOutputs]],
     graphs: DecoderGraphs,
-    reference: ReferenceRun,
-    limits: ComparisonLimits,
+    comparison: GraphComparison,
 ) -> list[ValidationCaseResult]:
     """Decode one sequence, up to the first step that does not run."""
     results = []
@@ -400,12 +406,11 @@ def _compare_steps(
         record = graphs.first if starts else graphs.later
         # The cache is compared by what the next steps make of it.
         shown = tuple(spec for spec in record.outputs if not is_present(spec.name))
-        results += compare_graph(
+        step = replace(comparison, reference=replace(comparison.reference, outputs=[expected]))
+        results += step.compare(
             decoder.start if starts else decoder.resume,
             record.model_copy(update={"outputs": shown}),
             [case],
-            replace(reference, outputs=[expected]),
-            limits,
         )
         if not results[-1].outputs:
             break

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import EmbeddingMetrics
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.files import has_embedding_modules
+from enginery.reports.validation import EmbeddingMetrics
 from enginery.runtime.text.pooling import Pooling, read_pooling
 from enginery.validate.reference import ReferenceOutputs
 

@@ -29,19 +29,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import GenerationMetrics, ValidationCaseResult
 from enginery.core.datasets.folders import list_media
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, EngineryError, InputError, ShapeError
 from enginery.core.model.feeds import FeedLimits, Feeds, make_feeds
 from enginery.core.progress import Progress
 from enginery.core.shapes import dynamic_dims
+from enginery.reports.validation import GenerationMetrics, ValidationCaseResult
 from enginery.runtime.audio.processor import AudioProcessor
 from enginery.runtime.builtin_inputs import SENTENCES, synthetic_images, synthetic_sounds
-from enginery.runtime.decoder_graphs import DecoderGraphs
+from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
 from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.decoder import CachedDecoder
-from enginery.runtime.generation.generator import TextGenerator, find_generating
 from enginery.runtime.generation.inputs import (
     GenerationInputs,
     GenerationRow,
@@ -57,6 +56,7 @@ from enginery.runtime.generation.options import (
 from enginery.runtime.generation.search import BeamSearch, Hypothesis, Search, make_search
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.sample_inputs import takes_images, takes_sounds
+from enginery.runtime.tasks import is_generating
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.runtime.torch_reference import TorchReference
 from enginery.validate.cases.sweep import sweep_sizes
@@ -156,6 +156,7 @@ class GeneratedTexts:
             ArtifactError: the decoder has an input that nothing computes.
             ProviderError: a graph cannot be loaded.
         """
+        # Steps over the rest of the prompt choose no token.
         outputs = [case.outputs[0] for case in forced if case.outputs][self._forced_prompt :]
         # The error that is allowed for a logit at each step decides what counts as a near tie.
         errors = [output.limit for output in outputs] or [0.0]
@@ -171,6 +172,7 @@ class GeneratedTexts:
             decoder = CachedDecoder(self.graphs, runners, pad_id=self.inputs.pad_id)
             greedy = [_Compared(file, f"{name}, greedy search") for name in self.inputs.names]
             beams = [_Compared(file, f"{name}, beam {BEAMS}") for name in self.inputs.names]
+            # Padding and neighbours must not change a text, so each runs in a batch and alone.
             runs = [("in a batch", indices) for indices in self._batches()]
             runs += [("alone", [index]) for index in range(len(rows))]
             for where, indices in runs:
@@ -372,7 +374,7 @@ def generate_reference(
         ExportError: PyTorch cannot load the source.
         UntrustedModelError: the source needs a permission that was not given, or is malicious.
     """
-    if artifact.manifest.task not in TextGenerator.tasks:
+    if not is_generating(artifact.manifest.task):
         return None, []
     try:
         graphs = find_generating(artifact)
@@ -383,6 +385,7 @@ def generate_reference(
         # A note, not a failure: the verdict is then that of the graphs.
         return None, [f"not generated: {error.message}"]
     positions = read_positions(artifact.path)
+    # Half of a short model's positions are left for the prompt.
     steps = STEPS if positions is None else max(1, min(STEPS, positions // 2))
     noun, samples = _samples(artifact, graphs, config)
     with open_reference(graphs.later.file) as model:
@@ -440,6 +443,7 @@ def _samples(
     Without a tokenizer there are none.
     """
     path = Path(config.data).expanduser()
+    # Arrays are inputs of a graph, from which no prompt can be made.
     is_user_data = bool(config.data) and not holds_arrays(path)
     count = _INPUTS[config.effort]
     if graphs.encoder is not None and takes_images(graphs.encoder):
@@ -588,6 +592,7 @@ def _made_up(
             for row, length in zip(drawn, lengths, strict=True)
         ]
         return _Inputs(_MADE_UP, names, rows, lambda _: None, limits.pad_token_id)
+    # The order in which transformers looks for the first token.
     start = options.decoder_start_token_id
     start = options.bos_token_id if start is None else start
     if start is None:
@@ -626,6 +631,7 @@ def _run_torch(
                 feeds: Feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
             else:
                 feeds = dict(inputs.join([row]) or {})
+                # Without more than the start token, transformers makes the prompt itself.
                 if row.rest:
                     feeds["decoder_input_ids"] = np.asarray([_whole_prompt(row)], np.int64)
             # Models that sample are compared by these two searches, which do not depend on chance.

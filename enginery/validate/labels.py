@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.accuracy import measure_accuracy
-from enginery.core.artifact.reports import LabelMetrics
+from enginery.core.accuracy import LabelMetrics, measure_accuracy
 from enginery.validate.reference import ReferenceOutputs
 
 _OUTPUT = "logits"

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import QuantizedAccuracy
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import Feeds
+from enginery.reports.validation import QuantizedAccuracy
 from enginery.runtime.agreement import AnswerAgreement
 from enginery.validate.metrics.budget import AccuracyExpectation
 from enginery.validate.reference import ReferenceOutputs
@@ -53,6 +53,7 @@ class AnswerComparison:
         if not self._agreement.rows:
             return None
         accuracy = self._agreement.metrics()
+        # Fewer rows leave the mean less certain, so that the limits depend on their number.
         limits = expectation.limits(accuracy.rows)
         problem = ""
         # `not >=` is true for NaN.

@@ -65,6 +65,7 @@ def give_random_numbers(
     Returns:
         The copy and the cases, or the reason why there is none.
     """
+    # The names are those of the draws in their order, which the sizes of the inputs do not change.
     drawn: Mapping[str, NDArray[Any]] = next(
         (expected.random_numbers() for expected in reference.outputs if expected.files), {}
     )
@@ -91,6 +92,7 @@ def give_random_numbers(
         replace(case, make=partial(_make, case, expected.random_numbers(), specs))
         for case, expected in zip(cases, reference.outputs, strict=True)
     ]
+    # A number for each of other elements would be broadcast without an error.
     outputs = [node.outputs[0].name or "" for node in nodes]
     if problem := _other_shapes(copy, dict(zip(outputs, names, strict=True)), fed_cases):
         return problem

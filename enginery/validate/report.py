@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from enginery.core.artifact.reports import (
-    EmbeddingMetrics,
-    GenerationMetrics,
-    LayerMetrics,
+from enginery.reports.validation import (
     OutputMetrics,
     QuantizedAccuracy,
-    RoundingMetrics,
     ValidationCaseResult,
-    WeightMetrics,
+    ValidationReport,
 )
+from enginery.reports.weights import WeightMetrics
 
 OUTSIDE_PROFILES = "outside the profiles of all engines: "
 """Start of the reason why a case was skipped that fits no engine."""
@@ -36,6 +33,7 @@ def find_unproven(
             if case.graph == graph and not case.skipped.startswith(OUTSIDE_PROFILES)
         ]
         rejected = [case for case in tried if case.skipped]
+        # Where the user's own inputs were compared, refused ones that are made up say little.
         has_user_data = own_data and any(case.kind == "real" and case.outputs for case in tried)
         if 2 * len(rejected) > len(tried) and not has_user_data:
             reasons.append(
@@ -47,6 +45,7 @@ def find_unproven(
             for output in case.outputs:
                 by_output.setdefault(output.output, []).append(output)
         for name, outputs in by_output.items():
+            # One input whose error a constant would exceed is enough to prove something.
             ratios = [o.constant_ratio for o in outputs if o.constant_ratio is not None]
             # A constant would be within all limits, so that agreement says nothing.
             if ratios and max(ratios) <= 1:
@@ -63,22 +62,11 @@ def find_unproven(
     return reasons
 
 
-def summarize(
-    cases: list[ValidationCaseResult],
-    embeddings: EmbeddingMetrics | None = None,
-    accuracy: QuantizedAccuracy | None = None,
-    weights: WeightMetrics | None = None,
-    rounding: Sequence[RoundingMetrics] = (),
-    layers: LayerMetrics | None = None,
-    not_proven: Sequence[str] = (),
-    name: str = "PyTorch",
-    generation: GenerationMetrics | None = None,
-) -> str:
-    """Summarize the results in one sentence: the worst failure, or the largest error.
-
-    `name` is the reference's name in messages.
-    """
+def summarize(report: ValidationReport) -> str:
+    """Summarize a report in one sentence: the worst failure, or the largest error."""
+    cases, weights, name = report.cases, report.weights, report.reference_name
     compared = [case for case in cases if not case.skipped]
+    # The order of the checks: what makes the later figures meaningless comes first.
     for graph in dict.fromkeys(case.graph for case in cases):
         if not any(case.graph == graph for case in compared):
             reason = next(case.skipped for case in cases if case.graph == graph)
@@ -100,31 +88,35 @@ def summarize(
         )
     if texts:
         return _describe_broken(texts, len(compared))
+    accuracy = report.accuracy
     if accuracy and accuracy.problem:
         return (
             f"the answers to {accuracy.found.rows} real inputs differ from {name}'s: "
             f"{accuracy.problem}"
         )
-    if embeddings and embeddings.problem:
-        return f"pooled embeddings differ from {name}'s: {embeddings.problem}"
-    if weights and weights.differences:
+    if report.embeddings and report.embeddings.problem:
+        return f"pooled embeddings differ from {name}'s: {report.embeddings.problem}"
+    # Outputs agree, so a weight that differs is one that the inputs hardly reach.
+    if weights.differences:
         return describe_weights(weights, name)
-    if other := [share for share in rounding if share.problem]:
+    if other := [share for share in report.rounding if share.problem]:
         worst = max(other, key=lambda share: share.other_share)
         return f"{worst.graph}, {worst.output} differs from {name}: {worst.problem}"
-    if layers and layers.problem:
-        return f"a layer is less accurate than quantize has measured: {layers.problem}"
-    if not_proven:
-        more = f" (and {len(not_proven) - 1} more reasons)" if len(not_proven) > 1 else ""
-        return f"not proven: {not_proven[0]}{more}"
+    if report.layers and report.layers.problem:
+        return f"a layer is less accurate than quantize has measured: {report.layers.problem}"
+    if report.not_proven:
+        more = len(report.not_proven) - 1
+        others = f" (and {more} more reasons)" if more else ""
+        return f"not proven: {report.not_proven[0]}{others}"
+    # Inputs that no engine takes were skipped by choice, and are no refusal of the reference.
     outside = sum(case.skipped.startswith(OUTSIDE_PROFILES) for case in cases)
     rejected = len(cases) - len(compared) - outside
     return (
         f"{len(pairs)} outputs agree with {name}; {_nearest_to_fail(output, where, accuracy)}"
         + (f"; {rejected} inputs skipped that {name} rejects" if rejected else "")
         + (f"; {outside} inputs skipped that fit no engine" if outside else "")
-        + (f"; generation: {generation.describe()}" if generation else "")
-        + (f"; weights: {weights.describe()}" if weights else "")
+        + (f"; generation: {report.generation.describe()}" if report.generation else "")
+        + f"; weights: {weights.describe()}"
     )
 
 

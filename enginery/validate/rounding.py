@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import OutputMetrics, RoundingMetrics, ValidationCaseResult
+from enginery.reports.validation import OutputMetrics, RoundingMetrics, ValidationCaseResult
 
 _LARGEST_SHARE, _WITH_ROUNDED = 0.1, 0.6
 """Of the squared error that may come from something else than rounding; the second, if weights were

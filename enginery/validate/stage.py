@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginery.core.accuracy import LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.artifact.fingerprint import (
@@ -30,18 +31,6 @@ from enginery.core.artifact.fingerprint import (
     stage_tools,
 )
 from enginery.core.artifact.manifest import GraphRecord, Verdict
-from enginery.core.artifact.reports import (
-    GenerationMetrics,
-    GraphCoverage,
-    LayerError,
-    LayerMetrics,
-    ProviderRecord,
-    QuantizedAccuracy,
-    RoundingMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightMetrics,
-)
 from enginery.core.datasets.labels import require_classifier
 from enginery.core.errors import (
     ArtifactError,
@@ -59,9 +48,19 @@ from enginery.core.progress import SILENT, Progress
 from enginery.core.shapes import Profile, profiles_by_graph
 from enginery.core.temporary import temporary_directory
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.base import ProviderRecord
+from enginery.reports.validation import (
+    GenerationMetrics,
+    GraphCoverage,
+    QuantizedAccuracy,
+    RoundingMetrics,
+    ValidationCaseResult,
+    ValidationReport,
+)
+from enginery.reports.weights import LayerMetrics, WeightMetrics
 from enginery.runtime.decoder_graphs import DecoderGraphs, has_fixed_cache, input_graph, is_past
 from enginery.runtime.onnxruntime.placement import read_placement
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.onnxruntime.tracing import GraphTracer
 from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, short_name
 from enginery.runtime.providers.selection import Provider, choose_providers
@@ -76,11 +75,11 @@ from enginery.validate.cases.sweep import (
     profile_cases,
     sweep_cases,
 )
-from enginery.validate.compare import ComparisonLimits, compare_graph
+from enginery.validate.compare import ComparisonLimits, GraphComparison, RealAnswers
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
-from enginery.validate.decoding import compare_decoding
+from enginery.validate.decoding import compare_decoding, make_sequences, usable_decoders
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.generation import generate_reference
 from enginery.validate.labels import LabelComparison
@@ -248,33 +247,20 @@ def run(
     pooled = embeddings.metrics(min_cosine=limits.embedding_cosine) if embeddings else None
     accuracy = answers.metrics(limits.accuracy) if answers and limits.accuracy else None
     notes = [*dict.fromkeys([*notes, *comparison.notes]), *_describe_rule(limits, accuracy)]
-    within_limits = not (pooled and pooled.problem) and not (accuracy and accuracy.problem)
     # Agreement proves nothing if a constant would pass, or if the reference rejects most inputs.
     not_proven = [
         *comparison.idle,
         *find_unproven(results, reference.name, own_data=bool(config.data)),
     ]
-    rounding = comparison.rounding
-    layers = comparison.layers
-    within_limits = within_limits and not any(share.problem for share in rounding)
-    within_limits = within_limits and not (layers and layers.problem)
-    agrees = _all_passed(results) and within_limits and not not_proven
+    checks = (pooled, accuracy, comparison.layers, *comparison.rounding)
+    failures = [check.problem for check in checks if check is not None and check.problem]
+    agrees = _all_passed(results) and not failures and not not_proven
     # If all outputs agree, a parameter multiplied by one factor is undone elsewhere in the graph.
     if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
     report = ValidationReport(
         passed=agrees and not weights.differences,
-        summary=summarize(
-            results,
-            pooled,
-            accuracy,
-            weights,
-            rounding,
-            layers,
-            not_proven,
-            reference.name,
-            comparison.generation,
-        ),
+        summary="",
         precision=manifest.describe_precision(),
         providers=comparison.providers,
         reference={
@@ -294,8 +280,8 @@ def run(
         embeddings=pooled,
         accuracy=accuracy,
         weights=weights,
-        rounding=rounding,
-        layers=layers,
+        rounding=comparison.rounding,
+        layers=comparison.layers,
         labels=labels.metrics(config.label_column, reference.name),
         generation=comparison.generation,
         not_proven=not_proven,
@@ -305,6 +291,7 @@ def run(
         tools=stage_tools(TOOLS),
         seconds=round(time.monotonic() - started, 3),
     )
+    report = replace(report, summary=summarize(report))
     _save_verdict(artifact, key, report)
     return report
 
@@ -364,7 +351,7 @@ class _Comparison:
             engines: profiles of the engines that run the graph.
             limits: the tolerances.
         """
-        artifact, config, progress = self.reference.artifact, self.config, self.progress
+        artifact, config = self.reference.artifact, self.config
         quantized, unrounded = artifact.manifest.is_quantized, self.scratch / record.file
         exists = unrounded.exists()
         # A quantized graph has no noise floor in PyTorch, but the one without quantization has.
@@ -379,11 +366,11 @@ class _Comparison:
             runnable = Artifact(self.scratch / _RANDOM, manifest)
         with OrtRunner(
             runnable,
+            # Spinning threads would take the cores between the runs, where most of the time goes.
+            RunnerOptions(spinning=False, ladder=True),
             graph=record.file,
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
-            spinning=False,  # much of the time goes by between the runs
-            ladder=True,
         ) as runner:
             run = run_on_rungs(runner, self.feed_limits, pad_left=_pads_left(artifact))
             self.providers = [
@@ -396,19 +383,15 @@ class _Comparison:
                     "with them only the graph without quantization has a limit; decoding and "
                     "generation run with the decoder's own"
                 )
-            own_limits = replace(limits, made_up_cache=made_up)
-            results = compare_graph(
-                run,
-                run_record,
-                run_cases,
+            # Of an encoder with a decoder, the answers are the encoder's outputs.
+            has_answers = record is input_graph(artifact.manifest.graphs)
+            comparison = GraphComparison(
                 reference,
-                own_limits,
-                embeddings=self.embeddings,
-                # Of an encoder with a decoder, the answers are the encoder's outputs.
-                answers=self.answers if record is input_graph(artifact.manifest.graphs) else None,
-                labels=self.labels,
-                progress=progress,
+                replace(limits, made_up_cache=made_up),
+                RealAnswers(self.embeddings, self.answers if has_answers else None, self.labels),
+                self.progress,
             )
+            results = comparison.compare(run, run_record, run_cases)
             # On the CPU, ONNX Runtime computes FP16 in FP32, which hides values beyond 65504.
             simulated = artifact.manifest.float_precision == "fp16" and _on_cpu(runner.providers)
             # Batches differ more clearly without quantization, and overflow only if simulated.
@@ -421,37 +404,18 @@ class _Comparison:
                     sizes=_sizes(artifact.path / record.file),
                     seed=config.seed,
                 )
-                results += self._scan(record, scan, profiles, limits, reference, results)
+                results += self._scan(record, scan, profiles, comparison, results)
             self._check_placement(record, runner.providers)
         if simulated:
             path = self._write_simulated(record)
             other = derived_record(record, "with every value in FP16", fp32_outputs=True)
             scanned = None if quantized and exists else profiles
-            results += self._compare_derived(
-                record, other, path, cases, scanned, reference, own_limits
-            )
+            # Its answers are those of the artifact's own graph, which were collected.
+            without_answers = replace(comparison, real_answers=RealAnswers())
+            results += self._compare_derived(record, other, path, cases, scanned, without_answers)
             path.unlink()
         if exists:
-            # Rounding hides every fault that does less than it does.
-            change = "without quantization" if quantized else "in FP32"
-            other = derived_record(record, change, fp32_outputs=not quantized)
-            plain = ComparisonLimits(Tolerance.for_precision(artifact.manifest.float_precision))
-            scanned = profiles if quantized else None
-            try:
-                exact = self._compare_derived(
-                    record, other, unrounded, cases, scanned, reference, plain
-                )
-            except ProviderError as error:
-                self.notes.append(f"{other.file} was not compared: {error.message}")
-            else:
-                self.rounding += compare_rounding(
-                    record.file,
-                    # Both begin with the results for the same inputs; those of the scan follow.
-                    results[: len(cases)],
-                    exact[: len(cases)],
-                    all_exact=self._all_exact(record),
-                )
-                results += exact
+            results += self._compare_unrounded(record, cases, profiles, reference, results)
         elif artifact.manifest.precision != "fp32":
             self.notes.append(
                 f"{record.file} was not compared without rounding: it is quantized dynamically, or "
@@ -463,6 +427,50 @@ class _Comparison:
         for outputs in ("cases", "scan", _RANDOM):  # they may take gigabytes
             shutil.rmtree(self.scratch / outputs, ignore_errors=True)
         return results
+
+    def _compare_unrounded(
+        self,
+        record: GraphRecord,
+        cases: Sequence[ValidationCase],
+        profiles: Sequence[Profile],
+        reference: ReferenceRun,
+        rounded: Sequence[ValidationCaseResult],
+    ) -> list[ValidationCaseResult]:
+        """Compare the graph without rounding, which hides every fault that does less than it does.
+
+        Args:
+            record: the artifact's graph.
+            cases: the inputs.
+            profiles: shape profiles, whose bounds are scanned in any case.
+            reference: its outputs for these inputs.
+            rounded: the results of the artifact's graph, those for these inputs first.
+        """
+        manifest = self.reference.artifact.manifest
+        quantized = manifest.is_quantized
+        change = "without quantization" if quantized else "in FP32"
+        other = derived_record(record, change, fp32_outputs=not quantized)
+        limits = ComparisonLimits(Tolerance.for_precision(manifest.float_precision))
+        try:
+            exact = self._compare_derived(
+                record,
+                other,
+                self.scratch / record.file,
+                cases,
+                # Without quantization, batches differ more clearly; else they were scanned before.
+                profiles if quantized else None,
+                GraphComparison(reference, limits, progress=self.progress),
+            )
+        except ProviderError as error:
+            self.notes.append(f"{other.file} was not compared: {error.message}")
+            return []
+        self.rounding += compare_rounding(
+            record.file,
+            # Both begin with the results for the same inputs; those of the scan follow.
+            rounded[: len(cases)],
+            exact[: len(cases)],
+            all_exact=self._all_exact(record),
+        )
+        return exact
 
     def _check_placement(self, record: GraphRecord, providers: Sequence[Provider]) -> None:
         """Report nodes that the CPU runs for another provider, as it runs all for a wrong device.
@@ -556,8 +564,7 @@ class _Comparison:
         path: Path,
         cases: Sequence[ValidationCase],
         scanned: Sequence[Profile] | None,
-        reference: ReferenceRun,
-        limits: ComparisonLimits,
+        comparison: GraphComparison,
     ) -> list[ValidationCaseResult]:
         """Compare a graph that was made from the artifact's, on the CPU.
 
@@ -567,8 +574,7 @@ class _Comparison:
             path: the other's file.
             cases: the inputs.
             scanned: shape profiles, whose bounds are scanned in any case; None for no scan.
-            reference: its outputs for these inputs.
-            limits: the tolerances.
+            comparison: the reference's outputs for these inputs, and the tolerances.
 
         Returns:
             The results, those for these inputs first.
@@ -576,16 +582,17 @@ class _Comparison:
         Raises:
             ProviderError: ONNX Runtime cannot load the graph.
         """
-        if fed_graph := self._give_random_numbers(path, derived, cases, reference):
+        fed_graph = self._give_random_numbers(path, derived, cases, comparison.reference)
+        if fed_graph:
             path, derived, cases = fed_graph.path, fed_graph.record, fed_graph.cases
         outputs = [spec.name for spec in derived.outputs]
         with GraphTracer(path, outputs, optimized=True) as run:
-            results = compare_graph(run, derived, cases, reference, limits, progress=self.progress)
+            results = comparison.compare(run, derived, cases)
             if scanned is not None:
                 scan = ConsistencyScan(
                     run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
                 )
-                results += self._scan(record, scan, scanned, limits, reference, results)
+                results += self._scan(record, scan, scanned, comparison, results)
             return results
 
     def _all_exact(self, record: GraphRecord) -> bool:
@@ -599,19 +606,19 @@ class _Comparison:
         record: GraphRecord,
         scan: ConsistencyScan,
         profiles: Sequence[Profile],
-        limits: ComparisonLimits,
-        reference: ReferenceRun,
+        comparison: GraphComparison,
         compared: Sequence[ValidationCaseResult],
     ) -> list[ValidationCaseResult]:
         """Compare batches with their rows alone, and those that differ with the reference."""
         shapes = scan.shapes(self.config.effort, profiles)
-        scanned = scan.run(shapes, limits, reference, self.progress)
-        quantized = isinstance(limits.tolerance, QuantizedTolerance)
+        scanned = scan.run(shapes, comparison)
+        quantized = isinstance(comparison.limits.tolerance, QuantizedTolerance)
         run_again = partial(self._run_reference, record, "scan", noise=not quantized)
-        confirmed = scan.confirm(scanned, limits, reference, run_again, self.progress)
+        confirmed = scan.confirm(scanned, comparison, run_again)
         self.coverage.append(scan.coverage([*compared, *confirmed], scanned))
+        name = comparison.reference.name
         self.notes += scan_notes(
-            record, scanned, [*compared, *confirmed], reference.name, quantized=quantized
+            record, scanned, [*compared, *confirmed], name, quantized=quantized
         )
         return confirmed
 
@@ -629,11 +636,11 @@ class _Comparison:
         def open_runner(file: str) -> OrtRunner:
             return OrtRunner(
                 artifact,
+                # Every step has other shapes, so that bound buffers would never be used again.
+                RunnerOptions(io_binding=False, spinning=False),
                 graph=file,
                 providers=providers_of(config),
                 allow_fallback=config.allow_fallback,
-                io_binding=False,  # every step has other shapes
-                spinning=False,
             )
 
         texts, notes = generate_reference(
@@ -645,12 +652,17 @@ class _Comparison:
             self.progress,
         )
         self.notes += notes
+        usable, notes = usable_decoders(decoders)
+        self.notes += notes
+        sequences = []
+        if usable:
+            sequences += make_sequences(usable[0], self.feed_limits, seed=config.seed)
+        if texts:
+            sequences.append(texts.sequences())
         results, notes = compare_decoding(
-            decoders,
+            usable,
+            sequences,
             limits,
-            self.feed_limits,
-            seed=config.seed,
-            generated=[texts.sequences()] if texts else [],
             run_reference=lambda record, cases: self._run_reference(
                 record, "decoding", cases, noise=not artifact.manifest.is_quantized
             ),

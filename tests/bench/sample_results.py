@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.measurement.statistics import compare, latency
-from enginery.core.artifact.reports import (
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     ContenderRecord,

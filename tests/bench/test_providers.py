@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from enginery.bench import stage
 from enginery.bench.backends import backend
 from enginery.bench.backends import plan as plan_module
-from enginery.bench.backends.backend import EngineryBackend, OrtSessionBackend
+from enginery.bench.backends.backend import EngineryBackend, LoadOptions, OrtSessionBackend
 from enginery.bench.backends.plan import plan_backends
 from enginery.bench.config import BenchConfig
 from enginery.bench.stage import run
@@ -111,8 +112,8 @@ def patch_onnxruntime(monkeypatch, given):
         return [Provider(specs[0].full_name, "requested", specs[0].options)], []
 
     class Runner:
-        def __init__(self, artifact, **options):
-            given.update(options)
+        def __init__(self, artifact, options, **chosen):
+            given.update({**vars(options), **chosen})
             self.providers, self.engines, self.profiles = [], [], []
 
         def __call__(self, feeds):
@@ -132,7 +133,7 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
     plans = plans_of(detector, providers=CUDA, cuda_graph=True)
     record = detector.record
     ours = json_round_trip(plans["enginery"])
-    runner = EngineryBackend(detector.artifact, record, ours, threads=0, allow_fallback=False)
+    runner = EngineryBackend(detector.artifact, record, ours, LoadOptions())
     assert given["providers"] == parse_providers(CUDA)
     assert given["buckets"] == 8
     # A shape for which no CUDA graph was left has a note.
@@ -143,8 +144,7 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
         detector.artifact,
         record,
         json_round_trip(plans["onnxruntime"]),
-        threads=0,
-        allow_fallback=False,
+        LoadOptions(),
     )
     assert given["specs"] == parse_providers(CUDA)
     options = {"gpu_mem_limit": "2147483648", "device_id": "1"}
@@ -155,9 +155,7 @@ def test_runner_and_plain_session_get_the_same_providers(detector, monkeypatch):
 
 def test_plain_session_shrinks_the_arena_after_each_run(detector):
     plan = json_round_trip(plans_of(detector, shrink_arena=True)["onnxruntime"])
-    bare = OrtSessionBackend(
-        detector.artifact, detector.record, plan, threads=0, allow_fallback=False
-    )
+    bare = OrtSessionBackend(detector.artifact, detector.record, plan, LoadOptions())
     (session,), entries = bare._sessions, []
 
     class Recorded:
@@ -188,13 +186,9 @@ def test_optimum_gets_the_provider_options(bert, monkeypatch):
             return cls()
 
     monkeypatch.setattr(frameworks.optimum_ort, "ORTModelForFeatureExtraction", Model)
+    cuda = {"providers": [asdict(spec) for spec in parse_providers(CUDA)]}
     model = frameworks.OptimumBackend(
-        bert.artifact,
-        bert.record,
-        parse_providers(CUDA),
-        threads=0,
-        io_binding=False,
-        trust_remote_code=False,
+        bert.artifact, bert.record, {**cuda, "io_binding": False}, LoadOptions()
     )
     assert given["provider"] == "CUDAExecutionProvider"
     assert given["provider_options"] == {"gpu_mem_limit": "2147483648", "device_id": "1"}
@@ -202,12 +196,7 @@ def test_optimum_gets_the_provider_options(bert, monkeypatch):
     assert model.notes == ["IOBinding off, as requested"]
     assert [found["options"] for found in model.providers] == [given["provider_options"], {}]
     frameworks.OptimumBackend(
-        bert.artifact,
-        bert.record,
-        parse_providers("cuda"),
-        threads=0,
-        io_binding=True,
-        trust_remote_code=False,
+        bert.artifact, bert.record, {**cuda, "io_binding": True}, LoadOptions()
     )
     assert given["use_io_binding"] is None
 

@@ -489,8 +489,8 @@ def test_sentence_transformers_is_compared_in_an_environment_of_its_own(
 class Stale:
     """A runner that ignores host arrays after a run with device tensors."""
 
-    def __init__(self, _artifact, *, providers, io_binding=True):
-        self._bound, self._kept = io_binding, None
+    def __init__(self, _artifact, options, *, providers):
+        self._bound, self._kept = options.io_binding, None
 
     def __enter__(self):
         return self

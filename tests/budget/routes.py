@@ -65,8 +65,11 @@ def embed(artifact):
     import sitecustomize
     import uvicorn
 
+    from enginery.serve import middleware
     from enginery.serve.app import make_app
     from enginery.serve.config import ServeConfig
+
+    middleware._WATCH_AFTER_SECONDS = 60.0  # a busy machine would watch the client meanwhile
 
     app = make_app({"model": Path(artifact)}, ServeConfig(access_log="off"))
     names = iter(("warm-up", *REQUESTS))

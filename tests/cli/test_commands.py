@@ -17,7 +17,7 @@ import pytest
 from enginery import Artifact, export_model, validate_model
 from enginery.bench.config import BenchConfig
 from enginery.cli import COMMANDS as MODULES
-from enginery.cli import commands, main, render
+from enginery.cli import commands, main
 from enginery.cli.console import Console
 from enginery.cli.help import COMMAND_GROUPS, EXAMPLES
 from enginery.core.artifact.artifact import commit_artifact
@@ -756,15 +756,13 @@ def test_validation_table_says_what_failed_and_what_was_not_compared(exported):
         *rest,
     ]
     report = dataclasses.replace(report, cases=cases)
-    ((_, few),) = render.validation_tables(report, every=False).items()
-    assert [row["verdict"] for row in few] == ["failed", "ONNX Runtime fails"]
-    assert few[0]["worst input"] == f"{first.kind}: {first.name}"
-    ((_, every),) = render.validation_tables(report, every=True).items()
-    assert len(every) == len(report.cases)
-    assert "skipped: too long for PyTorch" in [row["verdict"] for row in every]
-    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in render.report_lines(
-        report
-    )
+    (worst,) = report.tables()
+    assert [row["verdict"] for row in worst.rows] == ["failed", "ONNX Runtime fails"]
+    assert worst.rows[0]["worst input"] == f"{first.kind}: {first.name}"
+    (every,) = report.tables(every=True)
+    assert len(every.rows) == len(report.cases)
+    assert "skipped: too long for PyTorch" in [row["verdict"] for row in every.rows]
+    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in report.lines()
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -67,5 +67,5 @@ def test_rows_that_change_are_counted():
     assert (change.broken, change.repaired) == (2, 1)
     assert change.difference == pytest.approx(-0.2)
     assert change.interval[0] < -0.2 < change.interval[1]
-    assert metrics.table()[1]["right → wrong"] == "2"
-    assert metrics.table()[0]["accuracy"] == "60.0 % (23.1 to 88.2 %)"
+    assert metrics.rows()[1]["right → wrong"] == "2"
+    assert metrics.rows()[0]["accuracy"] == "60.0 % (23.1 to 88.2 %)"

@@ -284,6 +284,13 @@ def test_task_without_a_route_in_serve_needs_triton(artifact, tmp_path):
     export_kserve(other, tmp_path, storage_uri=URI, runtime="triton")
 
 
+def test_model_that_generates_is_served_by_enginery(artifact, tmp_path):
+    manifest = artifact.manifest.model_copy(update={"task": "text-generation-with-past"})
+    commit_artifact(artifact.path, manifest)
+    export_kserve(Artifact.open(artifact.path), tmp_path, storage_uri=URI, image=IMAGE)
+    assert "enginery serve's models" in (tmp_path / "inferenceservice.yaml").read_text()
+
+
 def test_failed_artifact_is_not_exported(artifact, tmp_path):
     failed = artifact.annotate(verdict(passed=False), b"")
     with pytest.raises(RejectedArtifactError):

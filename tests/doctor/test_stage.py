@@ -52,8 +52,8 @@ def test_the_tables_are_rectangular_text(report):
     assert titles == ["Machine", "NVIDIA", "Packages", "Execution providers", "Findings"]
     for table in report.tables():
         for row in table.rows:
-            assert len(row) == len(table.columns)
-            assert all(isinstance(cell, str) for cell in row)
+            assert list(row) == list(table.rows[0])
+            assert all(isinstance(cell, str) for cell in row.values())
 
 
 @pytest.mark.skipif(not cuda_driver().problem, reason="this machine has an NVIDIA driver")
@@ -175,8 +175,7 @@ def test_the_doctor_has_a_row_for_every_provider_with_what_brings_it():
     assert "gpu_mem_limit" in plain["cuda"]["options"]
     for provider in plain.values():
         assert provider["state"] == "runs" or (provider["reason"] and provider["remedy"])
-    (table,) = [table for table in report.tables() if table.title == "Execution providers"]
-    rows = {row[0].split(" (")[0]: row for row in table.rows}
+    rows = {row[0].split(" (")[0]: row for row in table_rows(report, "Execution providers")}
     assert rows["cuda"][2:4] == ("onnxruntime-gpu", "23 checked")
     assert rows["cpu"][1:4] == ("runs", "onnxruntime", "1 checked")
 
@@ -225,7 +224,7 @@ def test_packages_that_are_not_installed_are_no_faults(report):
 
 def table_rows(report, title):
     (table,) = [table for table in report.tables() if table.title == title]
-    return table.rows
+    return [tuple(row.values()) for row in table.rows]
 
 
 def test_those_that_are_not_here_have_no_answer_where_the_child_died():

@@ -10,7 +10,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
 from enginery.engine import stage
 from enginery.engine.config import BuildConfig
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.engine.products import PROFILE
 
 

@@ -11,7 +11,7 @@ from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.shapes import dynamic_dims
 from enginery.core.subprocess import peak_rss_bytes
 from enginery.export.graphs import record_graph
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.core.artifacts import manifest
 from tests.passes.onnx_graphs import node
 from tests.tiny import TEXT, tiny_artifact

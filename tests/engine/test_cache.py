@@ -21,7 +21,7 @@ from enginery.core.store.store import Store
 from enginery.engine import build, stage
 from enginery.engine.build import find_engine, obtain_engine
 from enginery.engine.requests import resolve_requests
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.core.artifacts import start
 from tests.engine.conftest import Said, build_config
 from tests.engine.products import PROFILE, product

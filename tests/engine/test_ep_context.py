@@ -12,6 +12,7 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.json_file import append_checksum
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.engine.ep_context import ENGINE_HEADER_BYTES, write_wrapper
+from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.process import build_plan
 from tests.engine.made import PLAN, engine_record
 
@@ -211,8 +212,7 @@ def test_a_real_plan_has_a_header_of_this_length_and_a_wrapper(artifact, tmp_pat
 
     built = build_plan(
         artifact.model,
-        profiles=[Profile.parse("batch=1:2:4,sequence=8:16:32")],
-        capabilities=("8.9",),
+        BuildRequest([Profile.parse("batch=1:2:4,sequence=8:16:32")], capabilities=("8.9",)),
     )
     (tmp_path / "model.plan").write_bytes(built.plan)
     wrapper = write_wrapper(tmp_path, engine_record(artifact, plan=built.plan))

@@ -21,7 +21,7 @@ from enginery.core.progress import SILENT
 from enginery.core.store.store import Store
 from enginery.engine import stage
 from enginery.engine.requests import resolve_requests
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.validate import stage as validate
 from enginery.validate.config import ValidateConfig
 from tests.core.artifacts import verdict

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.faults.scenarios import linear_artifact
 from tests.serve.test_service import serving
 from tests.tiny import tiny_artifact
@@ -72,10 +72,11 @@ ended.set()
 """
 BUILD = """
 from enginery.core.shapes import Profile
+from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.process import build_plan
 path, rounds = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(rounds):
-    build_plan(path, profiles=[Profile.parse("batch=1:4:8")], isolated=False)
+    build_plan(path, BuildRequest([Profile.parse("batch=1:4:8")]), isolated=False)
     print(resident(), flush=True)
 """
 

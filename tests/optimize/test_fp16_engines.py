@@ -7,6 +7,7 @@ import pytest
 from enginery.core.shapes import Profile, dynamic_dims
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
+from enginery.runtime.tensorrt.build import BuildRequest
 from tests.tiny import tiny_artifact
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -43,7 +44,7 @@ def test_fp16_engine_multiplies_in_fp16_alone_and_fuses_attention(
     pixels = "32" if kind == "vit" else "64"  # the tiny model has positions for this size
     sizes = {"batch": "1:2:4", "height": pixels, "width": pixels}
     profile = Profile.parse(",".join(f"{name}={sizes.get(name, '1:8:16')}" for name in names))
-    built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))
+    built = build_plan(artifact.model, BuildRequest([profile], capabilities=("8.9",)))
     heavy = [layer for layer in built.layers if layer.kind != "other"]
     assert {layer.precision for layer in heavy} == {"fp16"}
     found = Counter(layer.kind for layer in heavy)

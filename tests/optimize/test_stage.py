@@ -14,6 +14,7 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.optimize import stage
 from enginery.optimize.config import OptimizeConfig
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tensorrt.build import BuildRequest
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_tensorrt_builds_an_engine_of_the_precision(exported, optimized, kind, t
     names = dynamic_dims(artifact.manifest.graphs[0].inputs)
     sizes = {"batch": "1:2:4", "height": "64", "width": "64"}
     profile = Profile.parse(",".join(f"{name}={sizes.get(name, '1:8:16')}" for name in names))
-    built = build_plan(artifact.model, profiles=[profile], capabilities=("8.9",))
+    built = build_plan(artifact.model, BuildRequest([profile], capabilities=("8.9",)))
     assert built.fp32_gemms == 0
     assert (built.fp16_gemms if precision == "fp16" else built.bf16_gemms) > 0
 

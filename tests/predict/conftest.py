@@ -30,14 +30,13 @@ def tiny(tmp_path_factory):
 def predict(tmp_path):
     """Return a function that runs predict: `predict(artifact, source, "out.parquet", top_k=2)`."""
 
-    def go(artifact, source, output="out.parquet", *, force=False, stdin=None, **options):
+    def go(artifact, source, output="out.parquet", *, force=False, **options):
         return run(
             artifact,
             str(source),
             tmp_path / output,
             PredictConfig(**options),
             force=force,
-            stdin=stdin,
         )
 
     return go

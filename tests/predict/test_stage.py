@@ -281,13 +281,18 @@ def test_csv_cell_of_ten_megabytes(predict, rows, tmp_path, classifier):
     assert report.counts.truncated == 1
 
 
-def test_standard_input_needs_a_format(predict, rows, tmp_path, bert):
+def test_standard_input_needs_a_format(predict, rows, tmp_path, bert, monkeypatch):
+    def give(content):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    give(b"text\nwarm\n")
     with pytest.raises(OptionError, match="but standard input has no suffix"):
-        predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"))
-    predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"), format="csv")
+        predict(bert, "-")
+    predict(bert, "-", format="csv")
     assert [row["text"] for row in rows()] == ["warm"]
     # The same bytes once more are the same input.
-    assert not predict(bert, "-", stdin=io.BytesIO(b"text\nwarm\n"), format="csv").worked
+    give(b"text\nwarm\n")
+    assert not predict(bert, "-", format="csv").worked
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.parquet", "out.parquet.json"]
 
 
@@ -389,20 +394,16 @@ def test_session_options_reach_the_runner_but_not_the_fingerprint(
     given = []
     real = batch_predictor.OrtRunner
 
-    def runner(artifact, **options):
+    def runner(artifact, options, **chosen):
         given.append(options)
-        return real(artifact, **options)
+        return real(artifact, options, **chosen)
 
     monkeypatch.setattr(batch_predictor, "OrtRunner", runner)
     assert predict(classifier, reviews, shrink_arena=True, io_binding=False).worked
-    assert (given[0]["io_binding"], given[0]["cuda_graph"], given[0]["shrink_arena"]) == (
-        False,
-        False,
-        True,
-    )
-    assert given[0]["keep_optimized"]
+    assert (given[0].io_binding, given[0].cuda_graph, given[0].shrink_arena) == (False, False, True)
+    assert given[0].keep_optimized
     assert predict(classifier, reviews, "plain.parquet", optimized_graph=False).worked
-    assert not given[1]["keep_optimized"]
+    assert not given[1].keep_optimized
     assert not predict(classifier, reviews).worked  # the predictions are the same
 
 

@@ -17,7 +17,7 @@ from enginery.publish import destination
 from enginery.publish.config import PublishConfig
 from enginery.publish.destination import open_destination
 from enginery.publish.targets.folder import FolderRegistry
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 from tests.core.artifacts import make, validated
 from tests.engine.conftest import build_config
 from tests.engine.products import product

@@ -1,6 +1,6 @@
 import pytest
 
-from enginery.core.artifact.reports import AccuracyMetrics
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.search import AccuracyBudget, search_mixed_precision

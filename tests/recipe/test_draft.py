@@ -11,8 +11,8 @@ from enginery.cli import main
 from enginery.core.errors import EngineryError, OptionError
 from enginery.recipe import Recipe
 from enginery.recipe.checks import check_recipe
-from enginery.recipe.draft import draft_recipe
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.recipe.draft import DraftOptions, draft_recipe
+from enginery.runtime.tensorrt.library import has_tensorrt
 
 needs_tensorrt = pytest.mark.skipif(
     not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
@@ -50,7 +50,7 @@ def stages(text, base=None):
 @pytest.mark.parametrize("task", ["text-classification", "image-classification"])
 def test_recipe_for_every_target_has_no_mistake(target, task, tiny_model, tmp_path):
     model = tiny_model("vit" if task.startswith("image") else "bert", task)
-    text = draft_recipe(str(model), tmp_path / "recipe.yaml", target=target)
+    text = draft_recipe(str(model), tmp_path / "recipe.yaml", DraftOptions(target=target))
     recipe = Recipe.parse(text, base=tmp_path)
     check_recipe(recipe)
     assert recipe.steps[0].options.task == task
@@ -62,7 +62,7 @@ def test_recipe_with_labelled_data_quantizes_what_export_made(tiny_model, review
     options = {"data": str(reviews), "label_column": "label", "capability": "8.9"}
     model = tiny_model("bert", "text-classification")
     (tmp_path / "here").mkdir()
-    text = draft_recipe(str(model), tmp_path / "here/recipe.yaml", **options)
+    text = draft_recipe(str(model), tmp_path / "here/recipe.yaml", DraftOptions(**options))
     recipe = Recipe.parse(text, base=tmp_path / "here")
     quantize = next(step for step in recipe.steps if step.stage == "quantize")
     assert (quantize.source, quantize.options.accuracy_budget) == ("export", "0.5%")
@@ -78,14 +78,14 @@ def test_recipe_with_labelled_data_quantizes_what_export_made(tiny_model, review
 def test_shapes_stay_within_the_positions_of_the_model(tiny_model, tmp_path):
     model = tiny_model("bert", "fill-mask")
     limit = json.loads((model / "config.json").read_text())["max_position_embeddings"]
-    text = draft_recipe(str(model), tmp_path / "recipe.yaml", target="cpu")
+    text = draft_recipe(str(model), tmp_path / "recipe.yaml", DraftOptions(target="cpu"))
     validate = Recipe.parse(text, base=tmp_path).steps[1].options
     assert validate.profile[0].endswith(f":{min(limit, 512)}")
 
 
 def test_model_of_a_task_without_requests_gets_no_profile(tmp_path):
     task = "automatic-speech-recognition"
-    text = draft_recipe("org/name", tmp_path / "recipe.yaml", task=task)
+    text = draft_recipe("org/name", tmp_path / "recipe.yaml", DraftOptions(task=task))
     assert "profile" not in text
     assert stages(text) == ["export", "validate", "optimize", "validate", "bench", "publish"]
 
@@ -94,7 +94,7 @@ def test_model_of_a_task_without_requests_gets_no_profile(tmp_path):
 def test_names_are_quoted_where_yaml_needs_it(tiny_model, tmp_path, name):
     model = tmp_path / "models" / name
     shutil.copytree(tiny_model("bert", "fill-mask"), model)
-    text = draft_recipe(str(model), tmp_path / "recipe.yaml", target="cpu")
+    text = draft_recipe(str(model), tmp_path / "recipe.yaml", DraftOptions(target="cpu"))
     assert Path(Recipe.parse(text, base=tmp_path).model).resolve() == model
 
 
@@ -112,7 +112,7 @@ def test_names_are_quoted_where_yaml_needs_it(tiny_model, tmp_path, name):
 )
 def test_options_that_do_not_go_together_are_named(options, problem, tmp_path):
     with pytest.raises(OptionError, match=problem):
-        draft_recipe("org/name", tmp_path / "recipe.yaml", **options)
+        draft_recipe("org/name", tmp_path / "recipe.yaml", DraftOptions(**options))
 
 
 def test_model_that_is_not_there_is_an_error_and_leaves_no_file(init, tmp_path):
@@ -121,7 +121,7 @@ def test_model_that_is_not_there_is_an_error_and_leaves_no_file(init, tmp_path):
     assert "nowhere" in said
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(EngineryError):
-        draft_recipe("a b", tmp_path / "recipe.yaml")
+        draft_recipe("a b", tmp_path / "recipe.yaml", DraftOptions())
 
 
 def test_command_writes_the_recipe_once_and_says_what_to_mend(init, tiny_model, tmp_path):

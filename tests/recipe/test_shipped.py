@@ -15,7 +15,7 @@ from enginery.core.artifact.engine_record import engine_directories
 from enginery.core.errors import RecipeError
 from enginery.recipe import Recipe
 from enginery.runtime.builtin_inputs import synthetic_images
-from enginery.runtime.tensorrt.process import has_tensorrt
+from enginery.runtime.tensorrt.library import has_tensorrt
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

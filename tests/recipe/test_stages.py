@@ -53,7 +53,7 @@ def worked(result):
 def test_lint_looks_through_every_graph_and_a_fit_one_passes(write):
     result = run_recipe(write("lint", "lint: {target: cuda}"))
     assert result.passed
-    assert [report.target for stage in result.stages[1:] for report in stage.made] == [
+    assert [report.target for stage in result.stages[1:] for report in stage.output] == [
         "tensorrt",
         "cuda",
     ]
@@ -102,7 +102,7 @@ def test_stages_take_the_artifact_that_they_name_and_leave_copies(write, tmp_pat
     assert set(result.copies) == {tmp_path / name for name in ("fp16", "int8", "last")}
     assert result.artifact.path == tmp_path / "last"
     assert Artifact.open(tmp_path / "registry/half/1").manifest.precision == "fp16"
-    hub = Path(result.stages[-1].made.url.removeprefix("file://"))
+    hub = Path(result.stages[-1].output.url.removeprefix("file://"))
     assert {path.name for path in (hub / "onnx").iterdir()} == {
         *("model.onnx", "model_fp16.onnx", "model_quantized.onnx"),
     }
@@ -127,7 +127,7 @@ def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(writ
     path = write(f"bench: {QUICK}", out="out")
     first = run_recipe(path)
     assert worked(first)["bench"]
-    assert [case.sizes for case in first.stages[1].made.cases] == [{"batch": 1, "sequence": 8}]
+    assert [case.sizes for case in first.stages[1].output.cases] == [{"batch": 1, "sequence": 8}]
     delivered = tmp_path / "out/reports"
     assert json.loads((delivered / "benchmark.json").read_bytes())["options"]["batch"] == "1"
     assert (delivered / "report.html").is_file()
@@ -135,7 +135,7 @@ def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(writ
 
     again = run_recipe(path)
     assert not worked(again)["bench"]
-    assert again.stages[1].made.finished == first.stages[1].made.finished
+    assert again.stages[1].output.finished == first.stages[1].output.finished
     assert worked(run_recipe(path, force=True))["bench"]
     other = run_recipe(write(f"bench: {QUICK.replace('sequence: 8', 'sequence: 4')}", out="out"))
     assert worked(other)["bench"]
@@ -152,7 +152,7 @@ def test_bench_measures_accuracy_again_if_the_labels_have_changed(write, tmp_pat
     data.write_text("text,label\nGood value.,angry\nNever again.,angry\n")
     again = run_recipe(path)
     assert worked(again)["bench"]
-    found = [result.stages[1].made.labels.accuracies[0] for result in (first, again)]
+    found = [result.stages[1].output.labels.accuracies[0] for result in (first, again)]
     assert [each.rows for each in found] == [2, 2]
     assert found[0].right + found[1].right <= 2, "no row has two labels"
 
@@ -201,7 +201,7 @@ def test_predict_answers_a_file_and_a_second_run_does_nothing(write, tmp_path):
     answers = tmp_path / "answers/a.csv"
     lines = answers.read_text().splitlines()
     assert len(lines) == 3
-    assert first.stages[1].made.counts.rows == 2
+    assert first.stages[1].output.counts.rows == 2
     before = answers.stat().st_mtime_ns
     assert worked(run_recipe(path)) == {"export": False, "predict": False}
     assert answers.stat().st_mtime_ns == before
@@ -220,11 +220,11 @@ def test_rows_without_an_answer_end_the_run_with_3_as_the_command_does(write, cl
 def test_publish_makes_a_version_once(write, tmp_path):
     path = write("validate: {rows: 4}", "publish: {url: registry, name: mine, version: 1.2.0}")
     first = run_recipe(path)
-    published = first.stages[2].made
+    published = first.stages[2].output
     assert (published.version, published.is_new) == ("1.2.0", True)
     assert published.url == (tmp_path / "registry/mine/1.2.0").as_uri()
     again = run_recipe(path)
-    assert (again.stages[2].made.is_new, again.stages[2].worked) == (False, False)
+    assert (again.stages[2].output.is_new, again.stages[2].worked) == (False, False)
 
 
 def test_publish_refuses_what_failed_also_where_the_run_goes_on(write, tmp_path, monkeypatch):

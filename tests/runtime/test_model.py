@@ -15,13 +15,18 @@ from enginery.core.errors import InputError
 from enginery.runtime import model as module
 from enginery.runtime.model import Model, load_model
 from enginery.runtime.tasks import TASKS
+from enginery.runtime.tasks.results import bare_type
 from enginery.runtime.text.pooling import Vectors
 from tests.tolerances import OUTPUTS
 
 TEXTS = [f"the cat {'sleeps ' * (n * 7 % 11)}{n}" for n in range(60)]
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+# Which options generation has depends on the model.
+FIXED_OPTIONS = {verb: task for verb, task in TASKS.items() if verb != "generate"}
+
+
+@pytest.mark.parametrize("task", FIXED_OPTIONS.values(), ids=FIXED_OPTIONS)
 def test_method_has_the_options_and_the_result_of_its_task(task):
     method = getattr(Model, task.verb)
     options, option_types = task.Options.model_fields, get_type_hints(task.Options)
@@ -34,7 +39,7 @@ def test_method_has_the_options_and_the_result_of_its_task(task):
     assert keywords == {
         name: (field.default, option_types[name]) for name, field in options.items()
     }
-    result_type = task.result_type
+    result_type = bare_type(task.result_type)
     assert types["return"] == (Vectors if result_type is Vectors else list[result_type])
     assert [name for name in keywords if f"{name}:" not in method.__doc__] == []
 

@@ -61,15 +61,7 @@ def test_answers_equal_those_of_transformers_5(name, tmp_path):
     model.save_pretrained(tmp_path)
     write(tmp_path, case["config"])
     task = "text-generation" if "ForCausalLM" in case["class"] else "fill-mask"
-    loaded = load_pytorch(
-        tmp_path,
-        task,
-        precision="fp32",
-        library="transformers",
-        pickled=False,
-        trust_remote_code=False,
-        device="cpu",
-    )
+    loaded = load_pytorch(tmp_path, task)
     assert not loaded.untrained_weights
     result = answers(loaded)
     expected = torch.tensor(case["logits"])

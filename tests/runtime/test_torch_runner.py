@@ -7,13 +7,14 @@ from enginery.core.errors import ArtifactError, ExportError, InputError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.source import resolve_record
 from enginery.runtime.onnxruntime.runner import OrtRunner
-from enginery.runtime.torch_runner import TorchRunner, load_pytorch
+from enginery.runtime.torch_runner import TorchOptions, TorchRunner, load_pytorch
 from tests.tiny import tiny_artifact
 from tests.tolerances import OUTPUTS
 
 
-def runner(artifact, **options):
-    return TorchRunner(resolve_record(artifact.manifest.source), artifact.manifest, **options)
+def runner(artifact, *, graph="", precision="fp32"):
+    source, options = resolve_record(artifact.manifest.source), TorchOptions(precision=precision)
+    return TorchRunner(source, artifact.manifest, options, graph=graph)
 
 
 def feeds_for(artifact, graph=0, **sizes):
@@ -73,15 +74,7 @@ def test_unknown_graph_names_the_known_ones(bert):
 def test_model_that_cannot_be_loaded_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ExportError, match=r"PyTorch cannot load .* for fill-mask"):
-        load_pytorch(
-            tmp_path,
-            "fill-mask",
-            precision="fp32",
-            library="transformers",
-            pickled=False,
-            trust_remote_code=False,
-            device="cpu",
-        )
+        load_pytorch(tmp_path, "fill-mask")
 
 
 @pytest.fixture

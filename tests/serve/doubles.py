@@ -37,7 +37,6 @@ class StandInModel:
         self.state, self.reason, self.is_loaded = "ready", "", True
         self.calls = []
         self.answer_with = answer_with
-        self.plan = None
         definition = TASKS.get(verb)
         record = SimpleNamespace(
             inputs=(TensorSpec("input_ids", "int64", ("batch", "sequence")),),
@@ -89,7 +88,7 @@ class StandInModel:
             "providers": [{"name": "CUDAExecutionProvider"}],
         }
 
-    async def infer(self, task, inputs, options):
+    async def infer(self, task, inputs, options, timings=None):
         self.calls.append((inputs, options))
         if isinstance(self.answer_with, Exception):
             raise self.answer_with

@@ -1,4 +1,4 @@
-"""Text generation over HTTP: the texts of `TextGenerator`, alone, together, streamed, abandoned."""
+"""Text generation over HTTP: the texts of `generate`, alone, together, streamed, abandoned."""
 
 import asyncio
 import base64
@@ -139,14 +139,14 @@ def wait_until(happens):
 
 
 def scheduler_of(server, name="writer"):
-    return server.models.get(name)._generation
+    return server.models.get(name)._schedulers[-1]
 
 
 class Gate:
     """Steps of a decoder that run one by one, as the test lets them."""
 
     def __init__(self, server, monkeypatch, name="writer"):
-        decoder = server.models.get(name).backend.generator.decoder
+        decoder = server.models.get(name).backend.rows.decoder
         self._step, self._allowed = decoder.step, threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
         self.rows = []
@@ -309,7 +309,7 @@ def test_languages_of_translation_models_are_parameters(
         bad = server("POST", "/generate/m2m100", {"inputs": "a", "parameters": parameters})
         assert bad.status == 422
         assert message in bad.json["error"]
-    with pytest.raises(openai.BadRequestError, match="'fx' is none of"):
+    with pytest.raises(openai.BadRequestError, match="'fx' is not one of"):
         client.completions.create(
             model="m2m100", prompt="a", extra_body={"target_language": "fx"}, stream=True
         )
@@ -375,7 +375,7 @@ def test_speech_is_read_from_base64_and_files(server_of_others, artifacts):
     for change, message in (
         ({"inputs": "/etc/hostname"}, "is not valid base64"),
         ({"inputs": base64.b64encode(b"text").decode()}, "audio 0 is not an audio file"),
-        ({"parameters": {"language": "klingon"}}, "none of the model's 4"),
+        ({"parameters": {"language": "klingon"}}, "not one of the model's 4"),
         ({"parameters": {"language": 3}}, "language is a int, expected a code"),
         ({"parameters": {"max_new_tokens": 100_000}}, "max_new_tokens is 100000"),
     ):
@@ -496,9 +496,9 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 def test_chat_answers_the_prompt_of_the_template(client, artifacts):
     prompt = "system: Be brief.\nuser: Is it warm?\nassistant:"
     with load_model(artifacts["chatter"]) as model:
-        ids = model.tokenizer.encode_untruncated([prompt], special=False)[0].ids
+        ids = model.definition.tokenizer.encode_untruncated([prompt], special=False)[0].ids
         (wanted,) = model.generate([prompt], max_new_tokens=12)
-        special = model.tokenizer.encode_untruncated([prompt], special=True)[0].ids
+        special = model.definition.tokenizer.encode_untruncated([prompt], special=True)[0].ids
     found = client.chat.completions.create(model="chatter", messages=MESSAGES, max_tokens=12)
     assert found.usage.prompt_tokens == len(ids)
     if ids == special:  # the tokenizer adds none of its own
@@ -758,7 +758,7 @@ def test_provider_that_is_lost_fails_the_model(artifacts, monkeypatch):
 
 
 def test_prompts_that_fail_together_run_one_by_one(server, monkeypatch, writer):
-    decoder = server.models.get("writer").backend.generator.decoder
+    decoder = server.models.get("writer").backend.rows.decoder
     begin, sizes = decoder.begin, []
 
     def begin_one(prompts, need, inputs=None):
@@ -857,7 +857,7 @@ def test_stream_goes_on_while_its_model_is_replaced(artifacts, monkeypatch, writ
         asking.join(WAIT)
         (wanted,) = writer.generate(["A"], max_new_tokens=30)
         assert events(found[0].body.decode())[-1]["generated_text"] == wanted.text
-        wait_until(lambda: old.state == "closed" and not old._generation.alive)
+        wait_until(lambda: old.state == "closed" and not old._schedulers[-1].alive)
     finally:
         server.close()
 

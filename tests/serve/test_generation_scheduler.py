@@ -13,9 +13,12 @@ from enginery.runtime.generation.inputs import GenerationRow
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Candidates, make_search
 from enginery.runtime.generation.stream import TextStream
+from enginery.runtime.tasks.generate import TextSearch
+from enginery.runtime.tasks.task import Row
+from enginery.serve.batching.generation import GenerationScheduler
+from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import Timings
-from enginery.serve.generation.jobs import GenerationJob
-from enginery.serve.generation.scheduler import GenerationScheduler
+from enginery.serve.config import ServeConfig
 
 TOKENS = 60
 
@@ -63,25 +66,21 @@ def decode(tokens):
     return "".join(f"{token} " for token in tokens)
 
 
-def job():
+def entry():
     options = GenerationOptions(max_new_tokens=TOKENS)
     search = make_search((1, 2), options, positions=None)
-    return GenerationJob(GenerationRow((1, 2), {}), options, search, [TextStream(decode)], True, 2)
+    prepared = GenerationRow((1, 2), {})
+    texts = [TextStream(decode)]
+    content = TextSearch(prepared, options, search, texts, prompt_tokens=2, streams=True)
+    return QueueEntry(None, 0, "any", 2, Row(content, 2))
 
 
 def open_scheduler(decoder, loop, steps=None):
-    generator = SimpleNamespace(
-        decoder=decoder,
-        inputs=SimpleNamespace(join=lambda _: None),
-        graphs=SimpleNamespace(encoder=None),
-    )
+    task = SimpleNamespace(collate=lambda rows, width: {}, has_encoder=False)
     return GenerationScheduler(
-        generator,
+        SimpleNamespace(decoder=decoder, task=task),
+        ServeConfig(generation_rows=32, queue_inputs=100, queue_tokens=10_000, max_wait=60),
         loop,
-        max_rows=32,
-        queue_rows=100,
-        queue_tokens=10_000,
-        max_wait_seconds=60,
         explain=lambda error, _: error,
         on_batch=lambda batch: None if steps is None else steps.append(batch.rows),
     )
@@ -93,7 +92,7 @@ def stream_all(count, *, seconds_per_piece=0.0):
 
     async def one(scheduler):
         pieces = []
-        async for progress in scheduler.run([job()], Timings()):
+        async for progress in scheduler.steps([entry()], Timings()):
             time.sleep(seconds_per_piece)  # the event loop is busy
             pieces += [piece for _, piece in progress.pieces]
         return pieces
@@ -137,7 +136,7 @@ def test_pieces_are_passed_on_after_a_step_could_not_be_counted():
         loop, failures = asyncio.get_running_loop(), []
         loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
         scheduler = open_scheduler(Decoder(), loop, Broken())
-        async for _ in scheduler.run([job()], Timings()):
+        async for _ in scheduler.steps([entry()], Timings()):
             pass
         await asyncio.sleep(0.05)
         is_sent = scheduler._is_sent

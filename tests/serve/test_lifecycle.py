@@ -14,7 +14,7 @@ import uvicorn
 
 from enginery.serve.config import ServeConfig
 from enginery.serve.http_sockets import bind
-from enginery.serve.lifecycle import Activity, ProcessLifecycle
+from enginery.serve.lifecycle import Activity, ProcessLifecycle, Supervision
 from enginery.serve.server import uvicorn_config
 from tests.serve.processes import (
     GET,
@@ -198,7 +198,7 @@ def test_simultaneous_signals_turn_readiness_off(monkeypatch):
     async def whole():
         server = uvicorn.Server(uvicorn_config(None, ServeConfig()))
         server.started, server.servers = True, []
-        lifecycle = ProcessLifecycle(server, [], ServeConfig(), supervised=False)
+        lifecycle = ProcessLifecycle(server, [], ServeConfig(), Supervision(supervised=False))
         activity = Activity()
         lifecycle.start(
             begin_drain=lambda: happened.append("drain"), reload=None, activity=activity
@@ -235,7 +235,7 @@ def test_connections_in_the_backlog_are_taken_when_listening_stops():
         options.load()
         server = uvicorn.Server(options)
         server.lifespan, server.servers = options.lifespan_class(options), []
-        lifecycle = ProcessLifecycle(server, sockets, ServeConfig(), supervised=False)
+        lifecycle = ProcessLifecycle(server, sockets, ServeConfig(), Supervision(supervised=False))
         if sys.platform == "linux":  # a connection is established by its first data
             sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 10)
         clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]

@@ -219,26 +219,6 @@ def test_pairs_are_classified(client, tiny_paths):
     np.testing.assert_allclose(found.as_numpy("score")[0, 0], wanted[0].score, atol=SCORES)
 
 
-def test_spans_and_fillings_are_json(client):
-    found = client.infer("names", [bytes_input("text", ["Marie Curie lived in Paris."])])
-    spans = json.loads(found.as_numpy("entities")[0])
-    assert {"label", "score", "start", "end", "text"} == set(spans[0])
-    found = client.infer(
-        "filler", [bytes_input("text", ["The [MASK] is warm."])], parameters={"top_k": 2}
-    )
-    assert len(json.loads(found.as_numpy("fillings")[0])["masks"][0]) == 2
-
-
-def test_answers_are_padded_to_the_longest_list(client):
-    contexts = ["Marie", "Marie Curie lived in Paris for long."]
-    inputs = [bytes_input("question", ["Who?", "Where?"]), bytes_input("context", contexts)]
-    found = client.infer("reader", inputs, parameters={"top_k": 3})
-    answers, starts, ends = (found.as_numpy(name) for name in ("answer", "start", "end"))
-    assert answers.shape == (2, 3)
-    assert (answers[0, 0], answers[0, 2]) == (b"Marie", b"")
-    assert contexts[1][starts[1, 0] : ends[1, 0]] == answers[1, 0].decode()
-
-
 def test_image_comes_as_bytes_or_in_base64(client, running):
     file = io.BytesIO()
     Image.new("RGB", (40, 30), (200, 30, 30)).save(file, "PNG")

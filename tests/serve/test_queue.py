@@ -9,7 +9,7 @@ from enginery.core.errors import ProviderError
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, OverloadedError, QueueEntry
 from enginery.serve.batching.scheduler import BatchScheduler, Timings
-from enginery.serve.batching.workers import Workers
+from enginery.serve.batching.workers import WorkerOptions, Workers
 
 RULES = BatchRules(max_tokens=64, max_rows=8, max_padding=0.1)
 
@@ -160,17 +160,14 @@ def test_scheduler_reports_backlog_and_wait_to_the_queue():
         return [0] * len(batch)
 
     async def run():
+        queue = BatchQueue(RULES, max_rows=8, max_tokens=1000, max_wait_seconds=10)
         scheduler = BatchScheduler(
+            queue,
             work,
-            RULES,
             asyncio.get_running_loop(),
-            workers=1,
-            max_rows=8,
-            max_tokens=1000,
-            max_wait_seconds=10,
+            WorkerOptions(1),
             on_batch=lambda _: None,
         )
-        queue = scheduler.queue
         queue.seconds_per_token = 0.5
         queue.observe_wait = lambda work, waited: learned.append((work, waited))
         requests = [asyncio.ensure_future(scheduler.run(rows("a", 8), Timings()))]
@@ -194,13 +191,10 @@ def test_rest_of_an_admitted_request_is_not_rejected():
 
     async def run():
         scheduler = BatchScheduler(
+            BatchQueue(RULES, max_rows=40, max_tokens=10_000, max_wait_seconds=1e9),
             lambda batch: [gate.wait(30) and 0] * len(batch),
-            RULES,
             asyncio.get_running_loop(),
-            workers=1,
-            max_rows=40,
-            max_tokens=10_000,
-            max_wait_seconds=1e9,
+            WorkerOptions(1),
             on_batch=lambda _: None,
         )
         admitted = asyncio.ensure_future(scheduler.run(rows("list", *[8] * 60), Timings()))
@@ -369,7 +363,7 @@ def test_workers_prepare_one_after_another_before_their_first_batch():
 
     queue = new_queue()
     done = threading.Event()
-    workers = Workers(queue, run, lambda _: done.set(), count=3, prepare=prepare)
+    workers = Workers(queue, run, lambda _: done.set(), WorkerOptions(3, prepare=prepare))
     workers.wait_prepared()
     assert len({*seen}) == 3
     queue.put(rows(0, 4), now=0.0)
@@ -382,7 +376,9 @@ def test_workers_do_not_prepare_after_the_queue_was_closed():
     prepared = []
     queue = new_queue()
     queue.close(drain=False)
-    workers = Workers(queue, list, lambda _: None, count=2, prepare=lambda: prepared.append(1))
+    workers = Workers(
+        queue, list, lambda _: None, WorkerOptions(2, prepare=lambda: prepared.append(1))
+    )
     assert workers.join(10)
     assert not prepared
 
@@ -392,7 +388,7 @@ def test_worker_that_cannot_be_prepared_reports_why():
         raise ProviderError("no GPU")
 
     queue = new_queue()
-    workers = Workers(queue, list, lambda _: None, count=1, prepare=prepare)
+    workers = Workers(queue, list, lambda _: None, WorkerOptions(1, prepare=prepare))
     with pytest.raises(ProviderError, match="no GPU"):
         workers.wait_prepared()
     assert workers.join(10)

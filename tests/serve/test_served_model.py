@@ -438,9 +438,9 @@ def test_threads_spin_only_if_they_have_the_cores_alone(
     opened = []
 
     class Seen(OrtRunner):
-        def __init__(self, artifact, **given):
-            opened.append((given["threads"], given["spinning"]))
-            super().__init__(artifact, **given)
+        def __init__(self, artifact, options, **given):
+            opened.append((options.threads, options.spinning))
+            super().__init__(artifact, options, **given)
 
     monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Seen)
     path = exported("bert", "feature-extraction").path
@@ -453,9 +453,9 @@ def test_arena_shrinks_after_each_batch_if_the_option_is_set(exported, monkeypat
     opened = []
 
     class Recorded(OrtRunner):
-        def __init__(self, artifact, **given):
-            opened.append(given["shrink_arena"])
-            super().__init__(artifact, **given)
+        def __init__(self, artifact, options, **given):
+            opened.append(options.shrink_arena)
+            super().__init__(artifact, options, **given)
 
     monkeypatch.setattr("enginery.serve.models.backend.OrtRunner", Recorded)
     path = exported("bert", "feature-extraction").path

@@ -8,8 +8,8 @@ import pytest
 
 from enginery import export_model, optimize_model, quantize_model, validate_model
 from enginery.core.artifact.artifact import Artifact, commit_artifact
-from enginery.core.artifact.reports import GenerationMetrics
 from enginery.core.errors import InputError
+from enginery.reports.validation import GenerationMetrics
 from enginery.validate import generation
 from enginery.validate.generation import STEPS
 from tests import sounds

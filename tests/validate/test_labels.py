@@ -7,7 +7,6 @@ import pytest
 
 from enginery import load_model, validate_model
 from enginery.bench.report.page import write_report
-from enginery.cli.render import report_lines
 from enginery.core.datasets.samples import read_text_rows
 from enginery.core.errors import InputError, OptionError
 from tests.tiny import LABELS
@@ -52,7 +51,7 @@ def test_accuracy_of_both_is_reported(classifier, labelled):
     ]
     (change,) = report.labels.changes
     assert (change.broken, change.repaired, change.difference) == (0, 0, 0)
-    lines = report_lines(report)
+    lines = report.lines()
     assert "accuracy of PyTorch: 66.7 % (46.7 to 82.0 %)" in lines
     assert any("0 rows right → wrong, 0 wrong → right" in line for line in lines)
     page = write_report(classifier.path).read_text()

@@ -11,9 +11,10 @@ import onnx
 import pytest
 
 from enginery import Artifact, export_model, quantize_model, validate_model
-from enginery.cli.render import report_lines
+from enginery.core.accuracy import LayerError
 from enginery.core.artifact.artifact import commit_artifact
-from enginery.core.artifact.reports import LayerError, QuantizationReport, ValidationReport
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 from enginery.runtime.builtin_inputs import SENTENCES
 from enginery.validate.metrics.budget import LayerExpectation
 from tests.tiny import TEXT, save_tiny
@@ -105,7 +106,7 @@ def test_sound_artifact_has_the_errors_that_quantize_measured(int8, tmp_path):
         assert found.error == pytest.approx(layers[found.layer].error, rel=1e-3)
         assert found.limit == pytest.approx(1.1 * found.expected + 2**-11)
     assert report.layers.missing == []
-    (line,) = [line for line in report_lines(report) if line.startswith("layers: ")]
+    (line,) = [line for line in report.lines() if line.startswith("layers: ")]
     count = len(layers)
     assert f"{count} of {count} compared with FP32 over 16 rows; nearest to its limit: /" in line
     again = ValidationReport.from_json((artifact.path / "reports/validation.json").read_bytes())

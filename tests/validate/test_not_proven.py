@@ -8,7 +8,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginery import export_model, optimize_model, validate_model
-from enginery.cli.render import report_lines
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import constant_error
 from tests.tiny import save_tiny
@@ -175,7 +174,7 @@ def test_user_whose_own_inputs_prove_nothing_is_not_sent_in_a_circle(tmp_path):
     assert "the inputs of --data do not change that" in report.summary
     assert "a smaller limit with --max-abs-error" in report.summary
     assert "give other inputs with --data" not in report.summary
-    reasons = [line for line in report_lines(report) if line.startswith("not proven: ")]
+    reasons = [line for line in report.lines() if line.startswith("not proven: ")]
     assert len(reasons) == len(report.not_proven) == 2, "as it is, and with every value in FP16"
 
 

@@ -22,10 +22,15 @@ from benchmarks.gpu_check.work import Work
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.feeds import Feeds
 from enginery.core.tolerance import Tolerance
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
 from enginery.validate.cases.padding import find_padding_mask
-from enginery.validate.metrics.outputs import NoiseFloor, compare_output, noise_floor
+from enginery.validate.metrics.outputs import (
+    NoiseFloor,
+    OutputLimits,
+    compare_output,
+    noise_floor,
+)
 
 _NOISE = {"fp32": "fp64", "fp16": "fp16", "bf16": "bf16"}
 
@@ -86,12 +91,10 @@ def _judge(
             floor = NoiseFloor(max(f.max_abs for f in floors), min(f.cosine for f in floors))
             for point, feeds, wide in zip(work.settings.agreement, cases, expected, strict=True):
                 found = compare_output(
-                    spec.name,
+                    spec,
                     runner(feeds)[spec.name],
                     wide[spec.name],
-                    dtype=spec.dtype,
-                    noise=floor,
-                    tolerance=Tolerance.for_precision(precision),
+                    OutputLimits(floor, Tolerance.for_precision(precision)),
                     padding=find_padding_mask(spec, record.inputs, feeds),
                 )
                 worst.append(
@@ -128,10 +131,10 @@ def _compare_ways(work: Work, way: str, places: str, options: dict[str, Any]) ->
     artifact = work.artifact("fp16")
     point = work.settings.agreement[-1]
     first, second = text_feeds(artifact, point), text_feeds(artifact, point, first=50)
-    with OrtRunner(artifact, providers=[work.provider], io_binding=False) as runner:
+    with OrtRunner(artifact, RunnerOptions(io_binding=False), providers=[work.provider]) as runner:
         expected = [runner(feeds) for feeds in (first, second)]
     same = 0.0
-    with OrtRunner(artifact, providers=[work.provider], **options) as runner:
+    with OrtRunner(artifact, RunnerOptions(**options), providers=[work.provider]) as runner:
         # Twice the first, so that a graph is captured; then inputs that it was not captured with,
         # after others in the same buffers or in tensors of their own.
         for turn, feeds in enumerate((first, first, second, first, second)):

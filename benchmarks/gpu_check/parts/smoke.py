@@ -17,7 +17,7 @@ from benchmarks.gpu_check.settings import PACKED
 from benchmarks.gpu_check.work import Work
 from enginery import load_model
 from enginery.core.errors import InputError
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.specification import parse_providers
 
 _POINT = (4, 16)
@@ -46,7 +46,9 @@ def _run(work: Work, precision: str, *, limit: str = "", **options: Any) -> None
     artifact = work.artifact(precision)
     feeds = text_feeds(artifact, _POINT)
     given = [f"cuda.gpu_mem_limit={limit}"] if limit else []
-    with OrtRunner(artifact, providers=parse_providers(work.provider, given), **options) as runner:
+    with OrtRunner(
+        artifact, RunnerOptions(**options), providers=parse_providers(work.provider, given)
+    ) as runner:
         found = [runner(feeds) for _ in range(3)]
     _check(work, "three runs", feeds, found)
 
@@ -77,7 +79,9 @@ def _threads(work: Work) -> None:
             errors.append(error.message)
 
     with (
-        OrtRunner(artifact, providers=[work.provider], cuda_graph=work.on_gpu) as captured,
+        OrtRunner(
+            artifact, RunnerOptions(cuda_graph=work.on_gpu), providers=[work.provider]
+        ) as captured,
         OrtRunner(artifact, providers=[work.provider]) as plain,
     ):
         runners = [captured, plain] * (_THREADS // 2)

@@ -13,7 +13,7 @@ from benchmarks.gpu_check.inputs import text_feeds
 from benchmarks.gpu_check.settings import Point
 from benchmarks.gpu_check.variants import Variant, measure, say_medians
 from benchmarks.gpu_check.work import Work
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 
 CPU, GPU_FP32, GPU_FP16, GPU_GRAPH = "CPU FP32", "GPU FP32", "GPU FP16", "GPU FP16, CUDA graph"
 
@@ -28,7 +28,7 @@ def _measure(work: Work, point: Point) -> None:
     onnx = work.artifact("onnx")
     feeds = text_feeds(onnx, point)
     with ExitStack() as stack:
-        runners = {CPU: stack.enter_context(OrtRunner(onnx, keep_optimized=True))}
+        runners = {CPU: stack.enter_context(OrtRunner(onnx, RunnerOptions(keep_optimized=True)))}
         if work.on_gpu:
             fp16 = work.artifact("fp16")
             for name, artifact, graph in (
@@ -36,7 +36,7 @@ def _measure(work: Work, point: Point) -> None:
                 (GPU_FP16, fp16, False),
                 (GPU_GRAPH, fp16, True),
             ):
-                runner = OrtRunner(artifact, providers=["cuda"], cuda_graph=graph)
+                runner = OrtRunner(artifact, RunnerOptions(cuda_graph=graph), providers=["cuda"])
                 runners[name] = stack.enter_context(runner)
         variants = [Variant(name, "host", partial(run, feeds)) for name, run in runners.items()]
         found = measure(work, variants, {})

@@ -29,7 +29,7 @@ from benchmarks.gpu_check.variants import (
 )
 from benchmarks.gpu_check.work import Work
 from enginery.core.model.feeds import Feeds
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.tasks import require_task
 from enginery.runtime.tasks.batch_runner import BatchRunner
 
@@ -53,7 +53,7 @@ def _measure(work: Work, model: Any, point: Point) -> None:
     feeds = {name: np.repeat(array, batch, axis=0) for name, array in feeds.items()}
     left_out: dict[str, str] = {}
     with ExitStack() as stack:
-        runner = OrtRunner(artifact, providers=[work.provider], ladder=True)
+        runner = OrtRunner(artifact, RunnerOptions(ladder=True), providers=[work.provider])
         stack.enter_context(runner)
         task = require_task(artifact.manifest, runner.record).open(artifact, runner.record)
         rows = task.preprocess([_text(length)] * batch, task.Options())
@@ -62,7 +62,9 @@ def _measure(work: Work, model: Any, point: Point) -> None:
         pooled = partial(pool, model, feeds, work.device)
         variants = [loaded, Variant(SDPA, "host", lambda: pooled().cpu().numpy())]
         if work.on_gpu:
-            graph = stack.enter_context(OrtRunner(artifact, providers=["cuda"], cuda_graph=True))
+            graph = stack.enter_context(
+                OrtRunner(artifact, RunnerOptions(cuda_graph=True), providers=["cuda"])
+            )
             tensors = pytorch.tensors_of(feeds, work.device)
             variants.append(Variant(GRAPH, "device", partial(graph.run_on_device, tensors)))
         variants.append(Variant(SDPA, "device", _waiting(pooled, work.device)))

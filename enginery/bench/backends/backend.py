@@ -7,7 +7,7 @@ memory. So the time includes the copies to and from a GPU and the wait for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,12 @@ from enginery.core.shapes import choose_profile
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile, wrapper_path
 from enginery.runtime.onnxruntime.binding import run_options
-from enginery.runtime.onnxruntime.runner import OrtRunner, open_session, shrink_config
+from enginery.runtime.onnxruntime.runner import (
+    OrtRunner,
+    RunnerOptions,
+    open_session,
+    shrink_config,
+)
 from enginery.runtime.providers.specification import ProviderSpec
 
 Run = Callable[[], object]
@@ -46,6 +51,20 @@ class Backend(Protocol):
         """Free the model."""
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a backend loads its model, besides its plan."""
+
+    threads: int = 0
+    """Intra-op threads; 0 for the backend's default."""
+    allow_fallback: bool = False
+    """Use the next provider if the first is not available."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in PyTorch."""
+    allow_pickle: bool = False
+    """Load pickled weights into PyTorch."""
+
+
 def plan_providers(plan: Mapping[str, Any]) -> tuple[ProviderSpec, ...]:
     """Return the providers of `BackendPlan.as_json`, with their options."""
     return tuple(
@@ -61,20 +80,20 @@ class EngineryBackend:
         artifact: Artifact,
         record: GraphRecord,
         plan: Mapping[str, Any],
-        *,
-        threads: int,
-        allow_fallback: bool,
+        options: LoadOptions,
     ) -> None:
         self._runner = OrtRunner(
             artifact,
+            RunnerOptions(
+                threads=options.threads,
+                io_binding=plan["io_binding"],
+                cuda_graph=plan["cuda_graph"],
+                shrink_arena=plan["shrink_arena"],
+                buckets=plan["buckets"],
+            ),
             graph=record.file,
             providers=plan_providers(plan),
-            allow_fallback=allow_fallback,
-            threads=threads,
-            io_binding=plan["io_binding"],
-            cuda_graph=plan["cuda_graph"],
-            shrink_arena=plan["shrink_arena"],
-            buckets=plan["buckets"],
+            allow_fallback=options.allow_fallback,
         )
         self._cuda_graph = bool(plan["cuda_graph"])
         self._smallest: Feeds | None = None
@@ -123,22 +142,20 @@ class OrtSessionBackend:
         artifact: Artifact,
         record: GraphRecord,
         plan: Mapping[str, Any],
-        *,
-        threads: int,
-        allow_fallback: bool,
+        options: LoadOptions,
     ) -> None:
         chosen, engines = choose_with_engines(
             artifact,
             record,
             plan_providers(plan),
-            allow_fallback=allow_fallback,
+            allow_fallback=options.allow_fallback,
             allow_build=False,
         )
         paths: list[Path] = [wrapper_path(engine) for engine in engines]
         paths = paths or [artifact.path / record.file]
         self._record = record
         self._profiles = [reachable_profile(engine.record) for engine in engines]
-        self._sessions = [open_session(path, chosen, threads=threads) for path in paths]
+        self._sessions = [open_session(path, chosen, threads=options.threads) for path in paths]
         self._shrink = bool(plan["shrink_arena"])
         self.providers = [asdict(provider) for provider in chosen]
         self.tools = runtime_version()
@@ -151,11 +168,11 @@ class OrtSessionBackend:
         session = self.session_for(feeds)
         names = [spec.name for spec in self._record.outputs]
         # `session.run` does not accept None as run options.
-        options = [run_options(shrink_config(session))] if self._shrink else []
+        extra = [run_options(shrink_config(session))] if self._shrink else []
 
         def run() -> object:
             try:
-                return session.run(names, feeds, *options)
+                return session.run(names, feeds, *extra)
             except Exception as error:  # ONNX Runtime raises many unrelated types
                 shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
                 raise InputError(f"the graph fails on {shapes}: {error}") from error

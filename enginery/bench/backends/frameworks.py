@@ -6,14 +6,15 @@ supports it, because that is what users run. Validation uses eager attention as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import optimum.onnxruntime as optimum_ort
 import torch
 from numpy.typing import NDArray
 
-from enginery.bench.backends.backend import Run
+from enginery.bench.backends.backend import LoadOptions, Run, plan_providers
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.fingerprint import runtime_version, tool_versions
 from enginery.core.artifact.manifest import GraphRecord
@@ -21,8 +22,7 @@ from enginery.core.errors import InputError, ProviderError
 from enginery.core.model.feeds import Feeds
 from enginery.core.model.source import resolve_record
 from enginery.runtime.providers.selection import REQUESTED
-from enginery.runtime.providers.specification import ProviderSpec
-from enginery.runtime.torch_runner import TorchRunner, guarded, load_pytorch
+from enginery.runtime.torch_runner import TorchOptions, TorchRunner, guarded, load_pytorch
 
 _CLASSES = {
     "feature-extraction": "FeatureExtraction",
@@ -45,15 +45,12 @@ class PyTorchBackend:
         self,
         artifact: Artifact,
         record: GraphRecord,
-        kind: str,
-        device: str,
-        *,
-        threads: int,
-        trust_remote_code: bool,
-        allow_pickle: bool,
+        plan: Mapping[str, Any],
+        options: LoadOptions,
     ) -> None:
-        if threads:
-            torch.set_num_threads(threads)
+        kind, device = plan["kind"], plan["device"]
+        if options.threads:
+            torch.set_num_threads(options.threads)
         if device != "cpu" and not torch.cuda.is_available():
             raise ProviderError(
                 f"{kind}: the installed torch {torch.__version__} does not find a GPU.",
@@ -61,24 +58,24 @@ class PyTorchBackend:
                 "--against.",
             )
         manifest = artifact.manifest
-        source = resolve_record(manifest.source, allow_pickle=allow_pickle)
+        source = resolve_record(manifest.source, allow_pickle=options.allow_pickle)
         self._device = device
         self._dtype = torch.float16 if kind == "pytorch-fp16" else torch.float32
         self._names = [spec.name for spec in record.outputs]
         self._model: Any = None
         self._runner: TorchRunner | None = None
-        precision = "fp16" if kind == "pytorch-fp16" else "fp32"
-        with guarded(source.path, trust_remote_code=trust_remote_code):
+        torch_options = TorchOptions(
+            precision="fp16" if kind == "pytorch-fp16" else "fp32",
+            trust_remote_code=options.trust_remote_code,
+            device=device,
+        )
+        with guarded(source.path, trust_remote_code=options.trust_remote_code):
             if _is_whole(artifact, record):
                 self._model = load_pytorch(
                     source.path,
                     manifest.task,
-                    precision=precision,
-                    library="transformers",
-                    pickled=source.pickled,
-                    trust_remote_code=trust_remote_code,
-                    device=device,
-                    attention="",  # transformers' own choice
+                    # Without a name, transformers chooses the attention.
+                    replace(torch_options, pickled=source.pickled, attention=""),
                 )
                 config = getattr(self._model, "config", None)
                 attention = getattr(config, "_attn_implementation", "") or "its own"
@@ -92,10 +89,8 @@ class PyTorchBackend:
                 self._runner = TorchRunner(
                     source,
                     manifest,
+                    torch_options,
                     graph=record.file,
-                    precision=precision,
-                    trust_remote_code=trust_remote_code,
-                    device=device,
                 )
                 self.notes = [*self._runner.notes, "attention: eager"]
         # Outside `guarded`, because it runs a compiler. The model's files are not read any more.
@@ -154,33 +149,31 @@ class OptimumBackend:
         self,
         artifact: Artifact,
         record: GraphRecord,
-        specs: Sequence[ProviderSpec],
-        *,
-        threads: int,
-        io_binding: bool,
-        trust_remote_code: bool,
+        plan: Mapping[str, Any],
+        options: LoadOptions,
     ) -> None:
         import onnxruntime
 
         task = artifact.manifest.task
         if task not in _CLASSES:
             raise ProviderError(f"Optimum has no ORTModel for the task {task}.")
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        provider, provider_options = specs[0].full_name, specs[0].options
+        session_options = onnxruntime.SessionOptions()
+        session_options.intra_op_num_threads = options.threads
+        session_options.log_severity_level = 3
+        spec, io_binding = plan_providers(plan)[0], plan["io_binding"]
+        provider, provider_options = spec.full_name, spec.options
         cls = getattr(optimum_ort, f"ORTModelFor{_CLASSES[task]}")
         try:
-            with guarded(artifact.path, trust_remote_code=trust_remote_code):
+            with guarded(artifact.path, trust_remote_code=options.trust_remote_code):
                 self._model: Any = cls.from_pretrained(
                     str(artifact.path),
                     file_name=record.file,
                     provider=provider,
                     provider_options=dict(provider_options),
-                    session_options=options,
+                    session_options=session_options,
                     local_files_only=True,
                     use_io_binding=None if io_binding else False,
-                    trust_remote_code=trust_remote_code,
+                    trust_remote_code=options.trust_remote_code,
                 )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)

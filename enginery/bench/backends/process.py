@@ -7,9 +7,11 @@ with BenchmarkProcess(plan, target, config, log) as process:
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from enginery.bench.backends.backend import LoadOptions
 from enginery.bench.backends.plan import BackendPlan
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
@@ -48,10 +50,14 @@ class BenchmarkProcess(Closeable):
                 artifact=str(target.artifact.path),
                 manifest=target.artifact.manifest.model_dump(mode="json"),
                 graph=target.record.file,
-                threads=config.threads,
-                allow_fallback=config.allow_fallback,
-                trust_remote_code=config.trust_remote_code,
-                allow_pickle=config.allow_pickle,
+                options=asdict(
+                    LoadOptions(
+                        threads=config.threads,
+                        allow_fallback=config.allow_fallback,
+                        trust_remote_code=config.trust_remote_code,
+                        allow_pickle=config.allow_pickle,
+                    )
+                ),
             )
         except BaseException:
             self.close()

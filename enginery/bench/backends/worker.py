@@ -25,9 +25,9 @@ import numpy as np  # noqa: E402  these imports are part of the measured start
 from enginery.bench.backends.backend import (  # noqa: E402
     Backend,
     EngineryBackend,
+    LoadOptions,
     OrtSessionBackend,
     Run,
-    plan_providers,
 )
 from enginery.bench.backends.copies import measure_copies  # noqa: E402
 from enginery.bench.backends.warmup import take_turn, wait_until_idle, warm_up  # noqa: E402
@@ -48,11 +48,7 @@ def open_backend(
     plan: Mapping[str, Any],
     artifact: Artifact,
     record: GraphRecord,
-    *,
-    threads: int,
-    allow_fallback: bool,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
+    options: LoadOptions,
 ) -> Backend:
     """Load the model in a backend.
 
@@ -60,10 +56,7 @@ def open_backend(
         plan: `BackendPlan.as_json`.
         artifact: the artifact.
         record: the graph to run.
-        threads: intra-op threads; 0 for the backend's default.
-        allow_fallback: use the next provider if the first is not available.
-        trust_remote_code: run Python code that comes with the model, in PyTorch.
-        allow_pickle: load pickled weights into PyTorch.
+        options: threads, and what is allowed.
 
     Raises:
         EngineryError: the backend cannot run.
@@ -71,28 +64,13 @@ def open_backend(
     kind = plan["kind"]
     if kind in (ENGINERY, "enginery-cpu", "onnxruntime"):
         backend = OrtSessionBackend if kind == "onnxruntime" else EngineryBackend
-        return backend(artifact, record, plan, threads=threads, allow_fallback=allow_fallback)
+        return backend(artifact, record, plan, options)
     with missing_packages_as_errors(f"Running {plan['label']}"):
         from enginery.bench.backends import frameworks
 
     if kind == "optimum":
-        return frameworks.OptimumBackend(
-            artifact,
-            record,
-            plan_providers(plan),
-            threads=threads,
-            io_binding=plan["io_binding"],
-            trust_remote_code=trust_remote_code,
-        )
-    return frameworks.PyTorchBackend(
-        artifact,
-        record,
-        kind,
-        plan["device"],
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
+        return frameworks.OptimumBackend(artifact, record, plan, options)
+    return frameworks.PyTorchBackend(artifact, record, plan, options)
 
 
 class BenchmarkWorker:
@@ -137,10 +115,7 @@ class BenchmarkWorker:
             command["plan"],
             artifact,
             artifact.graph(command["graph"]),
-            threads=command["threads"],
-            allow_fallback=command["allow_fallback"],
-            trust_remote_code=command["trust_remote_code"],
-            allow_pickle=command["allow_pickle"],
+            LoadOptions(**command["options"]),
         )
         loaded = time.perf_counter()
         return {

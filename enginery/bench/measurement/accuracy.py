@@ -15,8 +15,7 @@ from pathlib import Path
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.target import Target
-from enginery.core.accuracy import measure_accuracy
-from enginery.core.artifact.reports import LabelMetrics
+from enginery.core.accuracy import LabelMetrics, measure_accuracy
 from enginery.core.datasets.labels import read_labelled_texts, require_classifier
 from enginery.core.model.files import ModelConfig
 from enginery.core.progress import Progress

@@ -24,8 +24,8 @@ from enginery.bench.measurement.shapes import (
     save_feeds,
 )
 from enginery.bench.measurement.statistics import latency
-from enginery.core.artifact.reports import ImagesResult, ImageTimes
 from enginery.core.errors import EngineryError
+from enginery.reports.benchmark import ImagesResult, ImageTimes
 
 
 def measure_images(

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import cast
 
 from enginery.core.artifact.fingerprint import runtime_version, tool_versions
-from enginery.core.artifact.reports import GpuName, Machine
 from enginery.core.errors import ProviderError
+from enginery.reports.benchmark import GpuName, Machine
 from enginery.runtime.machine import memory_bytes, physical_cores, read_cpuinfo, usable_cpus
 from enginery.runtime.providers.gpus import driver_version, visible_gpus
 

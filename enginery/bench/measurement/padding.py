@@ -11,9 +11,9 @@ from pathlib import Path
 
 from enginery.bench.config import AUTO, BenchConfig, read_sizes
 from enginery.bench.target import Target
-from enginery.core.artifact.reports import Padding
 from enginery.core.datasets.samples import read_texts
 from enginery.core.errors import OptionError
+from enginery.reports.benchmark import Padding
 from enginery.runtime.sample_inputs import TextFeeder, takes_texts
 
 

@@ -19,10 +19,10 @@ from enginery.bench.measurement.cases import Case, rows_of, tokens_of
 from enginery.bench.measurement.rounds import RoundLimits, run_rounds, runs_in_turn
 from enginery.bench.measurement.statistics import compare, latency
 from enginery.bench.target import Target
-from enginery.core.artifact.reports import BenchCase, Comparison, CopyTimes, Measurement
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import Feeds
 from enginery.core.subprocess import WorkerResult
+from enginery.reports.benchmark import BenchCase, Comparison, CopyTimes, Measurement
 
 _GPU_SECONDS = 1.0
 """Duration of a measurement of energy or copies."""

@@ -15,13 +15,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from enginery.core.artifact.reports import (
-    Comparison,
-    Interval,
-    Latency,
-    format_ratio,
-    is_clear_ratio,
-)
+from enginery.core.accuracy import Interval
+from enginery.reports.benchmark import Comparison, Latency, format_ratio, is_clear_ratio
 
 Turns = Sequence[Sequence[float]]
 """Times of each turn's runs in ms."""

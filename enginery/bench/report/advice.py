@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginery.bench.config import ENGINERY
-from enginery.core.artifact.reports import (
-    Advice,
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     ContenderRecord,
@@ -20,6 +19,7 @@ from enginery.core.artifact.reports import (
 )
 from enginery.runtime.onnxruntime import session
 from enginery.runtime.onnxruntime.binding import BUCKETS
+from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import CUDA, TENSORRT, TENSORRT_RTX, full_name
 
 _GPUS = (
@@ -91,7 +91,7 @@ def more_shapes_than_buckets(result: BenchResult) -> Iterator[Advice]:
             f"{record.name} ran {shapes} shapes; by default a runner keeps {BUCKETS}, and the "
             f"others {without}",
             f"Pad inputs to at most {BUCKETS} sizes, or keep more buckets, which takes more GPU "
-            f"memory: OrtRunner(…, buckets={shapes}).",
+            f"memory: OrtRunner(…, RunnerOptions(buckets={shapes})).",
         )
 
 

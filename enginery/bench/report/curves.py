@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from enginery.core.artifact.reports import BenchCase, BenchResult, Measurement, is_clear_ratio
 from enginery.core.figures import MARKERS, Draw
+from enginery.reports.benchmark import BenchCase, BenchResult, Measurement, is_clear_ratio
 
 Point = tuple[BenchCase, Measurement]
 
@@ -170,7 +170,7 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
         axes.plot([], [], f"C{index}{MARKERS[index % len(MARKERS)]}", label=name)
     labels = []
     for row, case in enumerate(result.cases):
-        labels.append("×".join(str(size) for size in case.sizes.values()) or "fixed")
+        labels.append(case.shape)
         for index, name in enumerate(names):
             comparison = next(
                 (c for c in case.comparisons if {c.contender, c.base} == {name, reference}), None
@@ -198,8 +198,7 @@ def _speedup(result: BenchResult, reference: str, axes: Any) -> None:
     axes.axvline(1, color="0.5", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
-    dims = "×".join(result.cases[0].sizes) or "shape"
-    axes.set(xlabel=f"times as fast as {reference}", ylabel=dims)
+    axes.set(xlabel=f"times as fast as {reference}", ylabel=result.cases[0].dims)
     # On a log axis, half as fast is as far from 1 as twice as fast.
     axes.set_xscale("log")
     _label_decades(axes.xaxis, *axes.get_xlim())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginery.bench.config import ENGINERY, BenchConfig
-from enginery.core.artifact.reports import BenchCase, ContenderRecord
+from enginery.bench.config import BenchConfig
+from enginery.reports.benchmark import BenchCase, ContenderRecord
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.providers.selection import REQUESTED
 from enginery.runtime.providers.specification import has_cuda_graphs
@@ -32,7 +32,7 @@ def stage_notes(
         config: the options.
     """
     notes = fallback_notes([(record.name, record.providers) for record in backends])
-    heads = {r.providers[0]["name"] for r in backends if r.kind == ENGINERY and r.providers}
+    heads = {r.providers[0]["name"] for r in backends if r.is_enginery and r.providers}
     without = sorted(short_name(name) for name in heads if not has_cuda_graphs(name))
     if config.cuda_graph and without:
         notes.append(f"no CUDA graph was captured: {', '.join(without)} does not support them")
@@ -62,9 +62,3 @@ def fallback_notes(backends: Iterable[tuple[str, Sequence[Mapping[str, Any]]]]) 
     return [
         f"{', '.join(who)} on {provider}: {reason}" for (provider, reason), who in names.items()
     ]
-
-
-def is_overloaded(machine: Mapping[str, Any]) -> bool:
-    """Return True if the load before the benchmark was higher than the number of CPUs."""
-    load = machine["load"]
-    return load is not None and bool(load > machine["usable_cpus"])

@@ -6,17 +6,16 @@ The input is a directory with `manifest.json`, `reports/benchmark.json` or both.
 to `reports/report.html`, and the figures are written beside it as SVG files.
 
 The page is self-contained: it loads no scripts, fonts or network resources. The template engine
-escapes all text, and paths of the machine become the names of their files. Figures may come from an
-artifact that somebody else made, so they are embedded as images, in which browsers neither run
-scripts nor load resources, and the page's content security policy forbids both as well. A damaged
-report of another stage is mentioned on the page; a damaged benchmark is an error.
+escapes all text, and the paths that options and reports name become the names of their files.
+Figures may come from an artifact that somebody else made, so they are embedded as images, in which
+browsers neither run scripts nor load resources, and the page's content security policy forbids both
+as well. A damaged report of another stage is mentioned on the page; a damaged benchmark is an
+error.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,28 +25,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginery.bench.config import BenchConfig
 from enginery.bench.report.curves import FIGURES, caption, draw_figures, height_of
-from enginery.bench.report.rows import Row, lines, tables
 from enginery.bench.report.summary import Summary, summarize
 from enginery.core.artifact.artifact import MANIFEST, REPORTS, Artifact
-from enginery.core.artifact.engine_record import describe_products
 from enginery.core.artifact.manifest import Manifest
-from enginery.core.artifact.reports import (
-    BenchResult,
-    BuildReport,
-    QuantizationReport,
-    Report,
-    ValidationReport,
-    WeightMetrics,
-    gpu_names,
-    named_versions,
-    worst_by_output,
-)
 from enginery.core.errors import ArtifactError
 from enginery.core.figures import NOT_DRAWN, can_draw, figure_svg
 from enginery.core.json_file import read_document
 from enginery.core.options import options_dict
 from enginery.core.paths import resolve_inside
+from enginery.core.table import format_number
 from enginery.core.temporary import write_atomically
+from enginery.reports.artifact import (
+    artifact_rows,
+    format_options,
+    interface_rows,
+    option_rows,
+    stage_rows,
+)
+from enginery.reports.base import Report, named_versions
+from enginery.reports.benchmark import BenchResult, gpu_names
+from enginery.reports.engines import BuildReport, engine_rows
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 
 PAGE = f"{REPORTS}/report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -55,14 +54,8 @@ _WIDTH = 4.8
 """Width of a figure in inches: on a screen of 360 pixels, its text is still 9 pixels high."""
 _MAX_FIGURE_BYTES = 4 * 2**20
 """Limit for a stored figure; the figures of this stage have 0.1 MB."""
-_NOTHING = "–"
-
-_ROOTS = (
-    "(?:home|Users|root|tmp|var|mnt|media|opt|srv|data|scratch|work|workspace|private|run|Volumes)"
-)
-"""Top directories that people keep files in. The name of an ONNX node may look like a path, too."""
 _NODES = ("exclude", "keep_fp32")
-"""Options with names of nodes."""
+"""Options with names of nodes, which may look like paths."""
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -135,7 +128,6 @@ def _page(
     manifest = artifact.manifest if artifact else None
     environment = _environment(_local_paths(path, manifest, result))
     validation, no_validation = _read(ValidationReport, path)
-    weights = validation.weights if validation else None
     quantization, no_quantization = _read(QuantizationReport, path)
     engines, no_engines = _read(BuildReport, path)
     summary = summarize(artifact, validation, result)
@@ -153,18 +145,14 @@ def _page(
             "Quantization": no_quantization,
             "Engines": no_engines,
         },
-        interface=_interface_rows(manifest) if manifest else [],
-        stages=_stage_rows(manifest) if manifest else [],
-        stage_options=_option_rows(manifest) if manifest else [],
-        outputs=_output_rows(validation) if validation else [],
-        differing_weights=_differing_weights(weights) if weights else [],
-        untraced_weights=_untraced_weights(weights) if weights else [],
-        mixes=_mix_rows(quantization) if quantization else [],
-        engine_rows=_engine_rows(engines) if engines else [],
-        layer_rows=_layer_rows(engines) if engines else [],
-        bench_options=_bench_options(result) if result else "",
-        tables=tables(result) if result else {},
-        notes=[*lines(result)[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
+        artifact=artifact_rows(artifact) if artifact else [],
+        interface=interface_rows(manifest) if manifest else [],
+        stages=stage_rows(manifest) if manifest else [],
+        stage_options=option_rows(manifest) if manifest else [],
+        engine_rows=engine_rows(engines.engines) if engines else [],
+        bench_options=_bench_options(result) if result else "none",
+        tables={table.title: table.rows for table in result.tables()} if result else {},
+        notes=[*result.lines()[1:], *([] if can_draw() else [NOT_DRAWN])] if result else [],
         drawn=[
             Figure(svg.decode(), caption(Path(file).stem, result)) for file, svg in drawn.items()
         ]
@@ -201,7 +189,7 @@ def _environment(local_paths: re.Pattern[str]) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"gpus": gpu_names, "number": _number, "versions": named_versions}
+    environment.filters |= {"gpus": gpu_names, "number": format_number, "versions": named_versions}
     return environment
 
 
@@ -210,8 +198,8 @@ def _local_paths(
 ) -> re.Pattern[str]:
     """Return a pattern of paths on the machine that made the reports, or that writes the page.
 
-    It matches the paths that the reports name, with all that is below them, and those in the usual
-    directories.
+    It matches the paths that options and reports name, the home, current and temporary directories,
+    and all that is below them.
     """
     paths = [str(path.absolute()), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()]
     if manifest:
@@ -223,8 +211,7 @@ def _local_paths(
     absolute = {text for text in paths if _is_absolute(text)}
     alternatives = "|".join(re.escape(text) for text in sorted(absolute, key=len, reverse=True))
     below = r"(?:[/\\][^\s/\\'\",;:()<>]+)*"
-    usual = rf"(?:/{_ROOTS}|[A-Za-z]:[/\\]Users)(?=[/\\])"
-    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:(?:{alternatives})(?![\w-])|{usual}){below}")
+    return re.compile(rf"(?<![\w./\\-])(?:file://)?(?:{alternatives})(?![\w-]){below}")
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -288,154 +275,7 @@ def _stored_figure(path: Path, name: str, words: str) -> list[Figure]:
     return [Figure(svg.decode(errors="replace"), words)]
 
 
-# Rows of the tables. The benchmark's are in `rows`.
-
-
-def _interface_rows(manifest: Manifest) -> list[Row]:
-    return [
-        {
-            "graph": graph.file,
-            "direction": direction,
-            "name": spec.name,
-            "type": spec.dtype,
-            "shape": ", ".join(str(dim) for dim in spec.dims) or "scalar",
-        }
-        for graph in manifest.graphs
-        for direction, specs in (("in", graph.inputs), ("out", graph.outputs))
-        for spec in specs
-    ]
-
-
-def _stage_rows(manifest: Manifest) -> list[Row]:
-    """Return a row for each stage, with the options that are not the defaults."""
-    return [
-        {
-            "stage": stage.stage,
-            "changed options": _option_list(
-                {name: stage.options.get(name) for name in stage.changed_options}
-            )
-            or "none",
-            "time, memory": f"{stage.seconds:.1f} s, {stage.peak_rss_bytes / 1e6:,.0f} MB",
-            "finished": stage.finished.replace("T", " ").replace("+00:00", " UTC"),
-        }
-        for stage in manifest.stages
-    ]
-
-
-def _option_rows(manifest: Manifest) -> list[Row]:
-    """Return a row for each stage, with all options and the versions of its tools."""
-    return [
-        {
-            "stage": stage.stage,
-            "options": _option_list(stage.options) or "none",
-            "tools": named_versions(stage.tools),
-        }
-        for stage in manifest.stages
-    ]
-
-
 def _bench_options(result: BenchResult) -> str:
     """Return the options of the benchmark that are not the defaults."""
     defaults = options_dict(BenchConfig())
-    return _option_list(
-        {n: value for n, value in result.options.items() if value != defaults.get(n)}
-    )
-
-
-def _option_list(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_plain(value)}" for name, value in options.items())
-
-
-def _output_rows(report: ValidationReport) -> list[Row]:
-    """Return a row for each output's worst case, and one for each case without outputs."""
-    rows = [
-        {
-            "output": out.output if case.graph == "model.onnx" else f"{case.graph}: {out.output}",
-            "worst input": f"{case.kind}: {case.name}",
-            "max abs error": _number(out.max_abs, ".1e"),
-            "allowed": _number(out.limit, ".1e", "any"),
-            "cosine": _number(out.cosine, ".6f"),
-            "verdict": out.problem or "ok",
-        }
-        for case, out in worst_by_output(report.cases)
-    ]
-    blank = dict.fromkeys(("max abs error", "allowed", "cosine"), _NOTHING)
-    return rows + [
-        {
-            "output": _NOTHING,
-            "worst input": f"{case.kind}: {case.name}",
-            **blank,
-            "verdict": case.problem,
-        }
-        for case in report.cases
-        if case.problem
-    ]
-
-
-def _differing_weights(weights: WeightMetrics) -> list[Row]:
-    return [
-        {
-            "graph": difference.graph,
-            "parameter": difference.parameter or difference.weight,
-            "how": difference.problem,
-        }
-        for difference in weights.differences
-    ]
-
-
-def _untraced_weights(weights: WeightMetrics) -> list[Row]:
-    return [
-        {
-            "graph": weight.graph,
-            "name": weight.weight,
-            "shape": " × ".join(map(str, weight.shape)),
-            "share of all elements": f"{math.prod(weight.shape) / max(1, weights.elements):.2%}",
-        }
-        for weight in weights.untraced
-    ]
-
-
-def _mix_rows(report: QuantizationReport) -> list[Row]:
-    curve = report.search.curve if report.search else []
-    rows = []
-    for point in curve:
-        row = {
-            "multiply-adds quantized": f"{point.share:.1%}",
-            "mean cosine": _number(point.cosine, ".5f"),
-        }
-        if point.label_accuracy is not None:
-            row["accuracy"] = f"{point.label_accuracy:.1%}"
-        rows.append(row)
-    return rows
-
-
-def _engine_rows(report: BuildReport) -> list[Row]:
-    return [
-        {
-            "engine": engine["directory"],
-            "capability": ", ".join(engine["capabilities"]) or "8.0 and above",
-            "profiles": "; ".join(engine["profiles"]) or "fixed shapes",
-            "multiplied in": describe_products(engine["layers"]) or _NOTHING,
-            "size": f"{engine['plan_size_bytes'] / 1e6:,.1f} MB",
-        }
-        for engine in report.engines
-    ]
-
-
-def _layer_rows(report: BuildReport) -> list[Row]:
-    """Return a row for each kind and precision of layers of each engine."""
-    return [
-        {"engine": engine["directory"], "layers": kind, "count": str(count)}
-        for engine in report.engines
-        for kind, count in engine["layers"].items()
-    ]
-
-
-def _number(value: float | None, form: str, nothing: str = _NOTHING) -> str:
-    return format(value, form) if value is not None and math.isfinite(value) else nothing
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value or "''"
-    return json.dumps(value, ensure_ascii=False)
+    return format_options({n: v for n, v in result.options.items() if v != defaults.get(n)})

@@ -11,22 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from enginery.bench.config import ENGINERY
 from enginery.bench.report.curves import middle_size
-from enginery.bench.report.notes import is_overloaded
+from enginery.core.accuracy import LabelMetrics
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import (
+from enginery.reports.benchmark import (
     BenchCase,
     BenchResult,
     Comparison,
-    ErrorUse,
-    LabelMetrics,
     SubjectRecord,
-    ValidationReport,
     describe_ratio,
     format_ratio,
     is_clear_ratio,
+    is_overloaded,
 )
+from enginery.reports.validation import ErrorUse, ValidationReport
 
 _FP32 = "fp32"
 _BYTES_OF_FP32 = 4
@@ -134,7 +132,7 @@ def _measured(subject: SubjectRecord, result: BenchResult) -> Model:
 
 def _runner_of(subject: str, result: BenchResult | None) -> str:
     records = result.contenders if result else []
-    names = (r.name for r in records if r.kind == ENGINERY and r.subject == subject)
+    names = (r.name for r in records if r.is_enginery and r.subject == subject)
     return next(names, "")
 
 

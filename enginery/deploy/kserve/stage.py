@@ -13,12 +13,15 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.core.options import options_dict
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
+from enginery.core.table import Table
 from enginery.core.temporary import write_atomically
 from enginery.deploy.kserve.manifest import MADE_BY, inference_service, is_image, manifest_text
 from enginery.deploy.kserve.options import MAX_CHARACTERS_KNATIVE, KserveConfig
@@ -45,6 +48,14 @@ class KserveExport:
     export-triton had a `name`."""
     notes: tuple[str, ...]
     """Requirements and hints for applying the manifest."""
+
+    def rows(self) -> list[Table | str]:
+        """Return a line with the path, the service and the model."""
+        return [f"wrote {self.path}: InferenceService {self.name}, model {self.model}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the export as JSON values."""
+        return options_dict(self)
 
 
 def run(

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from enginery.core.artifact.artifact import MANIFEST, Artifact
 from enginery.core.artifact.engine_record import ENGINES
 from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.options import options_dict
 from enginery.core.paths import portable_name
 from enginery.core.progress import SILENT, Progress
+from enginery.core.table import Table
 from enginery.core.version import __version__
 from enginery.deploy.providers import resolve_provider
 from enginery.deploy.triton.engines import select_engines
@@ -57,6 +60,14 @@ class TritonExport:
     """Maximum batch size of the graph; 0 if it has no batches."""
     notes: tuple[str, ...]
     """Requirements and hints for running the server."""
+
+    def rows(self) -> list[Table | str]:
+        """Return a line with the path and the models."""
+        return [f"wrote {self.path}: {', '.join(self.models)}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the export as JSON values."""
+        return options_dict(self)
 
 
 def run(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from enginery.core.errors import CheckFailedError
+from enginery.core.table import Table
 
 Severity = Literal["error", "warning"]
 
@@ -76,13 +77,13 @@ class LintReport:
             return ""
         return f"{self.path} does not suit {self.target}: {self.summary}"
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return the rows of a table; nodes with the same finding share a row."""
+    def rows(self) -> list[Table | str]:
+        """Return a table, in which nodes with the same finding share a row, and the summary."""
         groups: dict[tuple[str, ...], list[LintFinding]] = {}
         for finding in self.findings:
             words = (finding.severity, finding.rule, finding.problem, finding.remedy)
             groups.setdefault(words, []).append(finding)
-        return [
+        rows = [
             {
                 "severity": severity,
                 "rule": rule,
@@ -92,6 +93,7 @@ class LintReport:
             }
             for (severity, rule, problem, remedy), group in groups.items()
         ]
+        return [Table(self.path, rows), self.summary]
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole report as JSON data."""
@@ -101,6 +103,23 @@ class LintReport:
         """Raise CheckFailedError if there are errors."""
         if self.problem:
             raise CheckFailedError(self.problem)
+
+
+class LintReports(list[LintReport]):
+    """The reports of a model, one a graph."""
+
+    @property
+    def problem(self) -> str:
+        """Why the first unsuitable graph does not suit the target; empty if all do."""
+        return next((report.problem for report in self if not report.passed), "")
+
+    def rows(self) -> list[Table | str]:
+        """Return the table and the summary of each graph."""
+        return [block for report in self for block in report.rows()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the reports as JSON data."""
+        return {"graphs": [report.as_json() for report in self]}
 
 
 def sort_findings(findings: Iterable[LintFinding]) -> tuple[LintFinding, ...]:

@@ -17,8 +17,10 @@ from enginery.passes.lint import placement as lint_placement
 from enginery.passes.lint import quantization as lint_quantization
 from enginery.passes.lint.findings import LintFinding, LintReport, sort_findings
 from enginery.passes.lint.graph import LintGraph
+from enginery.runtime.tensorrt.library import has_tensorrt
 from enginery.runtime.tensorrt.parse import MERGED_REMEDY
-from enginery.runtime.tensorrt.process import ParseReport, has_tensorrt, parse_onnx
+from enginery.runtime.tensorrt.process import parse_onnx
+from enginery.runtime.tensorrt.reports import ParseReport
 
 __all__ = ["LintFinding", "LintReport", "Target", "lint_onnx"]
 

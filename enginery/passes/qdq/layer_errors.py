@@ -28,7 +28,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import LayerError
+from enginery.core.accuracy import LayerError
 from enginery.core.model.feeds import Feeds
 from enginery.passes.qdq.layers import Layer, constant_tensor, following_add, operands
 from enginery.runtime.onnxruntime.tracing import GraphTracer

@@ -36,7 +36,7 @@ from enginery.predict.ray.worker import (
     result_or_raise,
     unpack_prediction,
 )
-from enginery.predict.task_inputs import output_options, require_task
+from enginery.predict.task_inputs import read_options, require_task
 from enginery.runtime.tasks.task import Modality
 
 
@@ -108,7 +108,7 @@ class RayPredictor(Closeable):
         """Return the columns of the output; see `BatchPredictor.columns`."""
         return OutputColumns.of(
             self.task,
-            output_options(self.task, self._config),
+            read_options(self.task, self._config),
             kept,
             names,
             prefix=self._config.prefix,

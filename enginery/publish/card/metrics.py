@@ -8,16 +8,42 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Self
 
-from enginery.core.artifact.reports import (
-    BenchResult,
-    QuantizationReport,
-    Reports,
-    ValidationReport,
-)
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import REPORTS
+from enginery.reports.benchmark import BenchResult
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 
 Figures = Iterator[tuple[str, float | None]]
+
+
+@dataclass(frozen=True)
+class Reports:
+    """The reports of an artifact; None for those that it lacks."""
+
+    validation: ValidationReport | None
+    quantization: QuantizationReport | None
+    benchmark: BenchResult | None
+    benchmark_sha256: str
+    """sha256 of the file; empty without a benchmark."""
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Self:
+        """Read the reports that the manifest records.
+
+        Raises:
+            ArtifactError: one of them is damaged.
+        """
+        measured = artifact.manifest.reports.get(f"{REPORTS}/{BenchResult.FILE}")
+        return cls(
+            ValidationReport.of(artifact),
+            QuantizationReport.of(artifact),
+            BenchResult.of(artifact),
+            measured.sha256 if measured else "",
+        )
 
 
 def metrics(reports: Reports) -> dict[str, float]:

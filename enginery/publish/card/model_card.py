@@ -10,28 +10,24 @@ card has no dates, so that the same package has the same card.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
-from enginery.core.artifact.reports import (
-    OutputMetrics,
-    QuantizationReport,
-    Reports,
-    ValidationReport,
-    gpu_names,
-    named_versions,
-)
-from enginery.publish.card.metrics import metrics
+from enginery.core.table import NOTHING, Row, human_bytes
+from enginery.publish.card.metrics import Reports, metrics
 from enginery.publish.card.snippets import CPU, loading_snippets
 from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
+from enginery.reports.base import named_versions
+from enginery.reports.benchmark import gpu_names
+from enginery.reports.validation import ValidationReport
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -48,7 +44,6 @@ _LOADER_TITLES = {
     "Optimum": "Optimum: tensors, with transformers",
     "onnxruntime": "ONNX Runtime: tensors",
 }
-_NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -83,15 +78,16 @@ def model_card(facts: CardFacts) -> str:
     environment.filters |= {
         "hardware_target": describe_hardware_target,
         "code": _code,
+        "bytes": human_bytes,
         "codes": lambda texts, between=", ": Markdown(between.join(map(_code, texts))),
         "gpus": gpu_names,
         "local": lambda text: hide_source_path(text, manifest.source),
         "markdown": Markdown,
-        "number": _number,
         "variant_name": variant_name,
         "options": _options,
+        "table": partial(_table, manifest.source),
         "versions": named_versions,
-        "zip": zip,
+        "without": _without,
     }
     # Snippets use the provider of the validation: a BF16 graph does not run on a CPU, for example.
     validated_on = reports.validation.providers if reports.validation else []
@@ -106,10 +102,8 @@ def model_card(facts: CardFacts) -> str:
         targets=_TARGETS,
         variants=[manifest, *(other.manifest for other in facts.variants.values())],
         validation=reports.validation,
-        compared=list(_compared_outputs(reports.validation)) if reports.validation else [],
         not_compared=_outputs_not_compared(artifact, reports.validation),
         quantization=reports.quantization,
-        accuracies=list(_accuracy_rows(reports.quantization)) if reports.quantization else [],
         benchmark=reports.benchmark,
         engines=facts.engines,
         snippets=[(_LOADER_TITLES[way], code) for way, code in snippets.items()],
@@ -215,9 +209,22 @@ def _code(value: object) -> Markdown:
     return Markdown(f"{fence} {text} {fence}" if longest else f"{fence}{text}{fence}")
 
 
-def _number(value: float | None, form: str, nothing: str = _NOTHING, *, unit: str = "") -> Markdown:
-    is_known = value is not None and math.isfinite(value)
-    return Markdown(f"{value:{form}}{unit}" if is_known else nothing)
+def _table(source: SourceRecord, rows: Sequence[Row], *, code: Collection[str] = ()) -> Markdown:
+    """Return a table; cells of the columns in `code` are code spans."""
+
+    def cell(column: str, text: str) -> str:
+        if column in code and text != NOTHING:
+            return _code(text)
+        return escape_markdown(hide_source_path(text, source))
+
+    cells = [list(map(escape_markdown, rows[0]))]
+    cells += [[cell(column, text) for column, text in row.items()] for row in rows]
+    head, *body = (f"| {' | '.join(texts)} |" for texts in cells)
+    return Markdown("\n".join([head, f"|{'-|' * len(rows[0])}", *body]))
+
+
+def _without(rows: Sequence[Row], *columns: str) -> list[Row]:
+    return [{name: row[name] for name in row if name not in columns} for row in rows]
 
 
 def _options(options: Mapping[str, Any]) -> Markdown:
@@ -249,63 +256,11 @@ def hide_source_path(text: str, source: SourceRecord) -> str:
     return re.sub(pattern, lambda _: source.name, text)
 
 
-# Rows of the tables
-
-
-@dataclass(frozen=True)
-class _ComparedOutput:
-    """Comparison of an output over all inputs of one kind."""
-
-    graph: str
-    output: str
-    kind: str
-    count: int
-    worst: OutputMetrics
-    min_cosine: float | None
-    failed: int
-
-
 def _outputs_not_compared(artifact: Artifact, report: ValidationReport | None) -> list[str]:
     """Return the outputs without a comparison, such as one that `publish` has added."""
     compared = {output.output for case in report.cases for output in case.outputs} if report else {}
     names = (spec.name for graph in artifact.manifest.graphs for spec in graph.outputs)
     return [name for name in dict.fromkeys(names) if compared and name not in compared]
-
-
-def _compared_outputs(report: ValidationReport) -> Iterator[_ComparedOutput]:
-    groups: dict[tuple[str, str, str], list[OutputMetrics]] = {}
-    for case in report.cases:
-        for output in case.outputs:
-            groups.setdefault((case.graph, output.output, case.kind), []).append(output)
-    for group, outputs in groups.items():
-        yield _ComparedOutput(
-            *group,
-            count=len(outputs),
-            worst=max(outputs, key=lambda output: output.limit_ratio),
-            min_cosine=min((o.cosine for o in outputs if math.isfinite(o.cosine)), default=None),
-            failed=sum(not output.passed for output in outputs),
-        )
-
-
-def _accuracy_rows(report: QuantizationReport) -> Iterable[tuple[str, float, str]]:
-    """Return the measured values as (label, value, format)."""
-    kind = report.scheme.upper()
-    rows: list[tuple[str, float | None, str]] = []
-    if work := report.multiply_adds:
-        rows += [
-            (f"Share of multiply-adds in {kind}", work.share, ".1%"),
-            ("The same, with attention", work.share_with_attention, ".1%"),
-        ]
-    if accuracy := report.accuracy:
-        rows += [
-            (f"Mean cosine to FP32, {accuracy.rows} rows", accuracy.cosine, ".5f"),
-            ("Minimum cosine to FP32", accuracy.worst_cosine, ".5f"),
-            ("Same nearest neighbour as FP32", accuracy.neighbour_agreement, ".1%"),
-            ("Same argmax as FP32", accuracy.argmax_agreement, ".1%"),
-            ("F1 of boxes to FP32's", accuracy.box_f1, ".1%"),
-            ("Accuracy on labels", accuracy.label_accuracy, ".1%"),
-        ]
-    return [(label, value, form) for label, value, form in rows if value is not None]
 
 
 def describe_hardware_target(record: EngineRecord) -> str:

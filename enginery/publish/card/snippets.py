@@ -16,8 +16,9 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
-from enginery.runtime.tasks import input_modality, manifest_task
+from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.examples import example_texts
+from enginery.runtime.tasks.task import input_modality
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"

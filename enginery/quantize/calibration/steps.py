@@ -21,9 +21,10 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError
 from enginery.core.model.feeds import Feeds
 from enginery.runtime.decoder_graphs import find_encoder_decoder
-from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.generation.inputs import GenerationRow
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tasks.generate import Generate, GenerateOptions
+from enginery.runtime.tasks.text_generator import TextGenerator
 
 
 class _StepRecorder(OrtRunner):
@@ -54,13 +55,13 @@ class StepFeeder:
         self._generator = generator
         self.encoder_record = encoder
         self._decoder = decoder
-        self._arguments = generator.inputs.fallback(generator.options)
-        generator.inputs.truncates = True
+        self._arguments = generator.task.reader.fallback(generator.task.defaults)
+        generator.task.reader.truncates = True
 
     @property
     def max_steps(self) -> int | None:
         """The largest number of steps that the decoder's positions allow; None for no limit."""
-        return self._generator.positions
+        return self._generator.task.positions
 
     @classmethod
     def open(cls, artifact: Artifact) -> StepFeeder:
@@ -77,7 +78,7 @@ class StepFeeder:
         def open_graph(file: str) -> OrtRunner:
             return opened.setdefault(file, _StepRecorder(artifact, graph=file))
 
-        generator = TextGenerator(artifact, open_graph)
+        generator = TextGenerator(Generate.open(artifact, graphs.later), open_graph)
         return cls(generator, graphs.encoder, opened[graphs.later.file])
 
     def shapes(self, items: Sequence[Any]) -> list[tuple[int, ...]]:
@@ -90,7 +91,7 @@ class StepFeeder:
 
     def encoder(self, items: Sequence[Any]) -> Feeds:
         """Return the encoder's inputs, of its dtypes; the items have the same shape."""
-        arrays = self._generator.inputs.join(list(self._rows(items))) or {}
+        arrays = self._generator.task.reader.join(list(self._rows(items))) or {}
         return {
             spec.name: arrays[spec.name].astype(spec.dtype) for spec in self.encoder_record.inputs
         }
@@ -98,19 +99,22 @@ class StepFeeder:
     def step(self, items: Sequence[Any], step: int) -> Feeds:
         """Return the decoder's inputs in one step, 0 for the first, which has an empty cache."""
         self._decoder.wanted, self._decoder.feeds = step, {}
-        self._generator.generate(
-            items,
-            batch_size=len(items),
-            **self._arguments,
-            num_beams=1,
-            num_return_sequences=1,
-            do_sample=False,
-            min_new_tokens=step + 1,
-            max_new_tokens=step + 1,
-            stop_strings=(),
+        options = GenerateOptions.read(
+            {
+                **self._arguments,
+                "num_beams": 1,
+                "num_return_sequences": 1,
+                "do_sample": False,
+                "min_new_tokens": step + 1,
+                "max_new_tokens": step + 1,
+                "stop_strings": (),
+            }
         )
+        rows = self._generator.task.read_rows(items, options)
+        self._generator.run_stream(rows, batch_rows=len(items))
         return dict(self._decoder.feeds)
 
     def _rows(self, items: Sequence[Any]) -> Iterator[GenerationRow]:
-        arguments, options = self._generator.read_options(dict(self._arguments))
-        return self._generator.inputs.rows(items, options, **arguments)
+        task = self._generator.task
+        arguments, options = task.resolve(GenerateOptions.read(self._arguments))
+        return task.reader.rows(items, options, **arguments)

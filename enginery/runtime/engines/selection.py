@@ -203,6 +203,7 @@ def _no_engine(
         f"{artifact.path} has no engine of {graph.file} that {flavor.title} runs on this GPU, "
         f"{gpu.name} of compute capability {gpu.compute_capability}{ending}."
     )
+    # No build helps where the flavor does not know the GPU.
     if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
         supported = ", ".join(flavor.capabilities)
         return ProviderError(

@@ -67,6 +67,8 @@ class GenerationInputs(ABC):
     """Tokens that stand beside the text: not in a result."""
     truncates: bool = False
     """Cut texts that are too long for an encoder, before their last token, in place of an error."""
+    max_pixels: int = 0
+    """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     def implied(self, **_own: Any) -> dict[str, Any]:
         """Return the options of generation that follow from the inputs' own arguments.
@@ -230,8 +232,6 @@ class SourceImages(GenerationInputs):
         self._processor = processor
         self._tokenizer = tokenizer
         self._keeps_start = keeps_start
-        self.max_pixels = 0
-        """Largest number of pixels of an image file; 0 for Pillow's own limit."""
 
     @override
     def rows(

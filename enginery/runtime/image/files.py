@@ -74,6 +74,7 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
             f"{name} is a {type(source).__name__}, expected a path, a file's "
             "bytes, a Pillow image or an array."
         )
+    # Pillow would clip 16 bits per channel to 8 instead of scaling them.
     if image.mode not in _SUPPORTED_MODES:
         raise InputError(
             f"{name} has Pillow's mode {image.mode}, expected 8 bits per channel.",
@@ -82,6 +83,7 @@ def load_image(source: Any, *, name: str = "image", max_pixels: int = 0) -> Imag
     if 0 in image.size:
         raise InputError(f"{name} is empty: {image.width} × {image.height} pixels.")
     try:
+        # Cameras store how the image must be turned, and models see upright ones.
         return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # Pillow reads the pixels only now
         raise InputError(f"{name} cannot be decoded: {error}.") from error

@@ -198,6 +198,7 @@ class ImageProcessor:
         kind = name
         for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(ending)
+        # Another processor's arithmetic may differ in any step, so that nothing is guessed.
         if kind not in _DEFAULTS:
             raise ArtifactError(
                 f"{file}: image processor '{name}' is not supported{nearest(kind, _DEFAULTS)}",

@@ -1,6 +1,6 @@
 """Run a session on inputs and outputs that stay on its device, in reused buffers (IOBinding).
 
-    binding = DeviceBinding(session, record.inputs, record.outputs, Device("cuda", 0))
+    binding = DeviceBinding(session, record.inputs, record.outputs, device=Device("cuda", 0))
     logits = binding.run({"input_ids": ids_on_the_gpu, ...})["logits"]
     torch.from_dlpack(logits).device    # device(type='cuda', index=0)
 
@@ -100,6 +100,29 @@ class CaptureStatistics:
     """Number of runs without a CUDA graph."""
 
 
+@dataclass(frozen=True)
+class BindingOptions:
+    """How a `DeviceBinding` keeps buffers and records CUDA graphs."""
+
+    buckets: int = BUCKETS
+    """Number of combinations of input shapes that keep their buffers."""
+    capture: bool = False
+    """Record each bucket as a CUDA graph; the session must have the provider's option for it.
+    Shapes beyond the number of buckets run without a CUDA graph; recorded ones are never
+    discarded."""
+    lenient: bool = False
+    """Run without a CUDA graph what cannot be recorded: outputs of unknown shape, a shape that
+    takes more than a sixteenth of `max_captured_bytes`, a failed recording, or more recordings of
+    all threads than buckets. Otherwise they are errors."""
+    capture_at: int = 1
+    """The run of a shape that is recorded, from 1; those before it are not."""
+    max_captured_bytes: float = math.inf
+    """Maximum size of the buffers of recorded buckets; shapes beyond it run without a CUDA
+    graph."""
+    run_config: Mapping[str, str] = field(default_factory=dict)
+    """Entries of ONNX Runtime's run options, such as `memory.enable_memory_arena_shrinkage`."""
+
+
 class _Recorded(threading.local):
     """The CUDA graphs that the current thread has recorded."""
 
@@ -115,15 +138,10 @@ class DeviceBinding(Closeable):
         session: Any,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        device: Device | None = None,
+        options: BindingOptions = BindingOptions(),
         *,
-        buckets: int = BUCKETS,
-        capture: bool = False,
-        lenient: bool = False,
-        capture_at: int = 1,
-        max_captured_bytes: float = math.inf,
+        device: Device | None = None,
         statistics: CaptureStatistics | None = None,
-        run_config: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare the binding; buffers are allocated by the first run.
 
@@ -132,27 +150,16 @@ class DeviceBinding(Closeable):
             inputs: inputs of the graph, with their named dims.
             outputs: outputs of the graph that are fetched; their dims are computed from those of
                 the inputs.
+            options: buffers and CUDA graphs.
             device: device of the tensors; None for that of the session's first provider.
-            buckets: number of combinations of input shapes that keep their buffers.
-            capture: record each bucket as a CUDA graph; the session must have the provider's option
-                for it. Shapes beyond the number of buckets run without a CUDA graph; recorded ones
-                are never discarded.
-            lenient: run without a CUDA graph what cannot be recorded: outputs of unknown shape, a
-                shape that takes more than a sixteenth of `max_captured_bytes`, a failed recording,
-                or more recordings of all threads than buckets. Otherwise they are errors.
-            capture_at: the run of a shape that is recorded, from 1; those before it are not.
-            max_captured_bytes: maximum size of the buffers of recorded buckets; shapes beyond it
-                run without a CUDA graph.
             statistics: those of the session, if it has several bindings; None for a new one.
-            run_config: entries of ONNX Runtime's run options, such as
-                `memory.enable_memory_arena_shrinkage`.
 
         Raises:
             OptionError: `buckets` is below 1.
             ProviderError: the dtype of an input or an output cannot be bound.
         """
-        if buckets < 1:
-            raise OptionError(f"buckets is {buckets}, expected 1 or more.")
+        if options.buckets < 1:
+            raise OptionError(f"buckets is {options.buckets}, expected 1 or more.")
         for spec in (*inputs, *outputs):
             if spec.dtype not in ELEMENTS:
                 raise ProviderError(
@@ -160,17 +167,15 @@ class DeviceBinding(Closeable):
                     do="Run it with io_binding=False.",
                 )
         self.device = device or device_of(session)
-        self.capture = capture
+        self.capture = options.capture
+        self._options = options
         self._session: Any = session
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
         # numpy lacks bfloat16, so such an input never comes as an array of ours.
         self._dtypes = [
             (spec.name, np.dtype(spec.dtype)) for spec in inputs if spec.dtype != "bfloat16"
         ]
-        self._limit = buckets
-        self._run_config = dict(run_config or {})
-        self._max_captured_bytes = max_captured_bytes
-        self._lenient, self._capture_at = lenient, capture_at
+        self._limit = options.buckets
         self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
         self._captured: dict[Key, _Bucket] = {}
         self._runs: OrderedDict[Key, int] = OrderedDict()
@@ -180,7 +185,9 @@ class DeviceBinding(Closeable):
         """Counts of the session's CUDA graphs, if runs are captured."""
         self._recorded = _Recorded()
         self._lock = self.statistics.lock
-        self._unrecorded = run_options(self._run_config | UNRECORDED) if capture else None
+        self._unrecorded: Any = None
+        if options.capture:
+            self._unrecorded = run_options({**options.run_config, **UNRECORDED})
         self._shapes_vary = False
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -306,7 +313,7 @@ class DeviceBinding(Closeable):
         try:
             self._run_bound(bucket)
         except Exception as error:  # ONNX Runtime raises many unrelated types
-            if self._lenient and bucket.graph != _NO_CAPTURE:
+            if self._options.lenient and bucket.graph != _NO_CAPTURE:
                 # Other CUDA work in the process breaks a recording, and so do nodes that wait.
                 self._failure(key, error)
                 self._unrecordable.add(key)
@@ -331,7 +338,7 @@ class DeviceBinding(Closeable):
         recorded, statistics = self._recorded.graphs, self.statistics
         records = bucket.graph != _NO_CAPTURE and bucket.graph not in recorded
         options = bucket.options
-        if records and self._lenient and statistics.recorded >= self._limit:
+        if records and self._options.lenient and statistics.recorded >= self._limit:
             records, options = False, self._unrecorded  # many threads, each with its own graphs
         started = time.perf_counter()
         with CAPTURE_LOCK.capturing() if records else CAPTURE_LOCK.running():
@@ -429,19 +436,19 @@ class DeviceBinding(Closeable):
         """Return True if this run of a shape is recorded."""
         if not self._has_room(key, sizes):
             return False
-        if self._capture_at > 1:
+        if self._options.capture_at > 1:
             self._runs[key] = self._runs.pop(key, 0) + 1
             if len(self._runs) > _COUNTED_SHAPES:
                 self._runs.popitem(last=False)
-            return self._runs[key] >= self._capture_at
+            return self._runs[key] >= self._options.capture_at
         return True
 
     def _has_room(self, key: Key, sizes: Mapping[str, int]) -> bool:
         """Return True if another shape can be recorded."""
         if not self.capture or len(self._captured) >= self._limit or key in self._unrecordable:
             return False
-        size, limit = self._bytes(key, sizes), self._max_captured_bytes
-        if self._lenient:
+        size, limit = self._bytes(key, sizes), self._options.max_captured_bytes
+        if self._options.lenient:
             shapes = [_known_shape(spec, sizes) for spec in self._outputs]
             if self._shapes_vary or None in shapes or size > limit / 16:
                 return False
@@ -498,7 +505,7 @@ class DeviceBinding(Closeable):
         return True
 
     def _run_options(self, bucket: _Bucket) -> Any:
-        config = dict(self._run_config)
+        config = dict(self._options.run_config)
         if self.capture:
             config[_GRAPH_ID] = bucket.graph
         return run_options(config)

@@ -119,6 +119,7 @@ def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dic
         tensor_shapes.update(zip(names, shapes.get(node.name, ()), strict=False))
     work = {}
     for node in nodes:
+        # Nodes of a branch that was not taken have no shapes, and no work.
         if node.name not in shapes:
             continue
         outputs = shapes[node.name]

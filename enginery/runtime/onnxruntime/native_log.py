@@ -104,6 +104,7 @@ def reading_log() -> Iterator[NativeLog]:
     nothing is collected.
     """
     log = NativeLog()
+    # Standard error is one for the whole process: only one thread at a time can redirect it.
     if not _reading.acquire(blocking=False):
         yield log
         return
@@ -121,6 +122,7 @@ def reading_log() -> Iterator[NativeLog]:
                     yield log
             finally:
                 file.seek(0)
+                # What was not ONNX Runtime's goes where it would have gone.
                 log.messages, others = _parse(file.read())
                 with suppress(OSError):
                     stderr.write(others)

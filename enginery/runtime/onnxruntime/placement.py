@@ -134,36 +134,6 @@ class Placement:
             "notes": list(self.notes),
         }
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return a table to show, with one row per provider."""
-        rows = []
-        for name in self.providers:
-            figures = self._figures(name)
-            kinds = ", ".join(f"{count} {kind}" for kind, count in figures["op_types"].items())
-            rows.append(
-                {
-                    "provider": short_name(name),
-                    "nodes": str(figures["nodes"]),
-                    "for shapes": str(figures["for_shapes"]),
-                    "multiply-adds": f"{figures['multiply_adds']:,}" if self.counted else "–",
-                    "share": f"{self.share(name):.1%}" if self.counted else "–",
-                    "ops": kinds,
-                }
-            )
-        return rows
-
-    def node_rows(self) -> list[dict[str, str]]:
-        """Return a table of the compute nodes that fell back to the CPU."""
-        return [
-            {
-                "node": node.name,
-                "op": node.op_type,
-                "provider": short_name(node.provider),
-                "multiply-adds": f"{node.multiply_adds:,}" if self.counted else "–",
-            }
-            for node in self.fallen
-        ]
-
     def _figures(self, provider: str) -> dict[str, Any]:
         here = [node for node in self.nodes if node.provider == provider]
         return {
@@ -193,6 +163,7 @@ def read_placement(
 
     options = ort.SessionOptions()
     options.add_session_config_entry(RECORD, "1")
+    # The assignment is known once a session is open; counting takes a run, too.
     if feeds is None:
         session = new_session(model, providers, options)
         return placement_from_session(session, providers[0].name)
@@ -211,6 +182,7 @@ def read_placement(
             raise InputError(f"the graph fails on the feeds: {error}") from error
     placed = placement_from_session(opened[0], providers[0].name)
     placed = replace(placed, copies=find_copies(events))
+    # A placement without counts is worth more than none.
     try:
         return add_multiply_adds(placed, profile_multiply_adds(model, feeds))
     except (InputError, MissingPackageError) as error:

@@ -8,7 +8,7 @@ that is an error. TensorRT's providers get engines that were built ahead of time
 for each engine; building an engine during loading requires `allow_build`. On NVIDIA's providers,
 inputs and outputs are bound to buffers on the GPU.
 
-With a `ladder`, callers round the sizes of their inputs up (`padded_shape`), and on CUDA the run of
+With a ladder, callers round the sizes of their inputs up (`padded_shape`), and on CUDA the run of
 each rung is recorded as a CUDA graph, by its first run or by `record_rungs`.
 """
 
@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ from enginery.runtime.engines.selection import choose_with_engines, reachable_pr
 from enginery.runtime.onnxruntime.binding import (
     BUCKETS,
     UNRECORDED,
+    BindingOptions,
     CaptureStatistics,
     DeviceBinding,
     run_options,
@@ -88,6 +89,47 @@ _NOT_RECORDED = "cannot use the graph capture feature"
 """In ONNX Runtime's error for a graph with nodes that prevent CUDA graphs."""
 
 
+Spinning = Literal["always", "in runs", "never"]
+"""When intra-op threads without work wait in busy loops."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """How an `OrtRunner` runs its graph: threads, memory, and CUDA graphs."""
+
+    threads: int = 0
+    """Intra-op threads; 0 for ONNX Runtime's default, one per physical core."""
+    lone_threads: int = 0
+    """Intra-op threads of a run that overlaps no other, in a second session; 0 for none.
+
+    The session is opened only with `keep_optimized` and for more threads than `threads`, if both
+    can map the same weights. Under load, runs overlap with short gaps: after a run that did, the
+    next one is in the first session in any case."""
+    io_binding: bool = True
+    """On NVIDIA's providers, keep inputs and outputs in buffers on the GPU."""
+    cuda_graph: bool = False
+    """Record the run of each shape as a CUDA graph and replay it.
+
+    The graph is loaded twice, first for a run on synthetic inputs that checks the placement. Each
+    thread records its own, and while it does, other CUDA work of the process fails; only that of
+    this package's sessions is held back."""
+    shrink_arena: bool = False
+    """After each run free the memory beyond the arena's first chunk, so that one large batch does
+    not occupy it forever. Each run allocates again."""
+    keep_optimized: bool = False
+    """On the CPU, load the graph that ONNX Runtime has optimized for this processor from the store;
+    the first time, make it."""
+    spinning: bool = True
+    """Intra-op threads wait in busy loops. This helps a single caller, but takes cores from several
+    concurrent ones."""
+    buckets: int = BUCKETS
+    """Number of combinations of input shapes that keep their buffers on the GPU; with `cuda_graph`,
+    this many are recorded, and others run without a CUDA graph."""
+    ladder: Ladder | bool = False
+    """True for the default ladder on CUDA, if the graph's batch is dynamic; or a ladder, on any
+    provider. Rungs are recorded as CUDA graphs if every node can be, which `notes` says."""
+
+
 class OrtRunner(Closeable):
     """A graph in ONNX Runtime. A context manager; closing frees its sessions.
 
@@ -98,25 +140,18 @@ class OrtRunner(Closeable):
     def __init__(
         self,
         artifact: Artifact,
+        options: RunnerOptions = RunnerOptions(),
         *,
         graph: str = "",
         providers: Providers = ("cpu",),
         allow_fallback: bool = False,
         allow_build: bool = False,
-        threads: int = 0,
-        lone_threads: int = 0,
-        io_binding: bool = True,
-        cuda_graph: bool = False,
-        shrink_arena: bool = False,
-        keep_optimized: bool = False,
-        spinning: bool = True,
-        buckets: int = BUCKETS,
-        ladder: Ladder | bool = False,
     ) -> None:
         """Open the sessions.
 
         Args:
             artifact: the artifact.
+            options: threads, memory and CUDA graphs.
             graph: file name of the graph; empty for the first.
             providers: names in order of preference, `("tensorrt", "cuda", "cpu")`, or the result of
                 `parse_providers` with options; `cuda.gpu_mem_limit` limits the memory of CUDA's
@@ -124,27 +159,6 @@ class OrtRunner(Closeable):
             allow_fallback: use a later provider if the first is unavailable or no engine fits.
             allow_build: if no engine fits, let TensorRT's provider build one while loading, and
                 again for each input that does not fit; the results are not stored.
-            threads: intra-op threads; 0 for ONNX Runtime's default, one per physical core.
-            lone_threads: intra-op threads of a run that overlaps no other, in a second session; 0
-                for none. The session is opened only with `keep_optimized` and for more threads than
-                `threads`, if both can map the same weights. Under load, runs overlap with short
-                gaps: after a run that did, the next one is in the first session in any case.
-            io_binding: on NVIDIA's providers, keep inputs and outputs in buffers on the GPU.
-            cuda_graph: record the run of each shape as a CUDA graph and replay it. The graph is
-                loaded twice, first for a run on synthetic inputs that checks the placement. Each
-                thread records its own, and while it does, other CUDA work of the process fails;
-                only that of this package's sessions is held back.
-            shrink_arena: after each run free the memory beyond the arena's first chunk, so that one
-                large batch does not occupy it forever. Each run allocates again.
-            keep_optimized: on the CPU, load the graph that ONNX Runtime has optimized for this
-                processor from the store; the first time, make it.
-            spinning: intra-op threads wait in busy loops. This helps a single caller, but takes
-                cores from several concurrent ones.
-            buckets: number of combinations of input shapes that keep their buffers on the GPU; with
-                `cuda_graph`, this many are recorded, and others run without a CUDA graph.
-            ladder: True for the default ladder on CUDA, if the graph's batch is dynamic; or a
-                ladder, on any provider. Rungs are recorded as CUDA graphs if every node can be,
-                which `notes` says.
 
         Raises:
             MissingPackageError: no build of ONNX Runtime is installed.
@@ -159,8 +173,12 @@ class OrtRunner(Closeable):
         require_onnxruntime("Running a model", ONNXRUNTIME)
         specs = parse_providers(providers)
         check_run_options(
-            specs, io_binding=io_binding, cuda_graph=cuda_graph, shrink_arena=shrink_arena
+            specs,
+            io_binding=options.io_binding,
+            cuda_graph=options.cuda_graph,
+            shrink_arena=options.shrink_arena,
         )
+        self._options = options
         self.providers, self.engines = choose_with_engines(
             artifact,
             self.record,
@@ -178,7 +196,7 @@ class OrtRunner(Closeable):
             self.providers = with_dynamic_shapes(
                 self.providers, dynamic=bool(dynamic_dims(self.record.inputs))
             )
-        self.ladder = self._choose_ladder(ladder, shrink_arena=shrink_arena)
+        self.ladder = self._choose_ladder()
         """The sizes that callers round up to; None without."""
         path = artifact.path / self.record.file
         self._paths = [wrapper_path(engine) for engine in self.engines] or [path]
@@ -191,22 +209,31 @@ class OrtRunner(Closeable):
         self._running_lock = threading.Lock()
         has_steps = has_fixed_cache(self.record)
         # A decoder with a fixed cache records its steps itself, by their graph ids.
-        if cuda_graph and not has_steps:
+        cuda_graph = options.cuda_graph and not has_steps
+        if cuda_graph:
             self.providers = with_cuda_graph(
                 [(path, self._synthetic_feeds(index)) for index, path in enumerate(self._paths)],
                 self.providers,
             )
-        self._open = partial(open_session, threads=threads, spinning=spinning, record=self.record)
+        self._open = partial(
+            open_session,
+            threads=options.threads,
+            spinning="always" if options.spinning else "never",
+            record=self.record,
+        )
         optimized = (
-            optimized_graph(artifact, self.record, self.providers) if keep_optimized else None
+            optimized_graph(artifact, self.record, self.providers)
+            if options.keep_optimized
+            else None
         )
         if self.engines:
             self._sessions = [
-                open_engine(engine, self.providers, threads=threads, record=self.record)
+                open_engine(engine, self.providers, threads=options.threads, record=self.record)
                 for engine in self.engines
             ]
         else:
-            records = self.ladder is not None and io_binding and not cuda_graph
+            # With `cuda_graph`, what cannot be recorded is an error and not a note.
+            records = self.ladder is not None and options.io_binding and not options.cuda_graph
             session = self._open_recording(path) if records or has_steps else None
             self._capture = session is not None and not has_steps
             self.records_steps = session is not None and has_steps
@@ -214,28 +241,26 @@ class OrtRunner(Closeable):
                 optimized or path, self.providers, optimize=optimized is None
             )
             self._sessions = [session]
-            if optimized and lone_threads > threads and has_packed_weights(optimized):
+            has_lone_runs = options.lone_threads > options.threads
+            if optimized and has_lone_runs and has_packed_weights(optimized):
                 self._lone_session = open_session(
                     optimized,
                     self.providers,
-                    threads=lone_threads,
+                    threads=options.lone_threads,
                     optimize=False,
-                    stop_spinning=True,  # other runs need the cores
+                    spinning="in runs",  # other runs need the cores
                     record=self.record,
                 )
-        self._capture = self._capture or (cuda_graph and not has_steps)
-        self._shrink = shrink_arena
-        self._prepare_bindings(buckets, strict=cuda_graph, io_binding=io_binding)
+        self._capture = self._capture or cuda_graph
+        self._shrink = options.shrink_arena
+        self._prepare_bindings()
 
-    def _prepare_bindings(self, buckets: int, *, strict: bool, io_binding: bool) -> None:
-        """Prepare the bindings of the sessions, which the first runs make; see `__init__`.
-
-        Args:
-            buckets: number of shapes that keep their buffers.
-            strict: what cannot be recorded is an error.
-            io_binding: bind inputs and outputs on a GPU.
-        """
-        self._buckets = max(buckets, self.ladder.max_graphs) if self.ladder else buckets
+    def _prepare_bindings(self) -> None:
+        """Prepare the bindings of the sessions, which the first runs make."""
+        options = self._options
+        self._buckets = options.buckets
+        if self.ladder is not None:
+            self._buckets = max(options.buckets, self.ladder.max_graphs)
         # For a small batch this would take longer than padding it.
         self._cached_padded_shape = lru_cache(_SHAPES)(self._padded_shape)
         self._statistics = [CaptureStatistics() for _ in (*self._sessions, None)]
@@ -244,14 +269,13 @@ class OrtRunner(Closeable):
         """Bindings by session and outputs."""
         self._other_session: Any = None
         """The session for inputs off the ladder, opened by the first of them."""
-        self._strict = strict
         self._rungs_are_all = self.ladder is not None and all(
             canonical_dim(name) in self.ladder.sizes for name in dynamic_dims(self.record.inputs)
         )
         """Whether every dynamic size is rounded, so that no shape comes only once."""
         self._binding_lock = threading.Lock()
         self._on_gpu = self.device.kind != "cpu"
-        self._binds = io_binding and self._on_gpu
+        self._binds = options.io_binding and self._on_gpu
 
     def __call__(self, feeds: Feeds, outputs: Sequence[str] = ()) -> Outputs:
         """Run the graph.
@@ -483,10 +507,12 @@ class OrtRunner(Closeable):
             count += 1
         return count
 
-    def _choose_ladder(self, ladder: Ladder | bool, *, shrink_arena: bool) -> Ladder | None:
+    def _choose_ladder(self) -> Ladder | None:
+        ladder = self._options.ladder
         # A decoder with a fixed cache has rungs of its own, an engine its profile. CUDA graphs
         # replay in the arena's memory, which must not shrink.
-        if not ladder or has_fixed_cache(self.record) or self.engines or shrink_arena:
+        shrinks = self._options.shrink_arena
+        if not ladder or has_fixed_cache(self.record) or self.engines or shrinks:
             return None
         if isinstance(ladder, Ladder):
             return ladder
@@ -554,12 +580,15 @@ class OrtRunner(Closeable):
             session,
             self.record.inputs,
             self._output_specs(outputs),
-            capture=captures,
-            lenient=self.ladder is not None and not self._strict,
-            capture_at=1 if self.ladder is None or self._rungs_are_all else _REPEATED,
-            run_config=config,
-            buckets=self._buckets if captures else BUCKETS,
-            max_captured_bytes=self.ladder.max_bytes if self.ladder else math.inf,
+            BindingOptions(
+                buckets=self._buckets if captures else BUCKETS,
+                capture=captures,
+                lenient=self.ladder is not None and not self._options.cuda_graph,
+                # Where a shape may come only once, recording it would cost more than it saves.
+                capture_at=1 if self.ladder is None or self._rungs_are_all else _REPEATED,
+                max_captured_bytes=self.ladder.max_bytes if self.ladder else math.inf,
+                run_config=config,
+            ),
             statistics=self._statistics[0 if shares_session else index],
         )
 
@@ -708,8 +737,7 @@ def open_session(
     *,
     threads: int = 0,
     optimize: bool = True,
-    spinning: bool = True,
-    stop_spinning: bool = False,
+    spinning: Spinning = "always",
     record: GraphRecord | None = None,
 ) -> Any:
     """Return an `onnxruntime.InferenceSession` on exactly the given providers.
@@ -719,8 +747,7 @@ def open_session(
         providers: result of `choose_providers`.
         threads: intra-op threads; 0 for ONNX Runtime's default.
         optimize: False for a graph that ONNX Runtime has already optimized.
-        spinning: True if threads wait in busy loops.
-        stop_spinning: True if they stop doing so at the end of a run.
+        spinning: when threads wait in busy loops.
         record: expected inputs and outputs; None if unknown.
 
     Raises:
@@ -734,9 +761,9 @@ def open_session(
     options.intra_op_num_threads = threads
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if not spinning:
+    if spinning == "never":
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if stop_spinning:
+    elif spinning == "in runs":
         options.add_session_config_entry("session.force_spinning_stop", "1")
     # The weights of an optimized graph are in other files than those of the record.
     own = record if optimize else None

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import Advice
 from enginery.core.errors import ArtifactError, ProviderError
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.runtime.machine import read_cpuinfo
@@ -168,6 +168,16 @@ def _same_dims(actual: TensorSpec, spec: TensorSpec, *, exact: bool) -> bool:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "(none)"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A finding about speed, and what to do about it."""
+
+    rule: str
+    finding: str
+    evidence: str
+    remedy: str
 
 
 def too_many_threads(threads: int, cores: int, *, evidence: str, remedy: str) -> Advice | None:

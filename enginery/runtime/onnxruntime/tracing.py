@@ -69,6 +69,7 @@ class GraphTracer(Closeable):
             name: inner.get(name, [name]) for name in self.tensors if name not in self.inputs
         }
         self._fetched = [source for sources in self._sources.values() for source in sources]
+        # A session returns only outputs of the graph, so that the tensors become some.
         present = {value.name for value in graph.graph.output}
         for name in self._fetched:
             if name not in present:

@@ -193,6 +193,7 @@ def check_run_options(
     """
     for spec in specs:
         option, _ = CUDA_GRAPH_OPTIONS.get(spec.full_name, ("", ""))
+        # The provider's own switch would record without buffers that stay in their place.
         if spec.options.get(option, _OFF[0]) not in _OFF:
             raise OptionError(
                 f"option '{option}' for {spec.name} is set by itself: a CUDA graph is recorded on "

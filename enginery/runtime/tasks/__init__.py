@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError
 from enginery.runtime.tasks.answer import Answer
@@ -15,6 +13,7 @@ from enginery.runtime.tasks.audio import ClassifyAudio, Transcribe
 from enginery.runtime.tasks.classify import Classify
 from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.fill import Fill
+from enginery.runtime.tasks.generate import Generate, GenerateFromAudio, GenerateFromImages
 from enginery.runtime.tasks.images import ClassifyImages, EmbedImages
 from enginery.runtime.tasks.tag import Tag
 from enginery.runtime.tasks.task import Modality, Task
@@ -31,14 +30,28 @@ TASKS: dict[str, type[Task]] = {
         EmbedImages,
         ClassifyAudio,
         Transcribe,
+        Generate,
     )
 }
 """Task classes by verb. Add a new task here."""
 
+_OTHER_INPUTS: tuple[type[Task], ...] = (GenerateFromImages, GenerateFromAudio)
+"""Classes with the verb of another one, for other inputs."""
+
+
+def task_classes() -> tuple[type[Task], ...]:
+    """Return the class of each task and kind of inputs."""
+    return (*TASKS.values(), *_OTHER_INPUTS)
+
 
 def supported_tasks() -> tuple[str, ...]:
     """Return the transformers tasks that are supported, without duplicates."""
-    return tuple(dict.fromkeys(name for task in TASKS.values() for name in task.tasks))
+    return tuple(dict.fromkeys(name for task in task_classes() for name in task.tasks))
+
+
+def is_generating(name: str) -> bool:
+    """Return True for a transformers task whose models generate text."""
+    return any(name in task.tasks and task.runs_in_steps for task in task_classes())
 
 
 def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
@@ -48,7 +61,7 @@ def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
         name: the transformers task, such as `feature-extraction`.
         modality: what the graph takes.
     """
-    fitting = [task for task in TASKS.values() if name in task.tasks]
+    fitting = [task for task in task_classes() if name in task.tasks]
     return next((task for task in fitting if task.modality == modality), None)
 
 
@@ -59,11 +72,7 @@ def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type
         manifest: the artifact's manifest.
         record: the graph to run; None for the first one.
     """
-    if manifest.task in Transcribe.tasks and len(manifest.graphs) > 1:
-        return None  # an encoder and a decoder
-    graphs = [record] if record else manifest.graphs[:1]
-    inputs = (spec.name for graph in graphs for spec in graph.inputs)
-    return find_task(manifest.task, modality=input_modality(inputs))
+    return next((task for task in task_classes() if task.fits(manifest, record)), None)
 
 
 def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task]:
@@ -85,11 +94,3 @@ def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[
             "with Optimum's ORTModel classes.",
         )
     return task
-
-
-def input_modality(inputs: Iterable[str]) -> Modality:
-    """Return what a graph with these input names takes."""
-    names = set(inputs)
-    if "pixel_values" in names:
-        return "image"
-    return "audio" if names & {"input_values", "input_features"} else "text"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.audio.ctc import CtcDecoder
@@ -21,14 +21,17 @@ from enginery.runtime.audio.processor import AudioProcessor, load_audio
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.results import Result
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
     TaskOptions,
     media_outputs,
     require_outputs,
+    require_shapes,
 )
 
 _TOKENS_PER_SECOND = 50
@@ -50,7 +53,7 @@ class AudioTask(MediaTask):
     """Maximum duration of an input; 0 for the limit of `load_audio`."""
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         processor = AudioProcessor.open(artifact.path)
@@ -77,6 +80,7 @@ class AudioTask(MediaTask):
             processor=processor,
             config=config,
             notes=notes,
+            max_seconds=limits.max_seconds,
             **cls._read_settings(artifact),
         )
 
@@ -101,32 +105,19 @@ class AudioTask(MediaTask):
         content = {
             spec.name: arrays.get(spec.name, mask).astype(spec.dtype) for spec in self.record.inputs
         }
-        self._check_shapes(content, index)
+        require_shapes(
+            content,
+            self.record,
+            f"audio {index}",
+            do="Export the model with the feature extractor that it was trained with.",
+        )
         tokens = math.ceil(_TOKENS_PER_SECOND * (fixed or samples.size) / rate)
         return Row(content, tokens, truncated=bool(fixed) and samples.size > fixed)
-
-    def _check_shapes(self, content: Arrays, index: int) -> None:
-        for spec in self.record.inputs:
-            shape, dims = content[spec.name].shape, spec.dims[1:]
-            fits = len(shape) == len(dims) and all(
-                size == dim or not isinstance(dim, int)
-                for size, dim in zip(shape, dims, strict=True)
-            )
-            if not fits:
-                raise InputError(
-                    f"audio {index}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, shape))}, but the graph takes {spec}.",
-                    do="Export the model with the feature extractor that it was trained with.",
-                )
 
     @property
     def can_pad(self) -> bool:
         """False: padded samples change the features of audio, which few models can mask."""
         return False
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return the graph's inputs: (len(rows), …) each."""
-        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
 
 
 @dataclass
@@ -137,12 +128,6 @@ class ClassifyAudio(LabelResults, AudioTask):
     purpose = "classifies audio"
     tasks = ("audio-classification",)
     Options = LabelOptions
-
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each row: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass(frozen=True)
@@ -165,6 +150,11 @@ class Transcribe(AudioTask):
     result_type = Transcription
 
     decoder: CtcDecoder
+
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True for a single graph: an encoder and a decoder generate text."""
+        return len(manifest.graphs) == 1 and super().fits(manifest, record)
 
     @classmethod
     def _read_settings(cls, artifact: Artifact) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from enginery.core.shapes import canonical_dim, choose_profile
 from enginery.runtime.onnxruntime.ladder import BATCH, SEQUENCE
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -60,9 +58,7 @@ class BatchRunner:
         if not self._has_rows:
             return row  # equal to no other
         shapes: list[tuple[int, ...]] = []
-        if isinstance(row.content, np.ndarray):
-            shapes = [row.content.shape]
-        elif isinstance(row.content, Mapping):
+        if isinstance(row.content, Mapping):
             shapes = [row.content[spec.name].shape for spec in self.task.record.inputs]
         return (type(self.task), row.reads_raw, *shapes)
 
@@ -72,8 +68,6 @@ class BatchRunner:
             return ()  # a client's tensors stay as they are
         if isinstance(row.content, Mapping):
             return tuple(row.content[self._spec.name].shape)
-        if isinstance(row.content, np.ndarray):
-            return tuple(row.content.shape)
         return (max(row.tokens, 1),)
 
     def padded_length(self, row: Row) -> int:
@@ -177,6 +171,10 @@ class BatchRunner:
         for batch in waiting.values():
             run(batch)
         return outputs
+
+    def close(self) -> None:
+        """Free the session."""
+        self.runner.close()
 
     def plan(
         self, rows: Sequence[Row], *, max_rows: int = 0, max_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -97,7 +98,7 @@ class Embed(TextTask):
             "default_prompt": sentence.default_prompt_name,
         }
 
-    @property
+    @cached_property
     def graph_dim(self) -> int:
         """The size of a vector as the graph declares it; 0 if it does not."""
         (name,) = self.outputs_read()
@@ -112,7 +113,7 @@ class Embed(TextTask):
         names = [spec.name for spec in self.record.outputs]
         return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
 
-    @property
+    @cached_property
     def _graph_pools(self) -> bool:
         return any(spec.name == SENTENCE_OUTPUT for spec in self.record.outputs)
 
@@ -198,7 +199,7 @@ def finish_vectors(
     vectors: RowValues,
     options: VectorOptions,
     *,
-    dim: int,
+    dim: int = 0,
     model_normalizes: bool,
 ) -> Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.

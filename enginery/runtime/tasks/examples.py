@@ -12,6 +12,7 @@ from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import AudioTask, example_wav
 from enginery.runtime.tasks.classify import Classify
 from enginery.runtime.tasks.fill import Fill
+from enginery.runtime.tasks.generate import GenerateFromAudio, GenerateFromImages
 from enginery.runtime.tasks.images import EXAMPLE_SIDE, ImageTask, example_png
 from enginery.runtime.tasks.task import Task
 from enginery.runtime.tasks.text import TextTask
@@ -30,6 +31,10 @@ def example_input(task: Task) -> Any:
         return base64.b64encode(example_png(height, width)).decode()
     if isinstance(task, AudioTask):
         return base64.b64encode(example_wav(task.processor.sampling_rate)).decode()
+    if isinstance(task, GenerateFromImages):
+        return base64.b64encode(example_png()).decode()
+    if isinstance(task, GenerateFromAudio):
+        return base64.b64encode(example_wav()).decode()
     texts = _PAIR if _takes_only_pairs(task) else _texts(type(task))
     if isinstance(task, Fill):
         texts = tuple(text.replace("{mask}", task.tokenizer.mask_token) for text in texts)

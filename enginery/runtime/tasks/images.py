@@ -12,20 +12,23 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.errors import ArtifactError, InputError
+from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
     media_outputs,
     require_outputs,
+    require_shapes,
 )
 from enginery.runtime.text.pooling import Vectors
 
@@ -48,7 +51,7 @@ class ImageTask(MediaTask):
     """Maximum number of pixels of an image file; 0 for Pillow's own limit."""
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
         inputs = record.inputs
         if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
@@ -61,7 +64,13 @@ class ImageTask(MediaTask):
         processor = ImageProcessor.open(artifact.path)
         config = ModelConfig.read(artifact.path)
         notes = (f"images are preprocessed as by {processor.kind}ImageProcessor with Pillow",)
-        return cls(record=record, processor=processor, config=config, notes=notes)
+        return cls(
+            record=record,
+            processor=processor,
+            config=config,
+            notes=notes,
+            max_pixels=limits.max_pixels,
+        )
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
@@ -69,18 +78,14 @@ class ImageTask(MediaTask):
         name = f"image {index}"
         opened = load_image(item, name=name, max_pixels=self.max_pixels)
         array = self.processor(opened, name=name)
-        for size, dim in zip(array.shape, spec.dims[1:], strict=True):
-            if isinstance(dim, int) and size != dim:
-                raise InputError(
-                    f"{name}: preprocessor_config.json produces "
-                    f"{' × '.join(map(str, array.shape))}, but the graph takes {spec}.",
-                    do="Export the model with an image processor that produces the graph's size.",
-                )
-        return Row(array.astype(spec.dtype))
-
-    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
-        """Return pixel_values: (len(rows), channels, height, width)."""
-        return {self.record.inputs[0].name: np.stack([row.content for row in rows])}
+        content = {spec.name: array.astype(spec.dtype)}
+        require_shapes(
+            content,
+            self.record,
+            name,
+            do="Export the model with an image processor that produces the graph's size.",
+        )
+        return Row(content)
 
 
 @dataclass
@@ -91,12 +96,6 @@ class ClassifyImages(LabelResults, ImageTask):
     purpose = "classifies images"
     tasks = ("image-classification",)
     Options = LabelOptions
-
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each image: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
 
 
 @dataclass
@@ -110,9 +109,9 @@ class EmbedImages(ImageTask):
     Options = VectorOptions
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the model's files and choose the output for vectors; see `RowTask.open`."""
-        task = super().open(artifact, record)
+        task = super().open(artifact, record, limits)
         task.notes += (f"the vector of an image is {_vector_rule(record, task.config)[1]}",)
         return task
 

@@ -99,17 +99,31 @@ class _Format:
     """The type of the list, or the dataclass, without its annotation."""
     list_field: str
     """Name of the result's field with the list; empty if the result itself is the list."""
-    columns: Mapping[str, tuple[str, Any]]
-    """Column -> name and type of a field of the dataclass; empty for `Nested`."""
+    columns: Mapping[str, Any]
+    """Type of each column that is a field of the dataclass; empty for `Nested`."""
+    fields: tuple[str, ...] = ()
+    """Names of these fields."""
 
     def items(self, result: Any) -> Sequence[Any]:
-        """Return the list of a result."""
+        """Return the list of a result; a single dataclass is one item."""
+        if self.layout is None:
+            return (result,)
         items: Sequence[Any] = getattr(result, self.list_field) if self.list_field else result
         return items
 
     def cells(self, item: Any) -> tuple[Any, ...]:
         """Return a dataclass's values in the order of the columns."""
-        return tuple([getattr(item, name) for name, _ in self.columns.values()])
+        return tuple([getattr(item, name) for name in self.fields])
+
+    def row(self, result: Any) -> tuple[Any, ...]:
+        """Return a result's values in the order of a table's columns."""
+        items = self.items(result)
+        if isinstance(self.layout, Nested):
+            return (_structs(items),)
+        if isinstance(self.layout, Ranked):
+            return (*self.cells(items[0]), _structs(items))
+        rows = [self.cells(item) for item in items]
+        return rows[0] if len(rows) == 1 else tuple(map(list, zip(*rows, strict=True)))
 
 
 @cache
@@ -122,13 +136,15 @@ def _format_of(result_type: Any) -> _Format:
                 layout, kind, list_field = mark, bare_type(hint), name
     if isinstance(layout, Nested):
         return _Format(layout, kind, list_field, {})
-    columns = {}
-    for name, hint in _field_types(kind if layout is None else get_args(kind)[0]).items():
+    record = kind if layout is None else get_args(kind)[0]
+    columns, names = {}, []
+    for name, hint in _field_types(record).items():
         mark = _annotation(hint)
         column = mark.name if isinstance(mark, ColumnName) else name
         if column:
-            columns[column] = (name, bare_type(hint))
-    return _Format(layout, kind, list_field, columns)
+            columns[column] = bare_type(hint)
+            names.append(name)
+    return _Format(layout, kind, list_field, columns, tuple(names))
 
 
 def bare_type(hint: Any) -> Any:
@@ -154,7 +170,7 @@ def arrow_fields(result_type: Any, *, items: int = 0, dim: int = 0) -> list[Any]
     form = _format_of(result_type)
     if isinstance(form.layout, Nested):
         return [pa.field(form.layout.column, _arrow_type(form.kind))]
-    columns = {column: _arrow_type(kind) for column, (_, kind) in form.columns.items()}
+    columns = {column: _arrow_type(kind) for column, kind in form.columns.items()}
     if items != 1 and isinstance(form.layout, Alternatives):
         columns = {name: pa.list_(kind) for name, kind in columns.items()}
     if items != 1 and isinstance(form.layout, Ranked):
@@ -162,20 +178,18 @@ def arrow_fields(result_type: Any, *, items: int = 0, dim: int = 0) -> list[Any]
     return [pa.field(name, kind) for name, kind in columns.items()]
 
 
-def arrow_values(result_type: Any, result: Any) -> tuple[Any, ...]:
-    """Return a result's values in the order of `arrow_fields`; further ones are ignored."""
-    if result_type is Vectors:
-        return (result,)
-    form = _format_of(result_type)
-    if form.layout is None:
-        return form.cells(result)
-    items = form.items(result)
-    if isinstance(form.layout, Nested):
-        return (_structs(items),)
-    if isinstance(form.layout, Ranked):
-        return (*form.cells(items[0]), _structs(items))
-    rows = [form.cells(item) for item in items]
-    return rows[0] if len(rows) == 1 else tuple(map(list, zip(*rows, strict=True)))
+def arrow_rows(result_type: Any, results: Sequence[Any | None]) -> list[tuple[Any, ...]]:
+    """Return the values of each result in the order of `arrow_fields`; further ones are ignored.
+
+    Args:
+        result_type: the type of a result.
+        results: the results; None for a row without one, whose values are None.
+    """
+    form = None if result_type is Vectors else _format_of(result_type)
+    empty = (None,) * (len(form.columns) + 1 if form else 1)
+    return [
+        empty if result is None else form.row(result) if form else (result,) for result in results
+    ]
 
 
 def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
@@ -183,12 +197,12 @@ def output_tensors(result_type: Any) -> tuple[OutputTensor, ...]:
     if result_type is Vectors:
         return (OutputTensor(VECTOR, "float32", 2),)
     form = _format_of(result_type)
+    if isinstance(form.layout, Alternatives):
+        return ()
     if isinstance(form.layout, Nested):
         return (OutputTensor(form.layout.tensor, "string", 1),)
     rank = 1 if form.layout is None else 2
-    return tuple(
-        OutputTensor(column, _DTYPES[kind], rank) for column, (_, kind) in form.columns.items()
-    )
+    return tuple(OutputTensor(name, _DTYPES[kind], rank) for name, kind in form.columns.items())
 
 
 def result_tensors(result_type: Any, results: Sequence[Any]) -> dict[str, NDArray[Any]]:
@@ -199,32 +213,31 @@ def result_tensors(result_type: Any, results: Sequence[Any]) -> dict[str, NDArra
     if isinstance(form.layout, Nested):
         texts = [json.dumps(to_plain(result), ensure_ascii=False) for result in results]
         return {outputs[0].name: _tensor(texts, "string", (len(texts),))}
-    if form.layout is None:
-        shape: tuple[int, ...] = (len(results),)
-        rows = [form.cells(result) for result in results]
-    else:
-        lists = [form.items(result) for result in results]
-        shape = len(results), max(map(len, lists))
-        empty = tuple("" if output.dtype == "string" else 0 for output in outputs)
-        rows = []
-        for items in lists:
-            rows += [form.cells(item) for item in items] + [empty] * (shape[1] - len(items))
-    columns = zip(*rows, strict=True)
+    lists = [form.items(result) for result in results]
+    width = max(map(len, lists))
+    shape = (len(lists),) if form.layout is None else (len(lists), width)
+    empty = tuple("" if output.dtype == "string" else 0 for output in outputs)
+    rows: list[tuple[Any, ...]] = []
+    for items in lists:
+        rows += [form.cells(item) for item in items] + [empty] * (width - len(items))
     return {
         output.name: _tensor(values, output.dtype, shape)
-        for output, values in zip(outputs, columns, strict=True)
+        for output, values in zip(outputs, zip(*rows, strict=True), strict=True)
     }
 
 
-def is_finite(value: Any) -> bool:
-    """Return True if every number of a result is finite."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, np.ndarray):
-        return bool(np.isfinite(value).all())
-    if isinstance(value, list | tuple):
-        return all(map(is_finite, value))
-    return not is_dataclass(value) or all(map(is_finite, vars(value).values()))
+def is_finite(result: Any) -> bool:
+    """Return True if every number of a result, or of results, is finite."""
+    if isinstance(result, np.ndarray):
+        return bool(np.isfinite(result).all())
+    if isinstance(result, list | tuple):
+        return all(map(is_finite, result))
+    record: Any = type(result)
+    values = [getattr(result, name) for name in _float_fields(record)]
+    return all(
+        math.isfinite(value) if isinstance(value, float) else value is None or is_finite(value)
+        for value in values
+    )
 
 
 def to_plain(value: Any) -> Any:
@@ -269,8 +282,21 @@ def _arrow_type(kind: Any) -> Any:
     return pa.struct([(name, _arrow_type(bare_type(hint))) for name, hint in types])
 
 
+@cache
+def _float_fields(record: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass that are or contain floats."""
+    types = _field_types(record).items()
+    return tuple(name for name, hint in types if _has_floats(bare_type(hint)))
+
+
+def _has_floats(kind: Any) -> bool:
+    if get_origin(kind) in (list, tuple):
+        return _has_floats(get_args(kind)[0])
+    return kind is float or (kind not in _DTYPES and bool(_float_fields(kind)))
+
+
 def _structs(value: Any) -> Any:
-    """Return nested lists of dataclasses as lists of their fields by name."""
+    """Return lists of dataclasses as lists of their fields by name."""
     if isinstance(value, list | tuple):
         return [_structs(item) for item in value]
     return vars(value)

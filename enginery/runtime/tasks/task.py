@@ -17,16 +17,18 @@ calls, and in other threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, Manifest
 from enginery.core.errors import ArtifactError, InputError, nearest
+from enginery.runtime.text.tokenizer import Encode
 
 Arrays = dict[str, NDArray[Any]]
 RowValues: TypeAlias = Any
@@ -87,6 +89,11 @@ class TaskOptions(BaseModel):
             field=f"{where}{name}",
         )
 
+    @property
+    def max_items(self) -> int:
+        """Maximum number of items of a result; 0 for all."""
+        return int(getattr(self, "top_k", 0))
+
     @classmethod
     def schemas(cls) -> dict[str, dict[str, Any]]:
         """Return the JSON schema of each option, without null."""
@@ -140,12 +147,31 @@ class InputField:
     """True if a list of token ids is accepted in place of a text."""
 
 
+@dataclass(frozen=True)
+class InputLimits:
+    """What a server accepts of inputs and options; 0 for no limit of its own."""
+
+    max_pixels: int = 0
+    """Maximum number of pixels of an image file."""
+    max_seconds: float = 0.0
+    """Maximum duration of audio."""
+    max_new_tokens: int = 0
+    """Maximum number of tokens to generate for a text."""
+    max_sequences: int = 0
+    """Maximum number of beams or texts of an input."""
+    parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
+    """Runs the encoding of a list of texts, see `TextTokenizer`."""
+
+
+NO_LIMITS = InputLimits()
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """One row of a batch."""
 
     content: Any
-    """An encoding, pixels (channels, height, width), or tensors by name."""
+    """An encoding of a text, or arrays by the names of the graph's inputs."""
     tokens: int = 1
     """Number of tokens without padding; 1 for an image, 50 for a second of audio."""
     prompt_tokens: int = 0
@@ -172,17 +198,21 @@ class ModelInputs:
 class RowTask(ABC):
     """Base of tasks: converts inputs to rows and outputs to results. Holds the model's settings."""
 
-    modality: ClassVar[Modality] = "text"
     Options: ClassVar[type[TaskOptions]] = TaskOptions
+    runs_in_steps: ClassVar[bool] = False
+    """True if a row takes many steps, which `TextGenerator` runs, instead of one run."""
 
     record: GraphRecord
-    notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """Choices made for this model, with their reasons."""
 
     @classmethod
     @abstractmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the model's files beside a graph.
+
+        Args:
+            artifact: the artifact.
+            record: the graph.
+            limits: what a server accepts.
 
         Raises:
             ArtifactError: a file is missing or malformed, or the graph lacks an input or output
@@ -213,7 +243,16 @@ class RowTask(ABC):
 
     @abstractmethod
     def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> Any:
-        """Return the results, from the outputs of each row as `split` returned them."""
+        """Return a result for each input, from the outputs of each row as `split` returned them.
+
+        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array
+        (inputs, dim); the outputs of a graph for its own tensors are arrays by name.
+        """
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of an input; 0 without a limit."""
+        return 0
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the names of the graph outputs that `split` needs; empty for all.
@@ -244,13 +283,22 @@ class Task(RowTask):
     """The graph outputs that the task reads, with their ranks."""
     result_type: ClassVar[Any]
     """The type of one result: a dataclass, a list of dataclasses, or `Vectors`; see `results`."""
+    modality: ClassVar[Modality] = "text"
 
-    @abstractmethod
-    def postprocess(self, work: ModelInputs, outputs: Sequence[Any], options: Any) -> RowValues:
-        """Return a result for each input, from the outputs of each row as `split` returned them.
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """Choices made for this model, with their reasons."""
 
-        If those of all batches were arrays, `outputs` is an array (rows, …). Vectors are one array.
+    @classmethod
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True if an artifact is of this task.
+
+        Args:
+            manifest: the artifact's manifest.
+            record: the graph to run; None for the first one.
         """
+        graphs = [record] if record else manifest.graphs[:1]
+        names = (spec.name for graph in graphs for spec in graph.inputs)
+        return manifest.task in cls.tasks and input_modality(names) == cls.modality
 
     @abstractmethod
     def describe(self, result: Any) -> str:
@@ -278,6 +326,32 @@ class MediaTask(Task):
     @abstractmethod
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Read one input; error messages refer to it by `index`."""
+
+    def collate(self, rows: Sequence[Row], _width: int) -> Arrays:
+        """Return the graph's inputs: (len(rows), …) each."""
+        return {name: np.stack([row.content[name] for row in rows]) for name in rows[0].content}
+
+
+def require_shapes(content: Arrays, record: GraphRecord, name: str, *, do: str) -> None:
+    """Raise InputError unless the arrays of an input have the fixed dims of the graph.
+
+    Args:
+        content: the preprocessed input, without the batch axis.
+        record: the graph.
+        name: name of the input for the message.
+        do: what to do about it.
+    """
+    for spec in record.inputs:
+        shape, dims = content[spec.name].shape, spec.dims[1:]
+        fits = len(shape) == len(dims) and all(
+            size == dim or not isinstance(dim, int) for size, dim in zip(shape, dims, strict=True)
+        )
+        if not fits:
+            raise InputError(
+                f"{name}: preprocessor_config.json produces {' × '.join(map(str, shape))}, "
+                f"but the graph takes {spec}.",
+                do=do,
+            )
 
 
 def media_outputs(outputs: Arrays, name: str, rows: Sequence[Row]) -> NDArray[Any]:
@@ -311,6 +385,14 @@ def count_characters(inputs: Any) -> int:
         elif isinstance(item, str | list):
             total += len(item)
     return total
+
+
+def input_modality(inputs: Iterable[str]) -> Modality:
+    """Return what a graph with these input names takes."""
+    names = set(inputs)
+    if "pixel_values" in names:
+        return "image"
+    return "audio" if names & {"input_values", "input_features"} else "text"
 
 
 def require_outputs(task: str, record: GraphRecord, outputs: Mapping[str, int]) -> None:

@@ -16,7 +16,7 @@ from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes
-from enginery.runtime.tasks.task import Arrays, ModelInputs, Row, RowTask
+from enginery.runtime.tasks.task import NO_LIMITS, Arrays, InputLimits, ModelInputs, Row, RowTask
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Tensors(RowTask):
     """The engines' profiles, which inputs have to fit; empty without engines."""
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the sizes of the model's embedding tables; see `RowTask.open`."""
         config = ModelConfig.read(artifact.path)
         tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}

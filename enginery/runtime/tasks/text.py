@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,8 +14,10 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
     InputField,
+    InputLimits,
     ModelInputs,
     ProcessingCost,
     Row,
@@ -48,14 +50,14 @@ class TextTask(Task):
     config: ModelConfig
 
     @classmethod
-    def open(cls, artifact: Artifact, record: GraphRecord) -> Self:
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the tokenizer and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         tokenizer = TextTokenizer.open(artifact.path)
         notes, settings = cls._read_settings(artifact, record)
         return cls(
             record=record,
-            tokenizer=tokenizer,
+            tokenizer=replace(tokenizer, parallel_encode=limits.parallel_encode),
             config=ModelConfig.read(artifact.path),
             notes=(
                 f"texts are truncated to {tokenizer.limit} tokens: {tokenizer.limit_source}",
@@ -108,6 +110,11 @@ class TextTask(Task):
         """Return the graph's inputs (input_ids, attention_mask, …): (len(rows), tokens) each."""
         encodings = [row.content for row in rows]
         return self.tokenizer.feeds(encodings, self.record.inputs, width=width)
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a text."""
+        return self.tokenizer.limit
 
     @property
     def can_pad(self) -> bool:

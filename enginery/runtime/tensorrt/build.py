@@ -1,7 +1,7 @@
 """Build an engine with TensorRT in this process.
 
     profiles = [Profile.parse("batch=1:8:32,sequence=8:128:512")]
-    built = build_in_process(Path("model.onnx"), profiles, ...)
+    built = build_in_process(Path("model.onnx"), BuildRequest(profiles, capabilities=["8.9"]))
     built.plan_bytes          # 226900123
     built.fused_attentions    # 12
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from enginery.runtime.tensorrt.library import (
     trt_messages,
 )
 from enginery.runtime.tensorrt.log import memory_bytes, read_layers
-from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, Flavor
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, Flavor, get_flavor
 from enginery.runtime.tensorrt.parse import (
     MERGED_CONDITION,
     MERGED_REMEDY,
@@ -46,18 +47,53 @@ from enginery.runtime.tensorrt.reports import BuiltPlan, ParseReport
 from enginery.runtime.tensorrt.timing import TimingCache, attach_timing_cache
 
 
+@dataclass(frozen=True)
+class BuildRequest:
+    """What an engine is built for: shapes, GPUs and options."""
+
+    profiles: Sequence[Profile]
+    """Ranges of the graph's named dims; empty for a graph with fixed shapes."""
+    capabilities: str | Sequence[str] = ("8.9",)
+    """Compute capabilities to build for (8.9, 12.0, …) or `current`; empty for a portable plan; see
+    `resolve_capabilities`. Classic TensorRT accepts only `current`."""
+    flavor: Flavor = RTX
+    options: BuildOptions = field(default_factory=BuildOptions)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Largest size of each dim that the model allows, `{"sequence": 512}`. TensorRT would build for
+    longer sequences, and read memory outside of the position embeddings."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the request for the child process."""
+        return {
+            "profiles": [str(profile) for profile in self.profiles],
+            "capabilities": list(self.capabilities),
+            "flavor": self.flavor.name,
+            "options": asdict(self.options),
+            "limits": dict(self.limits),
+        }
+
+    @classmethod
+    def from_json(cls, request: Mapping[str, Any]) -> BuildRequest:
+        """Return the request that `as_json` was called on."""
+        return cls(
+            [Profile.parse(text) if text else Profile({}) for text in request["profiles"]],
+            capabilities=request["capabilities"],
+            flavor=get_flavor(request["flavor"]),
+            options=BuildOptions(**request["options"]),
+            limits=request["limits"],
+        )
+
+
 def build_in_process(
     path: Path,
-    profiles: Sequence[Profile],
+    request: BuildRequest,
     *,
-    flavor: Flavor = RTX,
-    capabilities: Sequence[str],
-    options: BuildOptions,
-    limits: Mapping[str, int],
     plan_path: Path | None = None,
     follow: Sequence[Sink] = (),
 ) -> BuiltPlan:
-    """Build an engine; see `process.build_plan` for the arguments and errors."""
+    """Build an engine for resolved capabilities; see `process.build_plan` for the errors."""
+    flavor, options = request.flavor, request.options
+    profiles, capabilities = request.profiles, tuple(request.capabilities)
     trt = load_tensorrt(flavor=flavor)
     require_file(path)
     started = time.monotonic()
@@ -84,7 +120,7 @@ def build_in_process(
             for index, target in enumerate(targets):
                 config.set_compute_capability(target, index)
         inputs = network_inputs(network)
-        _add_profiles(builder, config, network, inputs, profiles, limits)
+        _add_profiles(builder, config, network, inputs, profiles, request.limits)
         plan = builder.build_serialized_network(network, config)
         if plan is None:
             raise ProviderError(
@@ -110,7 +146,7 @@ def build_in_process(
             flavor=flavor.name,
             layers=layers,
             tensorrt=trt.__version__,
-            capabilities=tuple(capabilities),
+            capabilities=capabilities,
             profiles=tuple(str(profile) for profile in profiles),
             inputs=inputs,
             outputs=network_outputs(network),
@@ -216,7 +252,7 @@ def _add_profiles(
         # Beyond the model's own limits, TensorRT would build an engine that reads memory outside of
         # the position embeddings.
         profile.check(inputs, limits)
-    if not names:
+    if not names:  # the shapes are fixed, and a profile would say nothing
         return
     for number, profile in enumerate(profiles):
         ranges = builder.create_optimization_profile()

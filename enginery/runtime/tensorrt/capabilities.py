@@ -30,10 +30,9 @@ def resolve_capabilities(flavor: Flavor, names: str | Sequence[str]) -> tuple[st
         OptionError: the flavor cannot build for one of the capabilities.
         ProviderError: for `current`, there is no GPU, or the flavor cannot build for it.
     """
-    words = [
-        capability_name(word.strip())
-        for word in (names.split(",") if isinstance(names, str) else names)
-    ]
+    if isinstance(names, str):
+        names = names.split(",")
+    words = [capability_name(word.strip()) for word in names]
     if not words or PORTABLE in words:
         return _portable(flavor, words)
     capabilities = [_current(flavor) if word == CURRENT else word for word in words]

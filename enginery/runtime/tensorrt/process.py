@@ -1,7 +1,8 @@
 """Parse graphs and build engines with TensorRT, in a child process.
 
     parse_onnx(Path("model.onnx")).require_accepted()
-    built = build_plan(Path("model.onnx"), profiles=[Profile.parse("batch=1:8:32,sequence=64")])
+    profile = Profile.parse("batch=1:8:32,sequence=64")
+    built = build_plan(Path("model.onnx"), BuildRequest([profile], capabilities="8.9"))
     built.int8_gemms          # 50
     built.fused_attentions    # 12
 
@@ -11,54 +12,23 @@ child process frees the memory of a build, and turns a crash of TensorRT into an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from enginery.core.artifact.engine_record import LayerRecord
 from enginery.core.errors import OptionError, ProviderError, ShapeError, SourceError
 from enginery.core.home import enginery_home
-from enginery.core.shapes import Profile, TensorSpec
+from enginery.core.shapes import TensorSpec
 from enginery.core.subprocess import run_in_subprocess
 from enginery.core.temporary import final_name, temporary_directory
-from enginery.runtime.tensorrt.build import build_in_process
+from enginery.runtime.tensorrt.build import BuildRequest, build_in_process
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
-from enginery.runtime.tensorrt.engine_key import key_fields
-from enginery.runtime.tensorrt.library import has_tensorrt, require_tensorrt
-from enginery.runtime.tensorrt.options import (
-    CLASSIC,
-    FLAVORS,
-    RTX,
-    BuildOptions,
-    Flavor,
-    check_options,
-    get_flavor,
-)
+from enginery.runtime.tensorrt.library import require_tensorrt
+from enginery.runtime.tensorrt.options import RTX, Flavor, check_options
 from enginery.runtime.tensorrt.parse import cover_in_process, parse_in_process
 from enginery.runtime.tensorrt.reports import BuiltPlan, Coverage, ParseReport, Refusal
-
-__all__ = [
-    "CLASSIC",
-    "FLAVORS",
-    "RTX",
-    "BuildOptions",
-    "BuiltPlan",
-    "Coverage",
-    "Flavor",
-    "LayerRecord",
-    "ParseReport",
-    "Refusal",
-    "build_plan",
-    "check_options",
-    "coverage",
-    "get_flavor",
-    "has_tensorrt",
-    "key_fields",
-    "log_path",
-    "parse_onnx",
-    "resolve_capabilities",
-]
 
 
 def parse_onnx(path: Path, *, flavor: Flavor = RTX, isolated: bool = True) -> ParseReport:
@@ -106,12 +76,8 @@ def coverage(path: Path, *, flavor: Flavor = RTX, isolated: bool = True) -> Cove
 
 def build_plan(
     path: Path,
+    request: BuildRequest,
     *,
-    profiles: Sequence[Profile],
-    capabilities: str | Sequence[str] = ("8.9",),
-    flavor: Flavor = RTX,
-    options: BuildOptions = BuildOptions(),  # noqa: B008  # frozen
-    limits: Mapping[str, int] = {},
     plan_path: Path | None = None,
     isolated: bool = True,
 ) -> BuiltPlan:
@@ -122,13 +88,7 @@ def build_plan(
 
     Args:
         path: path of an ONNX file, with external data in the same directory.
-        profiles: ranges of the graph's named dims; empty for a graph with fixed shapes.
-        capabilities: compute capabilities to build for (8.9, 12.0, …) or `current`; empty for a
-            portable plan; see `resolve_capabilities`. Classic TensorRT accepts only `current`.
-        flavor: TensorRT flavor.
-        options: options of the build.
-        limits: largest size of each dim that the model allows, `{"sequence": 512}`. TensorRT would
-            build for longer sequences, and read memory outside of the position embeddings.
+        request: shapes, GPUs and options.
         plan_path: file for the plan, which is not loaded into this process then; None to return it.
         isolated: build in a child process, which ends with this one.
 
@@ -141,39 +101,26 @@ def build_plan(
         ProviderError: TensorRT rejects the graph, builds no engine, or crashes; or classic TensorRT
             is not installed or finds no GPU.
     """
-    require_tensorrt("Building an engine", flavor)
-    check_options(flavor, options)
-    targets = resolve_capabilities(flavor, capabilities)
+    require_tensorrt("Building an engine", request.flavor)
+    check_options(request.flavor, request.options)
+    targets = resolve_capabilities(request.flavor, request.capabilities)
+    request = replace(request, capabilities=targets)
     if not isolated:
-        return build_in_process(
-            path,
-            profiles,
-            flavor=flavor,
-            capabilities=targets,
-            options=options,
-            limits=limits,
-            plan_path=plan_path,
-        )
-    request = {
-        "profiles": [str(profile) for profile in profiles],
-        "capabilities": list(targets),
-        "options": asdict(options),
-        "limits": dict(limits),
-    }
+        return build_in_process(path, request, plan_path=plan_path)
     if plan_path is not None:
-        return _build_in_child(path, flavor, request, plan_path)
+        return _build_in_child(path, request, plan_path)
     # The plan comes back in a file: the child's result is JSON, which cannot hold bytes.
     with temporary_directory("plan") as scratch:
         written = scratch / "plan"
-        built = _build_in_child(path, flavor, request, written)
+        built = _build_in_child(path, request, written)
         return replace(built, held=written.read_bytes(), plan_path="")
 
 
-def _build_in_child(
-    path: Path, flavor: Flavor, request: Mapping[str, Any], plan_path: Path
-) -> BuiltPlan:
+def _build_in_child(path: Path, request: BuildRequest, plan_path: Path) -> BuiltPlan:
     """Build in a child process, which writes the plan."""
-    result = _run_worker("build", path, flavor, {**request, "plan_path": str(plan_path)})
+    result = _run_worker(
+        "build", path, request.flavor, {**request.as_json(), "plan_path": str(plan_path)}
+    )
     lists = {name: tuple(result[name]) for name in ("capabilities", "profiles", "warnings")}
     values = {**result, **_records(result), **lists, "held": b"", "plan_path": str(plan_path)}
     return BuiltPlan(**values)

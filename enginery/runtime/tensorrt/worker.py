@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from enginery.core.shapes import Profile
 from enginery.core.subprocess import worker_main
-from enginery.runtime.tensorrt.build import build_in_process
-from enginery.runtime.tensorrt.options import BuildOptions, get_flavor
+from enginery.runtime.tensorrt.build import BuildRequest, build_in_process
+from enginery.runtime.tensorrt.options import get_flavor
 from enginery.runtime.tensorrt.parse import cover_in_process, parse_in_process
 
 
@@ -30,11 +29,7 @@ def handle_request(request: Mapping[str, Any]) -> dict[str, Any]:
         return asdict(cover_in_process(path, flavor=flavor, follow=[_write]))
     built = build_in_process(
         path,
-        [Profile.parse(text) if text else Profile({}) for text in request["profiles"]],
-        flavor=flavor,
-        capabilities=request["capabilities"],
-        options=BuildOptions(**request["options"]),
-        limits=request["limits"],
+        BuildRequest.from_json(request),
         plan_path=Path(request["plan_path"]),
         follow=[_write],
     )

@@ -67,6 +67,7 @@ def plan_batches(
     """
     if len(lengths) == 1:
         return [[0]]
+    # Stable, so that texts of one length stay in the order of the input.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     longest = np.asarray(lengths, np.int64)[order]
     # searchsorted needs ascending numbers.

@@ -109,11 +109,13 @@ class ChatTemplate:
             intercepted_binops = frozenset(("*", "**"))
 
             def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+                # `"a" * 10**9` and powers allocate before the sandbox can see the result.
                 sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
                 if operator == "**" or sizes[0] * sizes[1] > _MAX_REPEATED:
                     raise jinja2.exceptions.SecurityError(f"{operator} is limited")
                 return super().call_binop(context, operator, left, right)
 
+        # Jinja's own filter escapes `<` and `&` for HTML, which models were not trained on.
         def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
             return json.dumps(value, ensure_ascii=False, indent=indent)
 
@@ -126,6 +128,7 @@ class ChatTemplate:
         def reject(message: str) -> NoReturn:
             raise jinja2.TemplateError(message)
 
+        # The settings of transformers' `apply_chat_template`: other blanks would be other tokens.
         environment = Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

@@ -113,6 +113,7 @@ class Languages:
         name = class_name.removesuffix("Fast") or _CLASS_OF_TYPE.get(config.model_type, "")
         if not (convention := _CONVENTIONS.get(name)):
             return cls()
+        # transformers has the list of languages in code; the vocabulary shows the same ones.
         matches = (
             (convention.token.fullmatch(token.removeprefix(HIDDEN)), token_id)
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()

@@ -91,6 +91,7 @@ def read_pooling(directory: Path) -> Pooling:
     Raises:
         ArtifactError: modules.json has an unsupported module, or a file is missing or malformed.
     """
+    # The choice of sentence-transformers for a directory that it has not written.
     if not (directory / "modules.json").is_file():
         return Pooling(
             modes=("mean",),
@@ -127,6 +128,7 @@ def _read_pooling_config(directory: Path) -> Pooling:
             f"{file} is missing, which specifies the pooling.", do="Export the model again."
         )
     config = PoolingConfig.read(directory)
+    # Old files have a switch for each mode, new ones a name.
     modes = tuple(
         mode for mode, key in _MODES.items() if getattr(config, key) or mode in config.pooling_mode
     )

@@ -644,11 +644,13 @@ class TextTokenizer:
         if name == "attention_mask":
             return np.array(mask, dtype)
         if name == "position_ids":
+            # Positions count real tokens only: with padding on the left, the first has position 0.
             return np.asarray(np.maximum(np.cumsum(mask, axis=1) - 1, 0), dtype)
         if name == "token_type_ids":
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
             rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0
+        # The usual request of a server: one text, which needs no padding.
         if len(rows) == 1 and tokens == mask.size:
             return np.array(rows, dtype)
         # One array of all tokens: an array for each row would take longer.
@@ -696,8 +698,10 @@ def check_texts(texts: Sequence[Any], *, what: str = "text", pairs: bool = False
     if isinstance(texts, str | bytes):
         raise InputError(f"found one {what}, expected a list of them.", do=f"Pass [{what}].")
     for index, item in enumerate(texts):
-        is_pair = pairs and isinstance(item, tuple) and len(item) == 2
-        for text in item if is_pair else (item,):
+        parts: Sequence[Any] = (item,)
+        if pairs and isinstance(item, tuple) and len(item) == 2:
+            parts = item
+        for text in parts:
             if not isinstance(text, str):
                 raise InputError(f"{what} {index} is a {type(text).__name__}, expected a string.")
             if not text.isascii():

@@ -17,24 +17,30 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import describe_value
-from enginery.serve.api.endpoints import Routes, json_response, registry_of
+from enginery.serve.api.endpoints import (
+    Routes,
+    has_task,
+    json_response,
+    registry_of,
+    require_task,
+)
 from enginery.serve.api.errors import invalid_field
 from enginery.serve.api.generate import (
+    StreamedRequest,
     event_stream,
-    require_generator,
-    run_generation,
+    run_stream,
     sent_event,
 )
 from enginery.serve.api.openai import find_model
 from enginery.serve.api.requests import RequestBody, Schema, Texts, invalid_value
-from enginery.serve.generation.jobs import GenerationJob, GenerationPlan
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("openai")
@@ -184,9 +190,7 @@ class _Answer:
     """How the texts of a request are sent."""
 
     request: Request
-    model: ServedModel
-    prepare: Callable[[], list[GenerationJob]]
-    inputs: Sequence[str]
+    streamed: StreamedRequest
     count: int
     """Number of texts of each input."""
     head: Mapping[str, Any]
@@ -205,8 +209,8 @@ class _Answer:
 
     async def texts(self) -> list[tuple[str, str]]:
         """Return the texts, each with the reason of its end."""
-        results: list[tuple[str, str]] = [("", "")] * (len(self.inputs) * self.count)
-        steps = run_generation(self.request, self.model, self.prepare, self.inputs)
+        results: list[tuple[str, str]] = [("", "")] * (len(self.streamed.inputs) * self.count)
+        steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position, generation in enumerate(step.results):
@@ -232,7 +236,7 @@ class _Answer:
         """
         usage: dict[str, Any] = {"usage": None} if with_usage else {}
         begun: set[int] = set()
-        steps = run_generation(self.request, self.model, self.prepare, self.inputs)
+        steps = run_stream(self.request, self.streamed)
         async with aclosing(steps):
             async for step in steps:
                 for position in range(self.count):
@@ -261,30 +265,36 @@ class _Answer:
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Answer POST /v1/completions."""
-    model, plan = _select(request, body)
-    if plan.modality != "text":
+    model, task = _select(request, body)
+    if task.modality != "text":
         raise invalid_field(
             f"model '{model.name}' takes images, expected one that takes texts.",
             field="model",
             do="Send images to /generate.",
         )
-    if body.echo and plan.has_encoder:
+    if body.echo and task.has_encoder:
         raise invalid_field(
             "echo: found true, but this model does not continue its prompt.", field="echo"
         )
-    options = _options(body, plan, body.max_tokens)
-    if plan.has_encoder or body.source_language or body.target_language:
+    options = _options(body, task, body.max_tokens)
+    if task.has_encoder or body.source_language or body.target_language:
         options |= {
             "source_language": body.source_language,
             "target_language": body.target_language,
         }
-    if not (body.max_tokens or plan.has_encoder or plan.has_own_length):
+    if not (body.max_tokens or task.has_encoder or task.has_own_length):
         options["max_new_tokens"] = _DEFAULT_TOKENS
     stream = bool(body.stream)
     prepare = partial(
-        plan.jobs, body.prompt, options, streams=stream, keep_stop=False, whole=plan.has_encoder
+        task.preprocess,
+        body.prompt,
+        task.Options.read(options),
+        streams=stream,
+        keep_stop=False,
+        whole=task.has_encoder,
     )
-    answer = _answer(request, model, body, prepare, body.prompt, "cmpl", "text_completion")
+    streamed = StreamedRequest(model, task, prepare, body.prompt)
+    answer = _answer(request, streamed, body, "cmpl", "text_completion")
 
     def echoed(index: int) -> str:
         return body.prompt[index // answer.count] if body.echo else ""
@@ -317,7 +327,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer POST /v1/chat/completions."""
-    model, plan = _select(request, body)
+    model, task = _select(request, body)
     messages = [
         {"role": message.role, "content": _content(message, position)}
         for position, message in enumerate(body.messages)
@@ -328,12 +338,13 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             f"{body.max_completion_tokens}, expected one of them.",
             field="max_completion_tokens",
         )
-    options = _options(body, plan, body.max_completion_tokens or body.max_tokens)
+    options = _options(body, task, body.max_completion_tokens or body.max_tokens)
     stream = bool(body.stream)
-    prepare = partial(plan.chat_jobs, messages, options, streams=stream)
+    prepare = partial(task.preprocess_chat, messages, task.Options.read(options), streams=stream)
     text = "".join(message["content"] for message in messages)
     kind = "chat.completion.chunk" if stream else "chat.completion"
-    answer = _answer(request, model, body, prepare, [text], "chatcmpl", kind)
+    streamed = StreamedRequest(model, task, prepare, [text])
+    answer = _answer(request, streamed, body, "chatcmpl", kind)
 
     def change(index: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -361,12 +372,14 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     return json_response({**answer.head, "choices": choices, "usage": answer.usage})
 
 
-def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, GenerationPlan]:
-    """Return the model of a request, whose fields are all supported."""
+def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Generate]:
+    """Return the model of a request, whose fields are all supported, and its task."""
     model = find_model(
-        registry_of(request), body.model or "", fits=lambda model: model.plan is not None
+        registry_of(request),
+        body.model or "",
+        fits=lambda model: has_task(model, (Generate.verb,)),
     )
-    plan = require_generator(request, model)
+    task = cast("Generate", require_task(request, model, Generate.verb))
     for name, harmless in _UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and not any(
@@ -378,10 +391,10 @@ def _select(request: Request, body: SamplingRequest) -> tuple[ServedModel, Gener
                 field=name,
                 do="Leave it out.",
             )
-    return model, plan
+    return model, task
 
 
-def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None) -> dict[str, Any]:
+def _options(body: SamplingRequest, task: Generate, max_tokens: int | None) -> dict[str, Any]:
     """Return the options of generation by name; None for the model's own."""
     options: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -395,7 +408,7 @@ def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None
         options["temperature"] = body.temperature if options["do_sample"] else None
     elif body.top_p is not None and body.top_p < 1:
         options |= {"do_sample": True, "num_beams": 1}
-    defaults = plan.generator.options
+    defaults = task.defaults
     draws = options.get("do_sample", defaults.do_sample)
     if (body.n or 1) > 1 and not draws and options.get("num_beams", defaults.num_beams) == 1:
         raise invalid_field(
@@ -403,31 +416,25 @@ def _options(body: SamplingRequest, plan: GenerationPlan, max_tokens: int | None
             field="n",
             do="Set a temperature above 0.",
         )
-    if max_tokens is not None and max_tokens > plan.max_new_tokens:
+    if max_tokens is not None and max_tokens > task.limits.max_new_tokens:
         raise invalid_field(
-            f"max_tokens is {max_tokens}, expected at most {plan.max_new_tokens}.",
+            f"max_tokens is {max_tokens}, expected at most {task.limits.max_new_tokens}.",
             field="max_tokens",
         )
     return options
 
 
 def _answer(
-    request: Request,
-    model: ServedModel,
-    body: SamplingRequest,
-    prepare: Callable[[], list[GenerationJob]],
-    inputs: Sequence[str],
-    prefix: str,
-    kind: str,
+    request: Request, streamed: StreamedRequest, body: SamplingRequest, prefix: str, kind: str
 ) -> _Answer:
     record = request.scope["state"]["record"]
     head = {
         "id": f"{prefix}-{record.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": model.name,
+        "model": streamed.model.name,
     }
-    return _Answer(request, model, prepare, inputs, body.n or 1, head)
+    return _Answer(request, streamed, body.n or 1, head)
 
 
 def _wants_usage(body: SamplingRequest) -> bool:

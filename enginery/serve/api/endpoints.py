@@ -18,6 +18,7 @@ from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
 from enginery.serve.api.errors import fault_response, invalid_field
 from enginery.serve.api.requests import json_object, parse
+from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
 from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel, UnavailableError
@@ -180,9 +181,7 @@ def require_task(request: Request, model: ServedModel, *verbs: str) -> Task:
     if task is not None and (not verbs or task.verb in verbs):
         return task
     purposes = " or ".join(TASKS[verb].purpose for verb in verbs)
-    if model.plan is not None:
-        do = f"It generates text: POST /predict/{model.name}, /generate or /v1/completions."
-    elif task is not None:
+    if task is not None:
         do = f"It {task.purpose}: POST /predict/{model.name}."
     else:
         do = f"Send tensors: POST /v2/models/{model.name}/infer."
@@ -219,8 +218,12 @@ async def run_inference(
     Returns:
         A result for each input; for tensors, the graph's outputs by name.
     """
-    result = await model.infer(task, inputs, task.Options.read(options, where=where))
-    record = request.scope["state"]["record"]
+    record, timings = request.scope["state"]["record"], Timings()
+    read = task.Options.read(options, where=where)
+    try:
+        result = await model.infer(task, inputs, read, timings)
+    finally:  # tokens count also if the client has gone
+        record.generated, record.first_token_at = timings.generated, timings.first_token_at
     record.timings, record.inputs = result.timings, count_inputs(inputs)
     record.characters = count_characters(inputs)
     record.compute_type = "cpu" if model.backend.on_cpu else "gpu"

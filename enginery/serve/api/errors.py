@@ -68,9 +68,7 @@ class HTTPError(EngineryError):
         do: str = "",
         field: str = "",
         code: str = "",
-        is_empty: bool = False,
         retry_after_seconds: float = 0.0,
-        headers: dict[str, str] | None = None,
     ) -> None:
         """Create an error.
 
@@ -80,14 +78,17 @@ class HTTPError(EngineryError):
             do: what the client can do about it.
             field: the invalid field of the body; OpenAI's format includes it.
             code: OpenAI's error code.
-            is_empty: the input is empty, for which text-embeddings-inference has its own type.
             retry_after_seconds: when to retry; 0 if retrying would not help.
-            headers: further headers of the response.
         """
         super().__init__(message, do=do)
-        self.status, self.field, self.code, self.is_empty = status, field, code, is_empty
+        self.status, self.field, self.code = status, field, code
         self.retry_after_seconds = retry_after_seconds
-        self.headers = headers or {}
+        self.headers: dict[str, str] = {}
+        """Further headers of the response."""
+
+
+class EmptyInputError(HTTPError):
+    """The input is empty, for which text-embeddings-inference has its own type of error."""
 
 
 def invalid_body(message: str, *, do: str = "") -> HTTPError:
@@ -103,7 +104,7 @@ def invalid_field(message: str, *, field: str, do: str = "") -> HTTPError:
 def empty_input(field: str, message: str = "") -> HTTPError:
     """Return the error for an empty input: 400."""
     message = message or f"{field} is empty, expected one input or more."
-    return HTTPError(400, message, field=field, is_empty=True)
+    return EmptyInputError(400, message, field=field)
 
 
 def to_http_error(error: EngineryError) -> HTTPError:
@@ -162,7 +163,8 @@ def protocol_of(path: str) -> Protocol:
 
 def _body(protocol: Protocol, status: int, message: str, error: HTTPError) -> dict[str, Any]:
     if protocol == "tei":
-        kind = "Empty" if error.is_empty else _TEI_TYPES.get(status, "Validation")
+        is_empty = isinstance(error, EmptyInputError)
+        kind = "Empty" if is_empty else _TEI_TYPES.get(status, "Validation")
         return {"error": message, "error_type": kind}
     if protocol == "openai":
         fallback = ("server_error" if status >= 500 else "invalid_request_error", None)

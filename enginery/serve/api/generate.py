@@ -1,4 +1,4 @@
-"""POST /generate and /generate_stream: generate text, with the options of `TextGenerator`.
+"""POST /generate and /generate_stream: generate text, with the options of `Model.generate`.
 
     $ curl localhost:8000/generate \
         -d '{"inputs": "The engine", "parameters": {"max_new_tokens": 32}}'
@@ -12,11 +12,11 @@ whole text. /predict/{model} answers as /generate does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -26,14 +26,14 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
-from enginery.runtime.generation.generator import Generation
-from enginery.runtime.tasks.task import ProcessingCost
+from enginery.runtime.tasks.generate import Generate, Generation
+from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
     json_response,
-    registry_of,
-    require_ready,
+    run_inference,
+    select_model,
 )
 from enginery.serve.api.errors import (
     error_response,
@@ -51,15 +51,11 @@ from enginery.serve.api.requests import (
     array_of,
     file_from_base64,
 )
+from enginery.serve.batching.generation import Progress
 from enginery.serve.batching.scheduler import Timings
-from enginery.serve.generation.jobs import GenerationJob, GenerationPlan, Progress
-from enginery.serve.models.registry import ModelRegistry
 from enginery.serve.models.served_model import ServedModel
 
 routes = Routes("plain")
-
-_MEDIUM_CHARACTERS = 2048
-"""Number of characters that take about a millisecond to tokenize."""
 
 Parameters = Annotated[
     dict[str, Any] | None, Field(description="an object with options of generation")
@@ -111,6 +107,23 @@ class Generated(Schema):
     details: Details
 
 
+def generated_json(result: Sequence[Generation]) -> Any:
+    """Return the texts of an input as text-generation-inference has them: one, or a list."""
+    texts = [
+        {
+            "generated_text": generation.text,
+            "details": {
+                "finish_reason": generation.finish,
+                "generated_tokens": len(generation.tokens),
+                "prompt_tokens": generation.prompt_tokens,
+                "score": generation.score,
+            },
+        }
+        for generation in result
+    ]
+    return texts[0] if len(texts) == 1 else texts
+
+
 @routes.post(
     "/generate",
     "/generate/{model}",
@@ -122,11 +135,12 @@ class Generated(Schema):
 )
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Answer POST /generate: the texts for one input or for a list of them."""
-    model, plan = select_generator(request, body.model)
+    model, task = select_model(request, body.model, Generate.verb)
     texts, single = body.inputs
-    inputs = read_files(plan, texts)
-    results = await generate_texts(request, model, plan, inputs, body.parameters or {})
-    return json_response(results[0] if single else results)
+    inputs = read_files(task, texts)
+    results = await run_inference(request, model, task, inputs, body.parameters or {})
+    outputs = [generated_json(result) for result in results]
+    return json_response(outputs[0] if single else outputs)
 
 
 @routes.post(
@@ -141,23 +155,24 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
 )
 async def generate_stream(request: Request, body: GenerateRequest) -> Response:
     """Answer POST /generate_stream: the text for one input as server-sent events."""
-    model, plan = select_generator(request, body.model)
-    inputs, parameters = read_files(plan, body.inputs[0]), body.parameters or {}
+    model, task = select_generator(request, body.model)
+    inputs = read_files(task, body.inputs[0])
     if len(inputs) != 1:
         raise invalid_field(
             f"inputs: found {len(inputs)}, expected one for a stream.",
             field="inputs",
             do="Send a request for each, or send them to /generate.",
         )
-    _, options = plan.read_options(parameters)
-    if options.num_return_sequences > 1:
+    options = task.Options.read(body.parameters or {})
+    _, chosen = task.resolve(options)
+    if chosen.num_return_sequences > 1:
         raise invalid_field(
-            f"parameters.num_return_sequences: found {options.num_return_sequences}, expected 1 "
+            f"parameters.num_return_sequences: found {chosen.num_return_sequences}, expected 1 "
             "for a stream.",
             field="parameters.num_return_sequences",
         )
-    prepare = partial(plan.jobs, inputs, parameters, streams=True)
-    steps = run_generation(request, model, prepare, inputs)
+    prepare = partial(task.preprocess, inputs, options, streams=True)
+    steps = run_stream(request, StreamedRequest(model, task, prepare, inputs))
 
     async def events() -> AsyncGenerator[bytes]:
         index = 0
@@ -169,122 +184,56 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
                     continue
                 result: dict[str, Any] = {"generated_text": None, "details": None}
                 if last:
-                    result = _describe(step.results[0], step.prompt_tokens)
+                    result = generated_json(step.results)
                 yield sent_event({"index": index, "token": {"text": text}, **result})
                 index += 1
 
     return await event_stream(events())
 
 
-def select_generator(request: Request, name: str | None) -> tuple[ServedModel, GenerationPlan]:
-    """Return the model that the path or body names, or the only one that generates text.
+@dataclass(frozen=True)
+class StreamedRequest:
+    """What a request asks a model to generate, step by step."""
+
+    model: ServedModel
+    """The model, which must be ready."""
+    task: Generate
+    prepare: Callable[[], ModelInputs]
+    """Prepares the inputs; called in a thread."""
+    inputs: Sequence[Any]
+    """The inputs, for their number and size."""
+
+
+def select_generator(request: Request, name: str | None) -> tuple[ServedModel, Generate]:
+    """Return the model that generates text, and its task; see `select_model`."""
+    model, task = select_model(request, name, Generate.verb)
+    return model, cast("Generate", task)
+
+
+def read_files(task: Task, inputs: Sequence[str]) -> list[Any]:
+    """Return texts as they are, and images or audio from base64.
 
     Raises:
-        UnknownModelError: no model has this name.
-        ModelChoiceError: the request names no model, and not exactly one generates text.
-        UnavailableError: the model is not ready.
-        HTTPError: the model was exported for another task.
+        HTTPError: an input is not a file in base64.
     """
-    registry: ModelRegistry = registry_of(request)
-    named = request.path_params.get("model") or name or ""
-    model = registry.select(named, lambda model: model.plan is not None)
-    return model, require_generator(request, model)
-
-
-def require_generator(request: Request, model: ServedModel) -> GenerationPlan:
-    """Return how a model's requests are prepared.
-
-    Raises:
-        UnavailableError: the model is not ready.
-        HTTPError: the model was exported for another task.
-    """
-    plan = require_ready(request, model).plan
-    if plan is not None:
-        return plan
-    task = model.task
-    raise invalid_field(
-        f"model '{model.name}' was exported for {model.artifact.manifest.task}, expected a model "
-        "that generates text.",
-        field="model",
-        do=f"It {task.purpose}: POST /predict/{model.name}."
-        if task
-        else f"Send tensors: POST /v2/models/{model.name}/infer.",
-    )
-
-
-def read_files(plan: GenerationPlan, inputs: Sequence[str]) -> list[Any]:
-    """Return texts as they are, and images from base64.
-
-    Raises:
-        HTTPError: an input is not an image in base64.
-    """
-    if plan.modality == "text":
+    if task.modality == "text":
         return list(inputs)
     return [
-        file_from_base64(text, f"inputs[{index}]", plan.modality)
+        file_from_base64(text, f"inputs[{index}]", task.modality)
         for index, text in enumerate(inputs)
     ]
 
 
-async def generate_texts(
-    request: Request,
-    model: ServedModel,
-    plan: GenerationPlan,
-    inputs: Sequence[Any],
-    parameters: Mapping[str, Any],
-) -> list[Any]:
-    """Generate the texts of inputs.
-
-    Args:
-        request: the request.
-        model: the model.
-        plan: how its requests are prepared.
-        inputs: texts, or contents of image files.
-        parameters: the options by name.
-
-    Returns:
-        A result for each input, or a list of `num_return_sequences` results.
-    """
-    prepare = partial(plan.jobs, inputs, parameters)
-    results: list[Any] = [None] * len(inputs)
-    async with aclosing(run_generation(request, model, prepare, inputs)) as steps:
-        async for step in steps:
-            if step.results:
-                described = [
-                    _describe(generation, step.prompt_tokens) for generation in step.results
-                ]
-                results[step.index] = described[0] if len(described) == 1 else described
-    return results
-
-
-async def run_generation(
-    request: Request,
-    model: ServedModel,
-    prepare: Callable[[], list[GenerationJob]],
-    inputs: Sequence[Any],
-) -> AsyncGenerator[Progress]:
-    """Yield the progress of each step, and add timings and counts to the request's record.
-
-    Args:
-        request: the request.
-        model: the model, which must be ready.
-        prepare: prepares the inputs; called in a thread.
-        inputs: the inputs, for their number and size.
-    """
+async def run_stream(request: Request, streamed: StreamedRequest) -> AsyncGenerator[Progress]:
+    """Yield the progress of each step, and add timings and counts to the request's record."""
     record, timings = request.scope["state"]["record"], Timings()
-    texts = [item for item in inputs if isinstance(item, str)]
-    record.characters = sum(map(len, texts))
-    record.compute_type = "cpu" if model.backend.on_cpu else "gpu"
-    short = len(texts) == len(inputs) and record.characters <= _MEDIUM_CHARACTERS
-    cost: ProcessingCost = "medium" if short else "heavy"
-    tokens: dict[int, int] = {}
-    steps = model.generate(prepare, timings, inputs=len(inputs), cost=cost)
+    record.characters = count_characters(streamed.inputs)
+    record.compute_type = "cpu" if streamed.model.backend.on_cpu else "gpu"
+    steps = streamed.model.stream(streamed.task, streamed.prepare, timings, streamed.inputs)
     async with aclosing(steps):
         async for step in steps:
-            record.timings, record.inputs = timings, len(inputs)
-            record.first_token_at = record.first_token_at or perf_counter()
-            tokens[step.index] = step.tokens
-            record.generated = sum(tokens.values())
+            record.timings, record.inputs = timings, len(streamed.inputs)
+            record.generated, record.first_token_at = timings.generated, timings.first_token_at
             yield step
 
 
@@ -331,15 +280,3 @@ class EventStream(Response):
 async def event_stream(events: AsyncGenerator[bytes]) -> Response:
     """Return the response of events; an error before the first one is raised."""
     return EventStream(await anext(events), events)
-
-
-def _describe(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    return {
-        "generated_text": generation.text,
-        "details": {
-            "finish_reason": generation.finish,
-            "generated_tokens": len(generation.tokens),
-            "prompt_tokens": prompt_tokens,
-            "score": generation.score,
-        },
-    }

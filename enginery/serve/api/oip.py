@@ -29,7 +29,7 @@ from enginery.core.errors import nearest
 from enginery.core.version import __version__
 from enginery.runtime.tasks.classify import LabelOptions, label_names
 from enginery.runtime.tasks.results import output_tensors
-from enginery.runtime.tasks.task import MAX_RESULTS
+from enginery.runtime.tasks.task import MAX_RESULTS, Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
     Routes,
@@ -291,7 +291,7 @@ async def infer(request: Request) -> Response:
     selections = _selected_outputs(body, binary=bool(binary))
     options = {name: value for name, value in parameters.items() if name not in _IGNORED}
     graph_inputs = {spec.name for spec in model.backend.record.inputs}
-    if model.task and not graph_inputs & {tensor.name for tensor in tensors}:
+    if _tensor_task(model) and not graph_inputs & {tensor.name for tensor in tensors}:
         outputs = await _infer_task(request, model, tensors, options, selections)
     else:
         for name in options:
@@ -376,16 +376,15 @@ async def model_configuration(request: Request) -> Response:
     """
     model = require_ready(request, _model(request))
     inputs, outputs = _tensors_of(model)
+    # A request has the inputs of the task, or those of the graph.
+    is_optional = _tensor_task(model) is not None
     return json_response(
         {
             "name": model.name,
             "platform": PLATFORM,
             "backend": "onnxruntime",
             "max_batch_size": 0,
-            # A request has the inputs of the task, or those of the graph.
-            "input": [
-                {**_config_tensor(tensor), "optional": bool(model.task)} for tensor in inputs
-            ],
+            "input": [{**_config_tensor(tensor), "optional": is_optional} for tensor in inputs],
             "output": [_config_tensor(tensor) for tensor in outputs],
         }
     )
@@ -437,9 +436,15 @@ async def model_metadata(request: Request) -> Response:
     )
 
 
+def _tensor_task(model: ServedModel) -> Task | None:
+    """Return the model's task if its results are tensors; None for generated texts."""
+    task = model.task
+    return task if task is not None and output_tensors(task.result_type) else None
+
+
 def _tensors_of(model: ServedModel) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the metadata of inputs and outputs: of the task, then of the graph."""
-    inputs, outputs = task_metadata(model.task, model.backend.dim)
+    inputs, outputs = task_metadata(_tensor_task(model), model.backend.dim)
     record = model.backend.record
     return (
         [*inputs, *map(tensor_metadata, record.inputs)],
@@ -493,7 +498,7 @@ async def _infer_task(
     options: dict[str, Any],
     selections: list[OutputSelection],
 ) -> list[InferTensor]:
-    task = model.task
+    task = _tensor_task(model)
     if task is None:
         raise AssertionError("only called for a model that answers a task")
     classes = max((selection.classes for selection in selections), default=0)

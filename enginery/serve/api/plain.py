@@ -20,6 +20,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import PLURALS, Modality, Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -27,12 +28,11 @@ from enginery.serve.api.endpoints import (
     config_of,
     json_response,
     registry_of,
-    require_ready,
     require_task,
     run_inference,
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
-from enginery.serve.api.generate import generate_texts
+from enginery.serve.api.generate import generated_json
 from enginery.serve.api.requests import (
     FILES,
     FieldValueError,
@@ -44,7 +44,6 @@ from enginery.serve.api.requests import (
     token_ids,
     unknown_field,
 )
-from enginery.serve.generation.jobs import GenerationPlan
 
 routes = Routes("plain")
 
@@ -96,27 +95,22 @@ class PredictInputs:
 async def predict_any(request: Request) -> Response:
     """Answer POST /predict/{model}: run the model's task."""
     model = registry_of(request).get(request.path_params["model"])
-    plan = require_ready(request, model).plan
-    if plan is not None:
-        inputs = await _read(request, plan)
-        texts = await generate_texts(request, model, plan, inputs.items, inputs.parameters)
-        outputs = texts[0] if inputs.single else texts
-        return json_response({"model": model.name, "outputs": outputs, "truncated": 0})
     task = require_task(request, model)
     inputs = await _read(request, task)
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
     )
+    outputs = list(map(generated_json, results)) if isinstance(task, Generate) else results
     return json_response(
         {
             "model": model.name,
-            "outputs": results[0] if inputs.single else results,
+            "outputs": outputs[0] if inputs.single else outputs,
             "truncated": request.scope["state"]["record"].timings.truncated,
         }
     )
 
 
-async def _read(request: Request, task: Task | GenerationPlan) -> PredictInputs:
+async def _read(request: Request, task: Task) -> PredictInputs:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_form = kind == "multipart/form-data"
     takes_files = task.modality != "text"
@@ -204,11 +198,11 @@ async def _read_form(request: Request, modality: Modality) -> PredictInputs:
     return PredictInputs(files, parameters, single=len(files) == 1)
 
 
-def read_inputs(task: Task | GenerationPlan, value: Any) -> tuple[list[Any], bool]:
+def read_inputs(task: Task, value: Any) -> tuple[list[Any], bool]:
     """Parse the inputs of a task from JSON.
 
     Args:
-        task: the task, or what stands for it if texts are generated.
+        task: the task.
         value: an input or a list of inputs. An input is a text, token ids, or a file in base64;
             with two parts, [first, second] or an object with their names.
 
@@ -229,7 +223,7 @@ def read_inputs(task: Task | GenerationPlan, value: Any) -> tuple[list[Any], boo
     return items, False
 
 
-def expected_inputs(task: Task | GenerationPlan) -> str:
+def expected_inputs(task: Task) -> str:
     """Describe the inputs that a task takes, for error messages."""
     if task.inputs[0].takes_token_ids:
         return "a string, a list of strings, or token ids"
@@ -240,7 +234,7 @@ def expected_inputs(task: Task | GenerationPlan) -> str:
     return f"{first}{named}, or a list of them"
 
 
-def _read_input(task: Task | GenerationPlan, value: Any, name: str, expected: str) -> Any:
+def _read_input(task: Task, value: Any, name: str, expected: str) -> Any:
     if len(task.inputs) > 1:
         return _read_parts(task, value, name, expected)
     if task.inputs[0].takes_token_ids and isinstance(value, list):
@@ -256,7 +250,7 @@ def _read_input(task: Task | GenerationPlan, value: Any, name: str, expected: st
     return value if task.modality == "text" else file_from_base64(value, name, task.modality)
 
 
-def _read_parts(task: Task | GenerationPlan, value: Any, name: str, expected: str) -> Any:
+def _read_parts(task: Task, value: Any, name: str, expected: str) -> Any:
     first, second = task.inputs
     if isinstance(value, str) and second.optional:
         return value

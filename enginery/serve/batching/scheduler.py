@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
-from enginery.serve.batching.workers import BatchResult, Workers
+from enginery.serve.batching.workers import BatchResult, WorkerOptions, Workers
 
 _QUEUE_SHARE = 4
 """A request may use 1/4 of the queue at a time; the rest of it follows later."""
@@ -35,6 +34,10 @@ class Timings:
     """Number of tokens of all inputs, special tokens included."""
     truncated: int = 0
     """Number of inputs that were truncated."""
+    generated: int = 0
+    """Number of generated tokens."""
+    first_token_at: float = 0.0
+    """When the first token was generated, by `time.perf_counter`; 0 if none was."""
 
 
 @dataclass(frozen=True)
@@ -194,44 +197,42 @@ class BatchScheduler(RowScheduler):
 
     def __init__(
         self,
+        queue: BatchQueue,
         run: Callable[[Sequence[QueueEntry]], list[Any]],
-        rules: BatchRules,
         loop: asyncio.AbstractEventLoop,
+        workers: WorkerOptions,
         *,
-        workers: int,
-        max_rows: int,
-        max_tokens: int,
-        max_wait_seconds: float,
         on_batch: Callable[[BatchStatistics], None],
-        prepare: Callable[[], object] | None = None,
-        name: str = "model",
     ) -> None:
         """Start the workers.
 
         Args:
+            queue: the waiting rows.
             run: runs a batch in a worker's thread; returns an output for each row.
-            rules: the limits of a batch.
             loop: the event loop of the requests.
-            workers: number of worker threads.
-            max_rows: maximum number of waiting rows.
-            max_tokens: maximum number of waiting tokens.
-            max_wait_seconds: maximum estimated wait of a request.
+            workers: the worker threads.
             on_batch: called in the event loop for each batch that ran.
-            prepare: called in every worker's thread before its first batch.
-            name: name of the model, for the threads.
         """
-        queue = BatchQueue(
-            rules, max_rows=max_rows, max_tokens=max_tokens, max_wait_seconds=max_wait_seconds
-        )
         super().__init__(queue, loop, on_batch=on_batch)
-        self.workers = Workers(
-            queue, run, self._finished, count=workers, prepare=prepare, name=name
-        )
+        self.workers = Workers(queue, run, self._finished, workers)
 
     def close(self, *, drain: bool) -> None:
         """Accept no more requests; with `drain` run the waiting ones, else fail them."""
         for entry in self.queue.close(drain=drain):
             self.fail_entry(entry, ClosedError("the model is shutting down."))
+
+    @property
+    def alive(self) -> bool:
+        """True if every worker is alive."""
+        return self.workers.alive
+
+    def busy_seconds(self) -> float:
+        """Return how long the longest-running batch has been running, in seconds."""
+        return self.workers.busy_seconds()
+
+    def info(self) -> dict[str, Any]:
+        """Return no figures beside those of the queue."""
+        return {}
 
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the workers after `close`; return True if all have ended."""

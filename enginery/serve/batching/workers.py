@@ -32,6 +32,19 @@ class BatchResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How many threads run batches, and what each does first."""
+
+    count: int
+    """Number of threads."""
+    prepare: Callable[[], object] | None = None
+    """Called in every thread, one after another, before it takes a batch; a CUDA graph has to be
+    recorded in the thread that replays it."""
+    name: str = "model"
+    """Name of the model, for the threads."""
+
+
 class Workers:
     """The worker threads of one model."""
 
@@ -40,10 +53,7 @@ class Workers:
         queue: BatchQueue,
         run: Callable[[Sequence[QueueEntry]], list[Any]],
         deliver: Callable[[BatchResult], None],
-        *,
-        count: int,
-        prepare: Callable[[], object] | None = None,
-        name: str = "model",
+        options: WorkerOptions,
     ) -> None:
         """Start the threads.
 
@@ -51,13 +61,11 @@ class Workers:
             queue: source of batches; after it is closed, the threads end once it is empty.
             run: returns an output for each row of a batch; raises EngineryError if it fails.
             deliver: called with every result, in the worker's thread.
-            count: number of threads.
-            prepare: called in every thread, one after another, before it takes a batch; a CUDA
-                graph has to be recorded in the thread that replays it.
-            name: name of the model, for the threads.
+            options: the number of threads, and what each does first.
         """
         self._queue, self._run, self._deliver = queue, run, deliver
-        self._prepare, self._preparing = prepare, threading.Lock()
+        count, name = options.count, options.name
+        self._prepare, self._preparing = options.prepare, threading.Lock()
         self._prepared: list[Future[None]] = [Future() for _ in range(count)]
         self._since: list[float] = [0.0] * count
         self._threads = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,11 @@ from enginery.core.shapes import Profile
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.tasks.task import Row, RowTask, TaskOptions
 from enginery.serve.batching.queue import ClosedError, OverloadedError, QueueEntry
-from enginery.serve.batching.scheduler import RowScheduler
+from enginery.serve.batching.scheduler import RowScheduler, Timings
 from enginery.serve.batching.workers import BatchResult
 from enginery.serve.config import ServeConfig
 from enginery.serve.device import wire
-from enginery.serve.generation.jobs import Progress
-from enginery.serve.models.backend import ModelFiles
+from enginery.serve.models.backend import ModelFiles, open_task
 from enginery.serve.models.registry import ModelRegistry, ReloadResult
 from enginery.serve.models.served_model import InferenceResult, ServedModel, UnavailableError
 
@@ -142,7 +141,13 @@ class FrontModel(ServedModel):
         """True if requests are accepted; those that come before `state` is ready wait for it."""
         return bool(self.numbers) and self.state in ("ready", "loading")
 
-    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+    async def infer(
+        self,
+        task: RowTask,
+        inputs: Any,
+        options: TaskOptions,
+        timings: Timings | None = None,
+    ) -> InferenceResult:
         """Run inference on the inputs of a request; see `ServedModel.infer`.
 
         A front that is still loading waits for its device instead of refusing: other fronts may
@@ -153,7 +158,7 @@ class FrontModel(ServedModel):
                 await asyncio.wait_for(self._is_ready.wait(), _OPEN_SECONDS)
             if self.state == "loading":
                 raise UnavailableError(f"{self.name}: {self.reason}.")
-        return await super().infer(task, inputs, options)
+        return await super().infer(task, inputs, options, timings)
 
     @property
     def queued_rows(self) -> int:
@@ -216,10 +221,6 @@ class FrontModel(ServedModel):
             "devices": [device_info["providers"] for device_info in described],
         }
 
-    def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Progress]:
-        """Raise AssertionError: models that generate texts are not served by fronts."""
-        raise AssertionError("models that generate texts have their sessions in the same process")
-
     def load(self) -> None:
         """Raise AssertionError: the files are opened when a device process says which."""
         raise AssertionError("a front opens a model when a device process has loaded it")
@@ -238,13 +239,14 @@ class FrontModel(ServedModel):
         if content != described["content"]:
             raise UnavailableError(f"{self.path} has been replaced since it was loaded.")
         info = described["info"]
+        record = artifact.graph(described["graph"])
         self._files = ModelFiles(
             artifact,
-            artifact.graph(described["graph"]),
+            record,
+            open_task(artifact, record, self._config, self._pool.encode_in_parallel),
             self._config,
             providers=[Provider(**provider) for provider in info["providers"]],
             profiles=[Profile.parse(engine["profile"]) for engine in info["engines"]],
-            parallel_encode=self._pool.encode_in_parallel,
         )
         self._files.dim = info.get("dim", 0)
         self.content = content

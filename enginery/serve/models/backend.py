@@ -15,33 +15,31 @@ from enginery.core.errors import EngineryError, InputError, ProviderError
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, canonical_dim, dynamic_dims
-from enginery.runtime.generation.batch import RunningBatch
-from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.machine import usable_cores
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import parse_providers
 from enginery.runtime.tasks import manifest_task
-from enginery.runtime.tasks.audio import AudioTask
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.images import ImageTask
-from enginery.runtime.tasks.task import MediaTask, Row, RowTask, Task
+from enginery.runtime.tasks.generate import Generate
+from enginery.runtime.tasks.task import InputLimits, MediaTask, Row, RowTask, Task
 from enginery.runtime.tasks.tensors import Tensors
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
 from enginery.runtime.text.tokenizer import Encode
 from enginery.serve.batching.cost import BatchCost, CostEstimator, choose_max_tokens, measure_cost
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import QueueEntry
 from enginery.serve.batching.scheduler import BatchStatistics
 from enginery.serve.config import ServeConfig
-from enginery.serve.generation.jobs import GenerationJob, GenerationPlan
 from enginery.serve.models.quick_texts import quick_characters
 
 _MAX_MEDIA_CPU = 8
 """Maximum batch size of images and audio on a CPU, where batches are hardly faster per input."""
 _MAX_AUDIO_TOKENS = 4096
 """Maximum number of tokens of a batch of audio, 20 ms each, which bounds its memory."""
+_PROBE_TOKENS = 8
 _MEASURED_TOKENS, _MEASURED_ROWS = 128, 32
 """Tokens of a row, and rows, of the large batch that is measured on a GPU."""
 _RULES_UPDATE_BATCHES = 64
@@ -58,21 +56,21 @@ class ModelFiles:
         self,
         artifact: Artifact,
         record: GraphRecord,
+        task: Task | None,
         options: ServeConfig,
         *,
         providers: Sequence[Provider],
         profiles: Sequence[Profile] = (),
-        parallel_encode: ParallelEncode | None = None,
     ) -> None:
-        """Open the model's tokenizer or processor.
+        """Take an opened task.
 
         Args:
             artifact: the artifact.
             record: the graph that runs.
+            task: the artifact's task; None if it is not supported, so that only raw tensors are.
             options: the options of the server.
             providers: what runs the graph, the first provider first.
             profiles: the profiles of the engines; empty without engines.
-            parallel_encode: runs the encoding of a list of texts.
 
         Raises:
             ArtifactError: a file is missing or malformed.
@@ -82,30 +80,16 @@ class ModelFiles:
         self.on_cpu = providers[0].name == CPU
         self.config = ModelConfig.read(artifact.path)
         self.tensors = replace(Tensors.open(artifact, record), profiles=profiles)
-        self.task: Task | None = None
-        """The artifact's task; None if it is not supported, so that only raw tensors are."""
-        definition = manifest_task(artifact.manifest, record)
-        if definition is not None:
-            self.task = definition.open(artifact, record)
-        if isinstance(self.task, TextTask):
-            self.task = replace(
-                self.task, tokenizer=replace(self.task.tokenizer, parallel_encode=parallel_encode)
-            )
-        elif isinstance(self.task, ImageTask):
-            self.task = replace(self.task, max_pixels=options.max_pixels)
-        elif isinstance(self.task, AudioTask):
-            self.task = replace(self.task, max_seconds=options.max_seconds)
-        self.quick_characters = quick_characters(self.task)
+        self.task = task
+        self.quick_characters = quick_characters(task)
         """Number of characters of the longest request whose texts need no thread; 0 for none."""
-        self.plan: GenerationPlan | None = None
-        """How requests for texts are prepared; None for other tasks."""
         self.dim = 0
         """The size of vectors, known after the warm-up; 0 for other tasks."""
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
-        return self.task.tokenizer.limit if isinstance(self.task, TextTask) else 0
+        """Maximum number of tokens of an input; 0 without a limit or a tokenizer."""
+        return self.task.max_tokens if self.task is not None else 0
 
     def synthetic_feeds(self, tokens: int = 16) -> dict[str, Any]:
         """Return made-up inputs of the graph: one row, of a number of tokens."""
@@ -120,34 +104,61 @@ class ModelFiles:
         return make_feeds(self.record.inputs, sizes, limits, seed=0)
 
 
+def open_task(
+    artifact: Artifact,
+    record: GraphRecord,
+    options: ServeConfig,
+    parallel_encode: ParallelEncode | None = None,
+) -> Task | None:
+    """Open an artifact's task with the server's limits; None if it is not supported.
+
+    Args:
+        artifact: the artifact.
+        record: the graph that runs.
+        options: the options of the server.
+        parallel_encode: runs the encoding of a list of texts.
+
+    Raises:
+        ArtifactError: a file is missing or malformed.
+    """
+    definition = manifest_task(artifact.manifest, record)
+    if definition is None:
+        return None
+    limits = InputLimits(
+        max_pixels=options.max_pixels,
+        max_seconds=options.max_seconds,
+        max_new_tokens=options.max_new_tokens,
+        max_sequences=options.generation_rows,
+        parallel_encode=parallel_encode,
+    )
+    return definition.open(artifact, record, limits)
+
+
 class ModelBackend(ModelFiles):
     """A loaded artifact: session, task, cost estimate and batch rules. Closing frees it."""
-
-    generator: TextGenerator | None
-    """What generates texts; None for other tasks."""
 
     def __init__(
         self,
         artifact: Artifact,
-        runner: OrtRunner,
+        rows: BatchRunner | TextGenerator,
         options: ServeConfig,
-        parallel_encode: ParallelEncode | None = None,
-        generator: TextGenerator | None = None,
     ) -> None:
+        """Take what runs the rows of the artifact's task, or those of raw tensors."""
+        runner = rows.runner
         super().__init__(
             artifact,
             runner.record,
+            rows.task if isinstance(rows.task, Task) else None,
             options,
             providers=runner.providers,
             profiles=runner.profiles,
-            parallel_encode=parallel_encode,
         )
-        self.runner, self.generator = runner, generator
-        if generator is not None:
-            self.plan = GenerationPlan(generator, options)
-        tasks: list[RowTask] = [self.tensors, *([self.task] if self.task else [])]
-        self._batches = {type(task): BatchRunner(task, runner) for task in tasks}
-        several = self.on_cpu and generator is None
+        self.runner, self.rows = runner, rows
+        tensors = BatchRunner(self.tensors, runner)
+        self._batches = rows if isinstance(rows, BatchRunner) and self.task else tensors
+        """The batches that the rules are for: of raw tensors if the task's rows take many steps."""
+        self._rows_of = {type(rows.task): rows, type(self.tensors): tensors}
+        several = self.on_cpu and not rows.task.runs_in_steps
         self.workers = options.workers or (usable_cores() if several else 1)
         self._cost = CostEstimator(BatchCost(0.0, 0.0))
         self._explanation = ""
@@ -179,44 +190,41 @@ class ModelBackend(ModelFiles):
         artifact.require_passed(allow_failed=options.allow_failed)
         providers = parse_providers(options.providers, options.provider_option, default="cpu")
         threads, on_cpu = options.threads, providers[0].full_name == CPU
-        generates = artifact.manifest.task in TextGenerator.tasks
+        record = artifact.manifest.graphs[0]
+        task: RowTask = open_task(artifact, record, options, parallel_encode) or Tensors.open(
+            artifact, record
+        )
+        in_steps = task.runs_in_steps  # each step uses all cores
         workers = options.workers or usable_cores()
-        adapts = not threads and on_cpu and workers > 1 and not generates
+        adapts = not threads and on_cpu and workers > 1 and not in_steps
         if adapts:
             threads = 1
+
+        runner_options = RunnerOptions(
+            threads=threads,
+            lone_threads=workers if adapts else 0,
+            ladder=options.ladder and not in_steps,
+            shrink_arena=options.shrink_arena,
+            keep_optimized=options.optimized_graph,
+            # Spinning threads of several workers would take the cores from each other.
+            spinning=threads == 1 or (on_cpu and workers == 1),
+        )
 
         def open_graph(file: str = "") -> OrtRunner:
             return OrtRunner(
                 artifact,
+                runner_options,
                 graph=file,
                 providers=providers,
                 allow_fallback=options.allow_fallback,
-                threads=threads,
-                lone_threads=workers if adapts else 0,
-                ladder=options.ladder and not generates,
-                shrink_arena=options.shrink_arena,
-                keep_optimized=options.optimized_graph,
-                # Spinning threads of several workers would take the cores from each other.
-                spinning=threads == 1 or (on_cpu and workers == 1),
             )
 
-        generator = None
-        if generates:
-            on_cuda = providers[0].full_name == CUDA
-            generator = TextGenerator(artifact, open_graph, fixed_cache=on_cuda)
-        runner = generator.runner if generator is not None else open_graph()
+        rows = open_rows(task, open_graph, on_cuda=providers[0].full_name == CUDA)
         try:
-            return cls(artifact, runner, options, parallel_encode, generator)
+            return cls(artifact, rows, options)
         except BaseException:
-            (generator or runner).close()
+            rows.close()
             raise
-
-    @property
-    def limit(self) -> int:
-        """Maximum number of tokens of a text; 0 without a limit or a tokenizer."""
-        if self.generator is not None:
-            return self.generator.positions or 0
-        return super().limit
 
     @property
     def cost(self) -> BatchCost:
@@ -234,7 +242,7 @@ class ModelBackend(ModelFiles):
         Raises:
             ShapeError: no engine accepts a row.
         """
-        batches = self._batches[type(task)]
+        batches = self._rows_of[type(task)]
         pads = self.runner.pads
         return [
             QueueEntry(
@@ -257,14 +265,13 @@ class ModelBackend(ModelFiles):
         """
         self.runner.warm_up()
         try:
-            if isinstance(self.task, TextTask):
-                (output,) = self._run_probe(8)
-                if self.task.verb == "embed":
-                    self.dim = int(output.shape[0])
-            elif self.generator is not None and self.plan is not None:
-                self._generate_probe(self.generator, self.plan.probe())
-            else:
+            if not isinstance(self.task, TextTask | Generate):
                 self.runner(self.synthetic_feeds())
+                return
+            output: Any
+            (output,) = self.rows.run_stream([self.task.probe(_PROBE_TOKENS)])
+            if self.task.verb == "embed":
+                self.dim = int(output.shape[0])
         except InputError as error:
             raise ProviderError(f"{self.artifact.path} does not run: {error.message}") from error
 
@@ -276,8 +283,7 @@ class ModelBackend(ModelFiles):
         """
         self.warm_up()
         if self.options.warm_up and self.task is not None:
-            batches = self._batches[type(self.task)]
-            batches.record_rungs(max_rows=self.options.batch_rows, longest=self.limit)
+            self._batches.record_rungs(max_rows=self.options.batch_rows, longest=self.limit)
         self._measure_cost()
 
     def measure(self) -> None:
@@ -322,7 +328,7 @@ class ModelBackend(ModelFiles):
         manifest, cost = self.artifact.manifest, self.cost
         properties: dict[str, Any] = {
             "task": manifest.task,
-            "method": self.task.verb if self.task else "generate" if self.plan else "",
+            "method": self.task.verb if self.task else "",
             "source": manifest.source.id,
             "revision": manifest.source.revision,
             "content_sha256": self.artifact.content_sha256(),
@@ -361,31 +367,17 @@ class ModelBackend(ModelFiles):
             properties["notes"] = [*self.task.notes, *self.runner.notes]
         if self.dim:
             properties["dim"] = self.dim
-        if self.plan is not None:
-            properties["generation"] = {
-                "max_rows": self.options.generation_rows,
-                "max_new_tokens": self.options.max_new_tokens,
-            }
         return properties
 
     def close(self) -> None:
         """Free the sessions."""
-        (self.generator or self.runner).close()
-
-    def _generate_probe(self, generator: TextGenerator, job: GenerationJob) -> None:
-        """Generate two tokens for a made-up input."""
-        batch = RunningBatch(generator.decoder)
-        batch.add([job.search], generator.inputs.join([job.row]))
-        while batch.searches:
-            batch.step()
-        if job.search.error is not None:
-            raise job.search.error
+        self.rows.close()
 
     def _run_probe(self, tokens: int, rows: int = 1) -> list[Any]:
         """Run a batch of synthetic texts of a number of tokens each."""
         if not isinstance(self.task, TextTask):
             raise AssertionError("only texts are probed")
-        return self._batches[type(self.task)].run([self.task.probe(tokens)] * rows)
+        return self._batches.run([self.task.probe(tokens)] * rows)
 
     def _known_placement(self) -> dict[str, Any]:
         """Return the placement if it is known without profiling a session, else an empty dict."""
@@ -398,13 +390,12 @@ class ModelBackend(ModelFiles):
 
     def _rules(self) -> BatchRules:
         options, spec = self.options, self.runner.record.inputs[0]
-        batches = self._batches[type(self.task or self.tensors)]
-        fixed = batches.fixed_rows
-        if isinstance(self.task, MediaTask):
+        task, fixed = self._batches.task, self._batches.fixed_rows
+        if isinstance(task, MediaTask):
             rows = min(options.batch_rows, _MAX_MEDIA_CPU if self.on_cpu else options.batch_rows)
             rows = min(rows, fixed or rows)
             tokens, unit = rows, "images of one size"  # an image counts as one token
-            if self.task.modality == "audio":
+            if task.modality == "audio":
                 tokens, unit = options.batch_tokens or _MAX_AUDIO_TOKENS, "inputs of one length"
             self._explanation = f"{rows} {unit}"
             return BatchRules(max_tokens=tokens, max_rows=rows, max_padding=0.0)
@@ -419,10 +410,10 @@ class ModelBackend(ModelFiles):
             fixed_cost_tokens=self._cost.fixed_cost_tokens(),
             takes_waiting=not (self.on_cpu or self.profiles),
         )
-        if self.task is not None:
+        if isinstance(task, Task):
             rules = replace(
                 rules,
-                equal_lengths=not self.task.can_pad,
+                equal_lengths=not task.can_pad,
                 max_rows=min(rules.max_rows, fixed) if fixed else rules.max_rows,
             )
         if self.runner.profiles:

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import EngineryError, InputError
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.task import (
+    ModelInputs,
     ProcessingCost,
     Row,
     RowTask,
@@ -31,20 +33,19 @@ from enginery.runtime.tasks.task import (
     count_characters,
     count_inputs,
 )
-from enginery.runtime.tasks.tensors import Tensors
-from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.runtime.text.tokenizer_files import is_panic
+from enginery.serve.batching.generation import GenerationScheduler, Progress
 from enginery.serve.batching.preprocess_pool import PreprocessPool
-from enginery.serve.batching.queue import QueueEntry
+from enginery.serve.batching.queue import BatchQueue, QueueEntry
 from enginery.serve.batching.scheduler import (
     BatchScheduler,
     BatchStatistics,
     RowScheduler,
     Timings,
 )
+from enginery.serve.batching.workers import WorkerOptions
 from enginery.serve.config import ServeConfig
-from enginery.serve.generation.jobs import GenerationJob, GenerationPlan, Progress
-from enginery.serve.generation.scheduler import GenerationScheduler
 from enginery.serve.models.backend import ModelBackend, ModelFiles
 
 _log = logging.getLogger(__name__)
@@ -141,6 +142,10 @@ class ServedModel(ABC):
     def scheduler(self) -> RowScheduler:
         """What runs rows; UnavailableError before the artifact is loaded."""
 
+    def scheduler_of(self, task: RowTask) -> RowScheduler | GenerationScheduler:  # noqa: ARG002
+        """Return what runs the rows of a task: the model's own, or `backend.tensors`."""
+        return self.scheduler
+
     @property
     def is_serving(self) -> bool:
         """True if requests are accepted."""
@@ -168,24 +173,26 @@ class ServedModel(ABC):
         """The artifact's task; None if it is not supported, so that only raw tensors are."""
         return self.backend.task
 
-    @property
-    def plan(self) -> GenerationPlan | None:
-        """How requests for texts are prepared; None for tasks other than generating text."""
-        return self.backend.plan
-
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
 
     # -- inference ----------------------------------------------------------------------------
 
-    async def infer(self, task: RowTask, inputs: Any, options: TaskOptions) -> InferenceResult:
+    async def infer(
+        self,
+        task: RowTask,
+        inputs: Any,
+        options: TaskOptions,
+        timings: Timings | None = None,
+    ) -> InferenceResult:
         """Run inference on the inputs of a request.
 
         Args:
             task: the model's own task, or `backend.tensors`.
             inputs: inputs of the task.
             options: options of the task.
+            timings: timings and token counts of the request, which are set here; None for new ones.
 
         Raises:
             InputError, ShapeError: an input or an option is invalid.
@@ -208,7 +215,8 @@ class ServedModel(ABC):
                 work = await self.in_thread(
                     partial(task.preprocess, inputs, options), inputs=count, cost=cost
                 )
-            timings = Timings(tokenize_seconds=time.perf_counter() - started)
+            timings = Timings() if timings is None else timings
+            timings.tokenize_seconds = time.perf_counter() - started
             if len(work.rows) > count:
                 self._require_count(len(work.rows), "windows of contexts")
             if work.decoded > _MAX_DECODED:
@@ -221,7 +229,7 @@ class ServedModel(ABC):
             for row in work.rows:
                 timings.tokens += row.tokens
                 timings.truncated += row.truncated
-            outputs = await self.scheduler.run(entries, timings) if entries else []
+            outputs = await self.scheduler_of(task).run(entries, timings) if entries else []
             if work.postprocess_cost == "light":
                 results = task.postprocess(work, outputs, options)
             else:
@@ -239,28 +247,45 @@ class ServedModel(ABC):
             )
         return InferenceResult(results, timings)
 
-    @abstractmethod
-    def generate(
+    async def stream(
         self,
-        prepare: Callable[[], list[GenerationJob]],
+        task: Generate,
+        prepare: Callable[[], ModelInputs],
         timings: Timings,
-        *,
-        inputs: int,
-        cost: ProcessingCost,
+        inputs: Sequence[Any],
     ) -> AsyncGenerator[Progress]:
         """Generate the texts of a request; yield what each step gives. Close it, to end early.
 
         Args:
+            task: the model's own task.
             prepare: prepares the inputs; called in a thread.
-            timings: timings of the request, which are set here.
-            inputs: number of inputs.
-            cost: the cost class of preparing them.
+            timings: timings and token counts of the request, which are set here.
+            inputs: the inputs, for their number and size.
 
         Raises:
             InputError: an input or an option is invalid.
             OverloadedError: too many requests are waiting.
             UnavailableError: the model is not ready, or a step has failed.
         """
+        if not self.is_serving:
+            raise UnavailableError(f"{self.name}: {self.reason}.")
+        scheduler = self.scheduler_of(task)
+        if not isinstance(scheduler, GenerationScheduler):
+            raise AssertionError("fronts do not serve models that generate text")
+        self._require_count(len(inputs), "inputs")
+        self._requests += 1
+        try:
+            started = time.perf_counter()
+            cost = _preprocess_cost(task, count_characters(inputs))
+            work = await self.in_thread(prepare, inputs=len(inputs), cost=cost)
+            timings.tokenize_seconds = time.perf_counter() - started
+            timings.tokens = sum(row.tokens for row in work.rows)
+            entries = self.entries(task, work.rows)
+            async with contextlib.aclosing(scheduler.steps(entries, timings)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._requests -= 1
 
     async def in_thread(
         self, work: Callable[[], Result], *, inputs: int = 0, cost: ProcessingCost
@@ -354,10 +379,10 @@ class ServedModel(ABC):
 
 def _preprocess_cost(task: RowTask, characters: int) -> ProcessingCost:
     """Return the cost class of preprocessing inputs of this many characters."""
-    if isinstance(task, Tensors):
+    if not isinstance(task, Task):  # raw tensors
         return "light"
     # A text is never light, because tokenizer.json is untrusted.
-    is_short = isinstance(task, TextTask) and characters <= _LIGHT_CHARACTERS
+    is_short = task.modality == "text" and characters <= _LIGHT_CHARACTERS
     return "medium" if is_short else "heavy"
 
 
@@ -387,8 +412,9 @@ class LocalModel(ServedModel):
     ) -> None:
         super().__init__(name, path, config, loop, on_batch=on_batch)
         self._backend: ModelBackend | None = None
-        self._scheduler: BatchScheduler | None = None
-        self._generation: GenerationScheduler | None = None
+        self._schedulers: list[BatchScheduler | GenerationScheduler] = []
+        """What runs batches, of raw tensors at least; then what runs the task's rows, if they take
+        many steps."""
         self._probed_at = 0.0
 
     @property
@@ -406,15 +432,18 @@ class LocalModel(ServedModel):
     @property
     def scheduler(self) -> BatchScheduler:
         """The queue and workers; UnavailableError before the artifact is loaded."""
-        if self._scheduler is None:
+        if not self._schedulers:
             raise UnavailableError(f"{self.name}: {self.reason}.")
-        return self._scheduler
+        return cast("BatchScheduler", self._schedulers[0])
+
+    def scheduler_of(self, task: RowTask) -> BatchScheduler | GenerationScheduler:
+        """Return what runs the rows of a task; see `ServedModel.scheduler_of`."""
+        return self.scheduler if task is self.backend.tensors else self._schedulers[-1]
 
     @property
     def queued_rows(self) -> int:
         """Number of inputs in the queues."""
-        texts = self._generation.queue.rows if self._generation else 0
-        return texts + (self._scheduler.queue.rows if self._scheduler else 0)
+        return sum(scheduler.queue.rows for scheduler in self._schedulers)
 
     def entries(self, task: RowTask, rows: Sequence[Row]) -> list[QueueEntry]:
         """Convert rows of a task to entries of the queue; see `ServedModel.entries`."""
@@ -422,8 +451,8 @@ class LocalModel(ServedModel):
 
     def info(self) -> dict[str, Any]:
         """Return the model's state, queue and, once loaded, properties, as JSON."""
-        used = self._generation or self._scheduler
-        queue = used.queue if used else None
+        scheduler = self._schedulers[-1] if self._schedulers else None
+        queue = scheduler.queue if scheduler else None
         properties = {
             "name": self.name,
             "state": self.state,
@@ -437,118 +466,87 @@ class LocalModel(ServedModel):
                 "max_wait": self._config.max_wait,
             },
         }
-        if self._generation is not None:
-            properties["running"] = {
-                "rows": self._generation.rows,
-                "waiting": self._generation.waiting,
-            }
+        if scheduler is not None:
+            properties |= scheduler.info()
         return {**properties, **self._backend.info()} if self._backend else properties
-
-    async def generate(
-        self,
-        prepare: Callable[[], list[GenerationJob]],
-        timings: Timings,
-        *,
-        inputs: int,
-        cost: ProcessingCost,
-    ) -> AsyncGenerator[Progress]:
-        """Generate the texts of a request; see `ServedModel.generate`."""
-        if self.state != "ready" or self._generation is None:
-            raise UnavailableError(f"{self.name}: {self.reason}.")
-        self._require_count(inputs, "inputs")
-        self._requests += 1
-        try:
-            started = time.perf_counter()
-            jobs = await self.in_thread(prepare, inputs=inputs, cost=cost)
-            timings.tokenize_seconds = time.perf_counter() - started
-            timings.tokens = sum(job.prompt_tokens for job in jobs)
-            async with contextlib.aclosing(self._generation.run(jobs, timings)) as steps:
-                async for step in steps:
-                    yield step
-        finally:
-            self._requests -= 1
 
     def load(self) -> None:
         """Open the artifact, run it once, and start its workers; see `ServedModel.load`."""
         try:
             backend = ModelBackend.open(self.path, self._config, self._pool.encode_in_parallel)
-            scheduler = None
+            schedulers: list[BatchScheduler | GenerationScheduler] = []
             try:
                 # A CUDA graph is replayed by the thread that has recorded it.
-                in_worker = not backend.on_cpu and backend.generator is None
+                in_worker = not backend.on_cpu and not backend.rows.task.runs_in_steps
                 if not in_worker:
                     backend.warm_up()
-                scheduler = self._open_scheduler(backend, prepare=in_worker)
-                scheduler.workers.wait_prepared()
+                batches = self._open_batches(backend, prepare=in_worker)
+                schedulers.append(batches)
+                batches.workers.wait_prepared()
+                if isinstance(backend.rows, TextGenerator):
+                    schedulers.append(self._open_generation(backend.rows))
             except BaseException:
-                if scheduler is not None:
+                for scheduler in schedulers:
                     scheduler.close(drain=False)
                 # A session must not be freed while a worker uses it.
-                if scheduler is None or scheduler.join(_UNPREPARED_SECONDS):
+                if all(scheduler.join(_UNPREPARED_SECONDS) for scheduler in schedulers):
                     backend.close()
                 raise
         except EngineryError as error:
             self.state, self.reason = "failed", str(error)
             raise
-        self._backend, self._scheduler = backend, scheduler
-        config = self._config
-        if backend.generator is not None:
-            self._generation = GenerationScheduler(
-                backend.generator,
-                self._loop,
-                max_rows=config.generation_rows,
-                queue_rows=config.queue_inputs,
-                queue_tokens=config.queue_tokens,
-                max_wait_seconds=config.max_wait,
-                explain=self._explain_failed_step,
-                on_batch=lambda batch: self._on_batch(self.name, batch) if self._on_batch else None,
-                name=self.name,
-            )
+        self._backend, self._schedulers = backend, schedulers
         self.state, self.reason = "ready", ""
         # In the background while the first requests run; several models take turns.
         Thread(target=self._measure, name=f"enginery-measure-{self.name}", daemon=True).start()
 
-    def _open_scheduler(self, backend: ModelBackend, *, prepare: bool) -> BatchScheduler:
+    def _open_batches(self, backend: ModelBackend, *, prepare: bool) -> BatchScheduler:
         """Start the queue and the workers; with `prepare`, each worker warms the sessions up."""
         config = self._config
-        return self.scheduler_type(
-            self._run_batch,
+        queue = BatchQueue(
             backend.rules,
-            self._loop,
-            workers=backend.workers,
             max_rows=config.queue_inputs,
             max_tokens=config.queue_tokens,
             max_wait_seconds=config.max_wait,
-            on_batch=self._observe_batch,
-            prepare=backend.prepare if prepare else None,
+        )
+        workers = WorkerOptions(
+            backend.workers, prepare=backend.prepare if prepare else None, name=self.name
+        )
+        return self.scheduler_type(
+            queue, self._run_batch, self._loop, workers, on_batch=self._observe_batch
+        )
+
+    def _open_generation(self, generator: TextGenerator) -> GenerationScheduler:
+        """Start the thread that generates."""
+        return GenerationScheduler(
+            generator,
+            self._config,
+            self._loop,
+            explain=self._explain_failed_step,
+            on_batch=lambda batch: self._on_batch(self.name, batch) if self._on_batch else None,
             name=self.name,
         )
 
     def check_health(self) -> None:
         """Set `state` to `stuck` or `failed` if a batch or text hangs or a worker has ended."""
-        generation = self._generation
-        if self.state in ("ready", "stuck") and self._scheduler is not None:
-            if self._scheduler.workers.alive and (generation is None or generation.alive):
+        if self.state in ("ready", "stuck") and self._schedulers:
+            if all(scheduler.alive for scheduler in self._schedulers):
                 super().check_health()
             else:
                 self.state, self.reason = "failed", "a worker thread has ended"
 
     def running_seconds(self) -> float:
         """Return how long the longest-running batch or step has been running, in seconds."""
-        generation = self._generation
-        steps = generation.busy_seconds() if generation else 0.0
-        return max(self.scheduler.workers.busy_seconds(), steps)
+        return max(scheduler.busy_seconds() for scheduler in self._schedulers)
 
     def refuse_all(self, error: EngineryError) -> None:
         """Raise an error in all waiting and running requests."""
-        if self._generation is not None:
-            self._generation.fail_all(error)
+        for scheduler in self._schedulers[1:]:
+            scheduler.fail_all(error)
         super().refuse_all(error)
 
     async def _close_sessions(self, *, drain: bool, timeout_seconds: float) -> None:
-        running = [
-            scheduler for scheduler in (self._scheduler, self._generation) if scheduler is not None
-        ]
+        running = self._schedulers
         for scheduler in running:
             scheduler.close(drain=drain)
         ends = time.perf_counter() + timeout_seconds

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
-from enginery.core.artifact.reports import ValidationCaseResult
 from enginery.core.errors import ProviderError, ShapeError
 from enginery.core.model.feeds import Feeds, is_padding_mask
 from enginery.core.shapes import Profile, TensorSpec, canonical_dim, choose_profile
+from enginery.reports.validation import ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes, max_rows, padded_sizes
 from enginery.runtime.engines.selection import choose_with_engines, reachable_profile
 from enginery.runtime.providers.known import CPU

@@ -16,7 +16,6 @@ from enginery.core.datasets.labels import read_labelled_texts
 from enginery.core.datasets.samples import holds_arrays, read_texts
 from enginery.core.errors import ArtifactError, InputError
 from enginery.runtime.builtin_inputs import builtin_batches, has_builtin_inputs
-from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.sample_inputs import (
     ImageFeeder,
     SampleBatch,
@@ -29,6 +28,7 @@ from enginery.runtime.sample_inputs import (
     takes_texts,
     text_batches,
 )
+from enginery.runtime.tasks import is_generating
 from enginery.validate.cases.sweep import ValidationCase
 from enginery.validate.config import ValidateConfig
 
@@ -68,7 +68,7 @@ def check_data_usable(artifact: Artifact, config: ValidateConfig) -> None:
     graphs = artifact.manifest.graphs
     if _is_arrays(config):
         return
-    generates = artifact.manifest.task in TextGenerator.tasks
+    generates = is_generating(artifact.manifest.task)
     if generates and (artifact.path / "tokenizer.json").is_file():
         return
     if config.data and not any(takes_real_inputs(artifact, record) for record in graphs):

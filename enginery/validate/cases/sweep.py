@@ -67,6 +67,7 @@ def sweep_cases(
             steps.append(("ragged", 4, 0, 0))
     seen = []
     cases = []
+    # Fixed dims make several steps the same sizes.
     for name, batch, sequence, odd in steps:
         sizes = sweep_sizes(names, limits, batch=batch, sequence=sequence, odd=odd)
         ragged = name == "ragged"
@@ -75,6 +76,7 @@ def sweep_cases(
         seen.append((sizes, ragged))
         make = partial(make_feeds, record.inputs, sizes, limits, seed=seed, ragged=ragged)
         cases.append(ValidationCase(name, "sweep", make))
+    # A merged decoder has two branches, of which the other cases run only one.
     if any(spec.name == "use_cache_branch" for spec in record.inputs):
         sizes = sweep_sizes(names, limits, batch=2, sequence=8)
         cases.append(

@@ -33,18 +33,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
+from enginery.core.accuracy import AccuracyMetrics, LayerError
 from enginery.core.artifact.artifact import REPORTS, Artifact
 from enginery.core.artifact.manifest import StageRecord
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    LayerComparison,
-    LayerError,
-    LayerMetrics,
-    QuantizationReport,
-)
 from enginery.core.errors import ArtifactError, OptionError
 from enginery.core.precision import roundoff
 from enginery.core.tolerance import MIN_MEAN_COSINE, Tolerance
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.weights import LayerComparison, LayerMetrics
 
 _MEAN_SLACK, _WORST_SLACK = 1.25, 1.5
 """Factors for 1 - cosine on the inputs that the quantize stage has measured as well. The FP32 graph

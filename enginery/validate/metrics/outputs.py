@@ -1,11 +1,9 @@
 """Compare one output with its reference, and decide whether it passes.
 
     >>> reference = np.float32([[1, -4, 2]])
-    >>> metrics = compare_output(
-    ...     "logits", reference + np.float32(1e-7), reference, dtype="float32",
-    ...     noise=NoiseFloor(1e-6, 1.0), tolerance=Tolerance.for_precision("fp32"),
-    ... )
-    >>> metrics.passed
+    >>> limits = OutputLimits(NoiseFloor(1e-6, 1.0), Tolerance.for_precision("fp32"))
+    >>> logits = TensorSpec("logits", "float32", ("batch", 3))
+    >>> compare_output(logits, reference + np.float32(1e-7), reference, limits).passed
     True
 
 The limit of the absolute error is scaled from the noise floor: the reference's own error at the
@@ -22,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import OutputMetrics
 from enginery.core.precision import PRECISION_OF_DTYPE
+from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import OutputMetrics
 from enginery.validate.cases.padding import PaddingMask
 from enginery.validate.metrics.differences import (
     ConstantError,
@@ -55,60 +54,69 @@ class NoiseFloor:
         )
 
 
+@dataclass(frozen=True)
+class OutputLimits:
+    """What one output is judged by."""
+
+    noise: NoiseFloor
+    """The reference's own error at this precision."""
+    tolerance: Tolerance | QuantizedTolerance
+    """Derives the limits from the noise."""
+    max_abs_error: float | None = None
+    """Limit set by the user; replaces the derived one."""
+    min_cosine: float | None = None
+    """Limit set by the user; replaces the derived one."""
+
+
 def compare_output(
-    output: str,
+    spec: TensorSpec,
     actual: Array,
     reference: Array,
+    limits: OutputLimits,
     *,
-    dtype: str,
-    noise: NoiseFloor,
-    tolerance: Tolerance | QuantizedTolerance,
-    max_abs_error: float | None = None,
-    min_cosine: float | None = None,
     padding: PaddingMask | None = None,
     name: str = "PyTorch",
 ) -> OutputMetrics:
     """Compare one output with the reference.
 
     Args:
-        output: name of the output.
+        spec: the output in the manifest.
         actual: the graph's output.
         reference: the reference's output.
-        dtype: dtype in the manifest.
-        noise: the reference's own error at this precision.
-        tolerance: derives the limits from the noise.
-        max_abs_error: limit set by the user; replaces the derived one.
-        min_cosine: limit set by the user; replaces the derived one.
+        limits: noise floor and tolerance.
         padding: positions to compare; None for all.
         name: name of the reference in messages.
     """
-    if problem := _interface_problem(actual, reference, dtype, tolerance.precision, name):
-        return _unmeasured(output, actual.shape, problem)
+    noise, tolerance = limits.noise, limits.tolerance
+    if problem := _interface_problem(actual, reference, spec.dtype, tolerance.precision, name):
+        return _unmeasured(spec.name, actual.shape, problem)
     differences = compute_differences(actual, reference, padding)
     # Scaled from the reference's own error at the same precision. The root mean square has a limit
     # of its own, because it varies less than the maximum.
     limit = tolerance.limit(noise_floor=noise.max_abs, largest=differences.largest)
     rms_limit = tolerance.rms_limit(noise_rms=noise.rms, rms=differences.rms)
-    if max_abs_error is not None:
-        limit, rms_limit = max_abs_error, math.inf
-    limits = limit, rms_limit
+    if limits.max_abs_error is not None:
+        limit, rms_limit = limits.max_abs_error, math.inf
+    constant_limits = limit, rms_limit
     if not math.isfinite(limit):
         # A quantized graph has no limit on the error, but its outputs must exceed rounding errors.
         rounding = Tolerance.for_precision(tolerance.precision)
-        limits = (
+        constant_limits = (
             rounding.limit(noise_floor=noise.max_abs, largest=differences.largest),
             rounding.rms_limit(noise_rms=noise.rms, rms=differences.rms),
         )
-    cosine_limit = min_cosine
+    cosine_limit = limits.min_cosine
     if cosine_limit is None:
+        # Values near the noise point anywhere, so their direction says nothing.
         has_direction = differences.rms > 4 * noise.max_abs
         cosine_limit = tolerance.cosine_limit(noise_cosine=noise.cosine) if has_direction else -1.0
     agreement = 1.0
-    if "logits" in output and not differences.unequal and not differences.undefined:
+    if "logits" in spec.name and not differences.unequal and not differences.undefined:
+        # Each of two logits may be off by the limit, so a closer pair may swap.
         margin = 2 * limit if math.isfinite(limit) else 0.0
         agreement = 1.0 - argmax_disagreement(actual, reference, padding, margin=margin)
     return OutputMetrics(
-        output=output,
+        output=spec.name,
         shape=actual.shape,
         max_abs=differences.max_abs,
         p99_abs=differences.p99_abs,
@@ -122,7 +130,7 @@ def compare_output(
         rms_error=differences.rms_error,
         rms_limit=rms_limit,
         problem=_problem(differences, limit, rms_limit, cosine_limit, agreement, name),
-        constant_ratio=_constant_ratio(constant_error(reference, padding), *limits),
+        constant_ratio=_constant_ratio(constant_error(reference, padding), *constant_limits),
     )
 
 

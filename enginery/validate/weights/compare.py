@@ -29,12 +29,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.core.progress import SILENT, Progress
 from enginery.core.temporary import temporary_directory
 from enginery.passes.cast.low_precision import LOW_TYPES, read_values
 from enginery.passes.ir.graph_file import read_graph, write_graph
 from enginery.passes.qdq.layer_errors import FloatLayer, add_float_layers
+from enginery.reports.weights import UntracedWeight, WeightDifference, WeightMetrics
 from enginery.runtime.decoder_graphs import has_fixed_cache
 from enginery.validate.weights.difference import describe_difference
 from enginery.validate.weights.elements import (
@@ -58,6 +58,7 @@ from enginery.validate.weights.quantized import (
     quantized_layers,
 )
 from enginery.validate.weights.stored import (
+    QuantizedValues,
     StoredWeight,
     Use,
     as_rounded,
@@ -541,6 +542,7 @@ class _GraphComparison:
         match = self._compare_dequantized(layer.weight)
         if layer.problem:
             self._report(layer.weight, match.name, layer.problem)
+        # Without both the exact weight and the calibration, there is nothing to compute in FP32.
         if match.exact is None:
             self.untraced_layers += 1
         elif layer.recorded:
@@ -602,7 +604,9 @@ class _GraphComparison:
         zeros = read_values(zero[1]) if zero else np.zeros((), raw.dtype)
         if not {scales.size, zeros.size} <= {1, raw.shape[axis] if raw.ndim else 1}:
             return  # another tensor, of a similar name
-        stored = dequantize(name, quantized_precision(tensor), raw, scales, zeros, axis)
+        stored = dequantize(
+            name, quantized_precision(tensor), QuantizedValues(raw, scales, zeros, axis)
+        )
         stored.uses = uses
         if raw.ndim > 2:
             self._dequantized |= {use.path: stored.values for use in uses}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.reports import WeightDifference
+from enginery.reports.weights import WeightDifference
 from enginery.validate.weights.stored import StoredWeight, is_table
 
 Array = NDArray[Any]
@@ -30,6 +30,7 @@ def describe_difference(
     values = actual.values.astype(np.float64)
     wide = expected.astype(np.float64)
     count = int(np.count_nonzero(wrong))
+    # The difference of two infinities is NaN, and a warning that says nothing.
     with np.errstate(invalid="ignore"):
         error = np.abs(values - wide)[wrong]
     largest = float(error.max()) if np.all(np.isfinite(error)) else float("inf")

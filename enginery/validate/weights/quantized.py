@@ -19,6 +19,7 @@ from enginery.core.json_file import parse_json, read_document
 from enginery.passes.cast.low_precision import read_values
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.validate.weights.stored import (
+    QuantizedValues,
     StoredWeight,
     constant_tensor,
     dequantize,
@@ -164,15 +165,19 @@ def _read_layer(
         node, dequantizer, calibration, raw.shape, tensors
     )
     factors, factors_name = _output_factors(node)
+    # A single scale has no axis; the output channels are then where the operator has them.
     axis = weight_dequantizer.attributes.get_int("axis", 1) if scales.ndim else _output_axis(node)
     weight = dequantize(
         inputs[0].name or "",
         quantized_precision(stored),
-        raw,
-        scales,
-        read_values(zero) if zero is not None else np.zeros((), raw.dtype),
-        int(axis or 0) % raw.ndim,
+        QuantizedValues(
+            raw,
+            scales,
+            read_values(zero) if zero is not None else np.zeros((), raw.dtype),
+            int(axis or 0) % raw.ndim,
+        ),
         factors=factors,
+        # Smoothing multiplies activations of products alone, never those of convolutions.
         unsmooth=params.multiplier if node.op_type != "Conv" else None,
     )
     weight.uses = list(find_uses(inputs[0]))
@@ -232,6 +237,7 @@ def _activation(
     activation = names[0].removesuffix("/scale") if names else ""
     record = calibration.ranges.get(activation) if calibration is not None else None
     channels = shape[1 - _output_axis(node)]
+    # A record of other shapes is that of another layer, so the graph's own vectors are taken.
     if record is None or not all(
         vector is None or vector.shape == (channels,)
         for vector in (record.multiplier, record.offset)
@@ -381,6 +387,7 @@ def _smoothing(
         maker = _maker(value)
         named = maker is not None and (maker.name or "").endswith(suffix)
         expected = None if record is None else getattr(record, kind)
+        # Other nodes before a QuantizeLinear are the model's own, and may look the same.
         if record is not None and expected is None:
             if named:
                 problems.append(f"{kind} not calibrated")
@@ -395,6 +402,7 @@ def _smoothing(
             continue
         index, tensor = next(iter(constants.items()))
         values = read_values(tensor).astype(np.float32).reshape(-1)
+        # The graph may divide by the vector, or subtract it.
         if operators[maker.op_type] < 0:
             with np.errstate(divide="ignore"):
                 values = -values if kind == "offset" else np.float32(1) / values

@@ -61,6 +61,7 @@ class SourceFileWeights(Closeable):
             name: {use.inputs_first for use in uses if use.inputs_first is not None}
             for name, uses in self._uses.items()
         }
+        # A BatchNormalization can be folded into the convolution before it only with its epsilon.
         norms = {
             use.path: use.node.attributes.get_float("epsilon", _EPSILON)
             for uses in self._uses.values()
@@ -70,6 +71,7 @@ class SourceFileWeights(Closeable):
         roles = ("weight", "bias", "running_mean", "running_var")
         return TorchWeights(
             weights={n: TorchWeight(n, *described[tensor]) for n, tensor in self._names.items()},
+            # A weight that two products read in different layouts is left out of both sets.
             linear=frozenset(
                 name.rpartition(".")[0]
                 for name, tensor in self._names.items()

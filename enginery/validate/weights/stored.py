@@ -178,11 +178,11 @@ def find_sizes(model: ir.Model, *, shapes: bool = True) -> set[int]:
 
 def _is_shape(value: ir.Value) -> bool:
     """Return True if a constant is nothing but the shape of a Reshape, or part of one."""
-    uses = [
-        end
-        for use in value.uses()
-        for end in (use.node.outputs[0].uses() if use.node.op_type == "Concat" else [use])
-    ]
+    uses: list[Any] = []  # onnx_ir has no public name for a use
+    for use in value.uses():
+        # A shape is often put together from its parts.
+        is_part = use.node.op_type == "Concat"
+        uses += use.node.outputs[0].uses() if is_part else [use]
     return bool(uses) and all((use.node.op_type, use.idx) == ("Reshape", 1) for use in uses)
 
 
@@ -290,13 +290,24 @@ def quantized_precision(tensor: ir.TensorProtocol) -> str:
     return precision if precision in ("int8", "fp8") else ""
 
 
+@dataclass(frozen=True)
+class QuantizedValues:
+    """The numbers of a quantized weight, with what turns them into the values they stand for."""
+
+    raw: Array
+    """The stored numbers."""
+    scales: Array
+    """One, or one for each index of `axis`."""
+    zero_point: Array
+    """Like `scales`."""
+    axis: int
+    """The axis of the output channels."""
+
+
 def dequantize(
     name: str,
     precision: str,
-    raw: Array,
-    scales: Array,
-    zero_point: Array,
-    axis: int,
+    quantized: QuantizedValues,
     *,
     factors: Array | None = None,
     unsmooth: Array | None = None,
@@ -306,18 +317,16 @@ def dequantize(
     Args:
         name: the initializer's name.
         precision: int8 or fp8.
-        raw: the stored numbers.
-        scales: one, or one for each index of `axis`.
-        zero_point: like `scales`.
-        axis: the axis of the output channels.
+        quantized: the stored numbers, scales and zero points.
         factors: what multiplies each output channel of the product; None for nothing.
         unsmooth: the multiplier of each input channel, which the weights were divided by; None
             without smoothing.
     """
+    raw, axis, scales = quantized.raw, quantized.axis, quantized.scales
     shape = [1] * raw.ndim
     shape[axis] = -1
     scale = np.asarray(scales, np.float32).reshape(shape if np.size(scales) > 1 else [1] * raw.ndim)
-    zero = zero_point.astype(np.float32)
+    zero = quantized.zero_point.astype(np.float32)
     zero = zero.reshape(shape if zero.size > 1 else [1] * raw.ndim)
     numbers = raw.astype(np.float32) - zero
     step = scale if factors is None else scale * factors.astype(np.float32).reshape(shape)

@@ -5,13 +5,9 @@ from dataclasses import replace
 import pytest
 
 from enginery.bench.report.summary import summarize
+from enginery.core.accuracy import AccuracyChange, LabelAccuracy, LabelMetrics
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.reports import (
-    AccuracyChange,
-    LabelAccuracy,
-    LabelMetrics,
-    ValidationReport,
-)
+from enginery.reports.validation import ValidationReport
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 
 

@@ -13,7 +13,9 @@ from enginery.core.errors import CheckFailedError, OptionError, ProviderError, S
 from enginery.core.shapes import Profile
 from enginery.passes.lint import lint
 from enginery.passes.lint.lint import lint_onnx
-from enginery.runtime.tensorrt.process import build_plan, has_tensorrt
+from enginery.runtime.tensorrt.build import BuildRequest
+from enginery.runtime.tensorrt.library import has_tensorrt
+from enginery.runtime.tensorrt.process import build_plan
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 
 needs_tensorrt = pytest.mark.skipif(
@@ -238,7 +240,7 @@ def test_scales_along_the_summed_axis(found, tmp_path):
     assert found(quantized_product(axis=0), quantized_constants()) == [
         ("channel-axis", "warning", "w_dequantize")
     ]
-    built = build_plan(tmp_path / "graph.onnx", profiles=[Profile.parse("batch=1:4:8")])
+    built = build_plan(tmp_path / "graph.onnx", BuildRequest([Profile.parse("batch=1:4:8")]))
     assert built.int8_gemms == 0  # what the warning says
 
 
@@ -464,7 +466,8 @@ def test_table_groups_nodes_with_the_same_finding(tmp_path):
         tmp_path / "g.onnx", quantized_product(), quantized_constants(z=np.array(5, np.int8))
     )
     report = lint_onnx(path, parser=False)
-    [row] = report.rows()
+    table, _ = report.rows()
+    [row] = table.rows
     assert list(row) == ["severity", "rule", "where", "problem", "remedy"]
     assert row["where"] == "x_quantize and 1 more"
     assert report.summary == "2 errors"

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginery.core.artifact.reports import LayerError
+from enginery.core.accuracy import LayerError
 from enginery.passes.cast.cast import cast_graph
 from enginery.passes.ir.graph_file import write_graph
 from enginery.passes.ir.nodes import infer_types

@@ -18,12 +18,14 @@ from enginery.runtime.generation.batch import RunningBatch
 from enginery.runtime.generation.cache_buffers import CacheBuffers
 from enginery.runtime.generation.decoder import CachedDecoder
 from enginery.runtime.generation.fixed_cache import FixedCacheDecoder
-from enginery.runtime.generation.generator import TextGenerator
 from enginery.runtime.generation.operators import Operators
 from enginery.runtime.generation.options import GenerationOptions
 from enginery.runtime.generation.search import Need, make_search
+from enginery.runtime.model import Model
 from enginery.runtime.onnxruntime.device_values import Device, new_buffer
 from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.tasks.generate import Generate
+from enginery.runtime.tasks.text_generator import TextGenerator
 from tests.tiny_fixed_cache import fixed_bart, fixed_gpt2, graph_record
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20], [30, 31, 32], [40, 41], [50, 51, 52, 53, 54]]
@@ -485,8 +487,8 @@ def bart(tiny_model, session_home):
     record = graph_record(decoder, "decoder_model_fixed_cache.onnx")
     with load_model(artifact) as model, OrtRunner(artifact, graph="encoder_model.onnx") as encoder:
         runners = {record.file: runner_of(decoder), encoder.record.file: encoder}
-        graphs = replace(model.graphs, fixed=record)
-        pad = model.tokenizer.pad_id
+        graphs = replace(model.definition.graphs, fixed=record)
+        pad = model.definition.tokenizer.pad_id
         yield model, FixedCacheDecoder(graphs, runners, pad_id=pad, limit=POSITIONS)
 
 
@@ -503,17 +505,18 @@ def test_an_artifact_generates_with_the_graph_where_it_is_asked_to(bart, tmp_pat
     artifact = Artifact.open(out)
     wanted = model.generate(TEXTS, num_beams=2)
     with load_model(artifact) as loaded:  # on the CPU, as before
-        assert isinstance(loaded.decoder, CachedDecoder)
+        assert isinstance(loaded._rows.decoder, CachedDecoder)
         assert loaded.generate(TEXTS, num_beams=2) == wanted
-    opened = TextGenerator(artifact, lambda file: OrtRunner(artifact, graph=file), fixed_cache=True)
-    with opened as loaded:
-        assert isinstance(loaded.decoder, FixedCacheDecoder)
-        assert loaded.runner.record == record
+    task = Generate.open(artifact, record)
+    generator = TextGenerator(task, lambda file: OrtRunner(artifact, graph=file), fixed_cache=True)
+    assert isinstance(generator.decoder, FixedCacheDecoder)
+    assert generator.runner.record == record
+    with Model(artifact, generator) as loaded:
         found = loaded.generate(TEXTS, num_beams=2)
         assert [each.tokens for each in found] == [each.tokens for each in wanted]
         assert "".join(loaded.stream(TEXTS[0])) == model.generate(TEXTS[:1])[0].text
-        assert loaded.decoder.sizes != []
-    assert loaded.decoder.sizes == []
+        assert generator.decoder.sizes != []
+    assert generator.decoder.sizes == []
 
 
 TEXTS = [
@@ -537,7 +540,7 @@ def test_an_encoder_decoder_writes_the_same_texts(bart, monkeypatch, options):
     model, decoder = bart
     options = {"max_new_tokens": 15, **options}
     wanted = [each.tokens for each in model.generate(TEXTS, **options)]
-    monkeypatch.setattr(model, "decoder", decoder)
+    monkeypatch.setattr(model._rows, "decoder", decoder)
     for batch_size in (8, 1):
         found = model.generate(TEXTS, batch_size=batch_size, **options)
         assert [each.tokens for each in found] == wanted
@@ -546,13 +549,13 @@ def test_an_encoder_decoder_writes_the_same_texts(bart, monkeypatch, options):
 def test_inputs_of_an_encoder_join_a_batch(bart):
     model, decoder = bart
     assert decoder.takes_more
-    assert not model.decoder.takes_more
-    _, options = model.read_options({"max_new_tokens": 15})
+    assert not model._rows.decoder.takes_more
+    task = model.definition
     wanted = [each.tokens for each in model.generate(TEXTS, max_new_tokens=15)]
     searches = []
     batch = RunningBatch(decoder)
-    for row in model.inputs.rows(TEXTS, options):
-        searches.append(model.search(row, options))
-        batch.add(searches[-1:], model.inputs.join([row]))
+    for row in task.read_rows(TEXTS, task.Options.read({"max_new_tokens": 15})):
+        searches.append(row.content.search)
+        batch.add(searches[-1:], task.collate([row], 0))
         batch.step()
     assert [tokens for ((tokens, _),) in finish(batch, searches)] == wanted

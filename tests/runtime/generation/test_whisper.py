@@ -71,7 +71,7 @@ def reference(source, **options):
 
 def assert_equal(source, artifact, cases):
     with load_model(artifact) as model:
-        end = model.options.eos_token_id[0]
+        end = model.definition.defaults.eos_token_id[0]
         for name, case in cases.items():
             options = {"max_new_tokens": 12, **case}
             tokens, texts = reference(source, **options)

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper
 
 from enginery.core.errors import InputError, OptionError, ProviderError, ShapeError
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.onnxruntime.binding import DeviceBinding
+from enginery.runtime.onnxruntime.binding import BindingOptions, DeviceBinding
 from enginery.runtime.onnxruntime.capture_lock import CaptureLock
 from enginery.runtime.onnxruntime.device_values import Device, device_of
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from tests.tolerances import OUTPUTS
 
 X = TensorSpec("x", "float32", ("batch_size", 4))
@@ -80,12 +80,12 @@ def test_outputs_on_the_device_are_overwritten(doubling):
 
 
 def test_the_buckets_used_last_are_kept(doubling):
-    binding = DeviceBinding(doubling, [X], [Y], buckets=2)
+    binding = DeviceBinding(doubling, [X], [Y], BindingOptions(buckets=2))
     for count in (1, 2, 1, 3):
         binding({"x": rows(count)})
     assert binding.shapes == (((1, 4),), ((3, 4),))
     with pytest.raises(OptionError, match="buckets is 0"):
-        DeviceBinding(doubling, [X], [Y], buckets=0)
+        DeviceBinding(doubling, [X], [Y], BindingOptions(buckets=0))
 
 
 def test_numpy_and_torch_tensors_go_in_and_out_without_a_copy():
@@ -204,7 +204,7 @@ def test_an_output_whose_shape_depends_on_values_is_allocated_in_each_run():
     assert binding({"x": rows(2)})["y"].shape == (2, 8)
     assert binding({"x": some})["y"].shape == (2, 4)
     with pytest.raises(ProviderError, match="its shape is unknown before a run"):
-        DeviceBinding(session, [X], [found], capture=True)({"x": some})
+        DeviceBinding(session, [X], [found], BindingOptions(capture=True))({"x": some})
 
 
 def test_a_graph_that_declares_other_dims_than_it_makes_still_runs(doubling):
@@ -231,7 +231,9 @@ class Recorded:
 
 def test_a_captured_run_reads_the_same_buffers_each_time(doubling):
     session = Recorded(doubling)
-    binding = DeviceBinding(session, [X], [Y], Device(), capture=True, buckets=2)
+    binding = DeviceBinding(
+        session, [X], [Y], BindingOptions(capture=True, buckets=2), device=Device()
+    )
     answers = [binding({"x": rows(count, count)})["y"][0, 0] for count in (1, 2, 1, 2)]
     assert answers == [2, 4, 2, 4]
     assert [graph for graph, _ in session.graphs] == ["1", "2", "1", "2"]
@@ -240,7 +242,9 @@ def test_a_captured_run_reads_the_same_buffers_each_time(doubling):
 
 def test_shapes_beyond_the_buckets_are_not_captured_and_no_capture_is_given_up(doubling):
     session = Recorded(doubling)
-    binding = DeviceBinding(session, [X], [Y], Device(), capture=True, buckets=1)
+    binding = DeviceBinding(
+        session, [X], [Y], BindingOptions(capture=True, buckets=1), device=Device()
+    )
     for count in (1, 2, 3, 1):
         assert binding({"x": rows(count)})["y"].shape == (count, 4)
     assert [graph for graph, _ in session.graphs] == ["1", "-1", "-1", "1"]
@@ -253,9 +257,8 @@ def test_a_shape_that_fails_under_capture_gives_its_place_and_no_number_comes_tw
         session,
         [TensorSpec("x", "float32", ("n", "m"))],
         [TensorSpec("y", "float32", ("n", "m"))],
-        Device(),
-        capture=True,
-        buckets=2,
+        BindingOptions(capture=True, buckets=2),
+        device=Device(),
     )
     binding({"x": rows(1)})
     with pytest.raises(InputError, match=r"the graph fails on x \(2, 5\)"):
@@ -278,7 +281,7 @@ def test_a_runner_keeps_as_many_shapes_as_it_is_told(tiny, monkeypatch, buckets,
     monkeypatch.setattr(
         "enginery.runtime.onnxruntime.runner.with_cuda_graph", lambda graphs, given: given
     )
-    with OrtRunner(artifact, cuda_graph=True, buckets=buckets) as runner:
+    with OrtRunner(artifact, RunnerOptions(cuda_graph=True, buckets=buckets)) as runner:
         names = [spec.name for spec in runner.record.inputs]
         feeds = [dict.fromkeys(names, np.ones((n, 4), np.int64)) for n in range(1, 10)]
         for given in feeds:
@@ -360,7 +363,7 @@ def test_on_a_gpu_a_runner_binds_unless_it_is_told_not_to(tiny, monkeypatch, io_
     monkeypatch.setattr(
         DeviceBinding, "__call__", lambda self, feeds: runs.append(1) or real(self, feeds)
     )
-    with OrtRunner(artifact, io_binding=io_binding) as runner:
+    with OrtRunner(artifact, RunnerOptions(io_binding=io_binding)) as runner:
         found = runner(feeds)
     assert bool(runs) == io_binding
     for name, value in expected.items():
@@ -374,8 +377,9 @@ import sys
 import numpy as np
 import psutil
 from enginery.core.artifact.artifact import Artifact
-from enginery.runtime.onnxruntime.runner import OrtRunner
-with OrtRunner(Artifact.open(sys.argv[1]), shrink_arena=sys.argv[2] == "True") as runner:
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
+options = RunnerOptions(shrink_arena=sys.argv[2] == "True")
+with OrtRunner(Artifact.open(sys.argv[1]), options) as runner:
     def run(rows):
         runner({spec.name: np.ones((rows, 128), np.int64) for spec in runner.record.inputs})
     run(1)
@@ -452,7 +456,9 @@ class FirstNodeElsewhere:
 @pytest.mark.usefixtures("copied")
 @pytest.mark.parametrize("capture", [False, True])
 def test_updates_reach_a_node_on_another_device(doubling, capture):
-    binding = DeviceBinding(FirstNodeElsewhere(doubling), [X], [Y], Device(), capture=capture)
+    binding = DeviceBinding(
+        FirstNodeElsewhere(doubling), [X], [Y], BindingOptions(capture=capture), device=Device()
+    )
     assert [float(binding({"x": rows(2, n)})["y"][0, 0]) for n in (1, 2, 3)] == [2, 4, 6]
 
 
@@ -549,7 +555,9 @@ class RecordedByThread:
 def test_each_thread_records_its_graphs_while_no_session_runs(doubling):
     sessions = [RecordedByThread(doubling) for _ in range(3)]
     bindings = [
-        DeviceBinding(session, [X], [Y], Device(), capture=session is not sessions[0])
+        DeviceBinding(
+            session, [X], [Y], BindingOptions(capture=session is not sessions[0]), device=Device()
+        )
         for session in sessions
     ]
     found, failed = [], []

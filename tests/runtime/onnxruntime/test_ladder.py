@@ -11,7 +11,7 @@ from enginery.core.shapes import TensorSpec
 from enginery.runtime.onnxruntime import runner as runner_module
 from enginery.runtime.onnxruntime.device_values import Device
 from enginery.runtime.onnxruntime.ladder import Ladder
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA
 from enginery.runtime.providers.selection import Provider, with_dynamic_shapes
 from enginery.runtime.tasks import find_task
@@ -22,6 +22,7 @@ IDS = TensorSpec("input_ids", "int64", ("batch_size", "sequence_length"))
 MASK = TensorSpec("attention_mask", "int64", ("batch_size", "sequence_length"))
 PIXELS = TensorSpec("pixel_values", "float32", ("batch_size", 3, "height", "width"))
 SMALL = Ladder({"batch": (1, 2, 4), "sequence": (8, 16)}, max_tokens=32)
+ON_SMALL = RunnerOptions(ladder=SMALL)
 
 
 def test_lengths_end_at_the_models_limit():
@@ -111,7 +112,7 @@ def test_answers_on_the_ladder_are_those_of_rows_alone(tiny, watched, kind, task
     inputs = [(text, text) for text in texts] if len(definition.inputs) > 1 else texts
     if task == "question-answering":
         inputs = [("Who runs?", text) for text in texts]
-    with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=SMALL) as laddered:
+    with OrtRunner(artifact) as plain, OrtRunner(artifact, ON_SMALL) as laddered:
         opened = definition.open(artifact, plain.record)
         rows = opened.preprocess(inputs, opened.Options()).rows
         expected = [BatchRunner(opened, plain).run([row])[0] for row in rows]
@@ -149,7 +150,7 @@ def feeds_of(runner, rows, length, value=5):
 
 @pytest.mark.usefixtures("recording")
 def test_each_rung_is_recorded_once_and_counted(tiny):
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         count = runner.record_rungs(max_rows=4)
         rungs = list(SMALL.rungs(max_rows=4))
         assert count == len(rungs) == runner.captures.recorded
@@ -165,7 +166,7 @@ def test_each_rung_is_recorded_once_and_counted(tiny):
 @pytest.mark.usefixtures("recording")
 def test_replays_read_the_inputs_of_each_run(tiny):
     artifact = tiny.artifact("bert", "feature-extraction")
-    with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=SMALL) as runner:
+    with OrtRunner(artifact) as plain, OrtRunner(artifact, ON_SMALL) as runner:
         (output,) = (spec.name for spec in runner.record.outputs[:1])
         for types in (0, 1, 0, 1):  # token types begin as zeros, which are not copied again
             for value in (5, 6):
@@ -179,7 +180,7 @@ def test_replays_read_the_inputs_of_each_run(tiny):
 
 @pytest.mark.usefixtures("recording")
 def test_only_the_named_outputs_are_returned(tiny):
-    with OrtRunner(tiny.artifact("bert", "question-answering"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "question-answering"), ON_SMALL) as runner:
         names = [spec.name for spec in runner.record.outputs]
         feeds = feeds_of(runner, 2, 8)
         assert list(runner(feeds)) == names
@@ -189,7 +190,7 @@ def test_only_the_named_outputs_are_returned(tiny):
 
 @pytest.mark.usefixtures("recording")
 def test_inputs_above_the_ladder_run_without_a_cuda_graph(tiny):
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         for length in (17, 18, 19):
             assert not runner.is_captured(feeds_of(runner, 2, length))
             runner(feeds_of(runner, 2, length))
@@ -199,11 +200,13 @@ def test_inputs_above_the_ladder_run_without_a_cuda_graph(tiny):
 @pytest.mark.usefixtures("recording")
 def test_rungs_beyond_the_memory_bound_run_without_a_cuda_graph(tiny):
     """The bound is on all of them together; one alone may take a sixteenth."""
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         runner(feeds_of(runner, 1, 8))
         size = runner.captures.buffer_bytes
     ladder = Ladder(SMALL.sizes, max_tokens=32, max_bytes=16 * size)
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+    with OrtRunner(
+        tiny.artifact("bert", "feature-extraction"), RunnerOptions(ladder=ladder)
+    ) as runner:
         assert runner.record_rungs(max_rows=4) == 1
         runner(feeds_of(runner, 1, 8))
         runner(feeds_of(runner, 4, 8))
@@ -231,7 +234,7 @@ class Failing:
 
 @pytest.mark.usefixtures("recording")
 def test_a_failed_recording_is_a_run_without_a_cuda_graph(tiny):
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         runner._sessions = [session] = [Failing(runner._sessions[0])]
         for _ in range(3):
             assert runner(feeds_of(runner, 2, 8))
@@ -243,7 +246,9 @@ def test_a_failed_recording_is_a_run_without_a_cuda_graph(tiny):
 @pytest.mark.usefixtures("recording")
 def test_threads_record_no_more_graphs_together_than_the_ladder_allows(tiny):
     ladder = Ladder(SMALL.sizes, max_tokens=32, max_graphs=8)
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+    with OrtRunner(
+        tiny.artifact("bert", "feature-extraction"), RunnerOptions(ladder=ladder)
+    ) as runner:
         feeds = feeds_of(runner, 2, 8)
 
         def work():
@@ -260,7 +265,7 @@ def test_threads_record_no_more_graphs_together_than_the_ladder_allows(tiny):
 @pytest.mark.usefixtures("recording")
 def test_another_threads_token_types_do_not_stay(tiny):
     artifact = tiny.artifact("bert", "feature-extraction")
-    with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=SMALL) as runner:
+    with OrtRunner(artifact) as plain, OrtRunner(artifact, ON_SMALL) as runner:
         single, pair = feeds_of(runner, 2, 8), feeds_of(runner, 2, 8)
         pair["token_type_ids"][:] = 1
         expected = plain(single)
@@ -275,7 +280,9 @@ def test_another_threads_token_types_do_not_stay(tiny):
 @pytest.mark.usefixtures("recording")
 def test_sizes_without_rungs_are_recorded_when_they_come_again(tiny):
     ladder = Ladder({"batch": (1, 2, 4)})
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=ladder) as runner:
+    with OrtRunner(
+        tiny.artifact("bert", "feature-extraction"), RunnerOptions(ladder=ladder)
+    ) as runner:
         for length in range(3, 9):
             runner(feeds_of(runner, 2, length))
         assert runner.captures.recorded == 0
@@ -287,7 +294,7 @@ def test_sizes_without_rungs_are_recorded_when_they_come_again(tiny):
 @pytest.mark.usefixtures("recording")
 def test_a_graph_that_waits_for_the_gpu_is_not_recorded(tiny, monkeypatch):
     monkeypatch.setattr(runner_module, "waiting_nodes", lambda path: ["unpad (RemovePadding)"])
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         assert runner.captures is None
         assert runner.notes == ["runs are not recorded as CUDA graphs: unpad (RemovePadding)"]
 
@@ -303,7 +310,7 @@ def test_a_graph_that_cannot_be_recorded_keeps_the_rungs(tiny, monkeypatch):
 
     monkeypatch.setattr(runner_module, "open_session", refuse)
     monkeypatch.setattr(runner_module, "capture_obstacles", lambda *_: ["loop_3 (Loop on cpu)"])
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         assert runner.captures is None
         assert runner.notes == ["runs are not recorded as CUDA graphs: loop_3 (Loop on cpu)"]
         assert runner.padded_shape(runner.record.inputs[0], (3, 5)) == (4, 8)
@@ -318,11 +325,13 @@ def test_another_failure_to_open_is_an_error(tiny, monkeypatch):
     monkeypatch.setattr(runner_module, "open_session", refuse)
     monkeypatch.setattr(runner_module, "capture_obstacles", lambda *_: [])
     with pytest.raises(ProviderError, match="out of memory"):
-        OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL)
+        OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL)
 
 
 def test_the_cpu_has_no_ladder_by_default(tiny):
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=True) as runner:
+    with OrtRunner(
+        tiny.artifact("bert", "feature-extraction"), RunnerOptions(ladder=True)
+    ) as runner:
         assert runner.ladder is None
         assert not runner.pads
 
@@ -341,7 +350,7 @@ def test_kernels_without_plans_run_what_is_above_the_ladder(tiny, monkeypatch, o
     monkeypatch.setattr(
         runner_module, "choose_with_engines", lambda *_, **__: ([Provider(CUDA, "", own)], [])
     )
-    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ladder=SMALL) as runner:
+    with OrtRunner(tiny.artifact("bert", "feature-extraction"), ON_SMALL) as runner:
         runner(feeds_of(runner, 1, 8))
         assert len(sessions) == 1
         runner(feeds_of(runner, 1, 17))
@@ -363,7 +372,7 @@ def test_convolutions_of_dynamic_sizes_are_chosen_by_heuristics():
 
 @pytest.mark.usefixtures("recording")
 def test_a_model_that_is_warm_records_nothing_more(tiny, monkeypatch):
-    monkeypatch.setattr(OrtRunner, "_choose_ladder", lambda self, ladder, **_: SMALL)
+    monkeypatch.setattr(OrtRunner, "_choose_ladder", lambda self: SMALL)
     with load_model(tiny.artifact("bert", "text-classification")) as model:
         assert model._runner.captures.recorded == 0
         model.warm_up()

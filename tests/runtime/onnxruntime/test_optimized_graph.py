@@ -8,7 +8,7 @@ import pytest
 from enginery.core.errors import InputError
 from enginery.core.store.store import GRAPHS, Store
 from enginery.runtime.onnxruntime.optimized_graph import has_packed_weights, optimized_graph
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.selection import Provider, choose_providers
 from tests.tolerances import OUTPUTS
 
@@ -39,7 +39,7 @@ def feeds_of(artifact):
 
 def test_a_kept_graph_answers_as_the_artifact_does(tiny, home):
     feeds = feeds_of(tiny)
-    with OrtRunner(tiny) as plain, OrtRunner(tiny, keep_optimized=True) as kept:
+    with OrtRunner(tiny) as plain, OrtRunner(tiny, RunnerOptions(keep_optimized=True)) as kept:
         expected, found = plain(feeds), kept(feeds)
     assert len(list((home / "graphs").glob("graph-*"))) == 1
     for name, array in expected.items():
@@ -61,7 +61,7 @@ class Held:
 
 def test_a_run_that_overlaps_no_other_has_more_threads(tiny, home):
     feeds = feeds_of(tiny)
-    with OrtRunner(tiny, threads=1, lone_threads=2, keep_optimized=True) as runner:
+    with OrtRunner(tiny, RunnerOptions(threads=1, lone_threads=2, keep_optimized=True)) as runner:
         lone, shared = runner._lone_session, runner._sessions[0]
         assert lone.get_session_options().intra_op_num_threads == 2
         assert shared.get_session_options().intra_op_num_threads == 1
@@ -88,7 +88,7 @@ def test_a_run_that_overlaps_no_other_has_more_threads(tiny, home):
 
 def test_a_run_that_fails_leaves_the_next_alone(tiny, home):
     feeds = feeds_of(tiny)
-    with OrtRunner(tiny, threads=1, lone_threads=2, keep_optimized=True) as runner:
+    with OrtRunner(tiny, RunnerOptions(threads=1, lone_threads=2, keep_optimized=True)) as runner:
         too_large = {name: np.full((1, 9), 10**6, np.int64) for name in feeds}
         with pytest.raises(InputError):
             runner(too_large)
@@ -110,10 +110,10 @@ def test_sessions_map_the_same_weights(tmp_path, home):
     weights = artifact.graph_bytes(artifact.manifest.graphs[0])
     assert weights > 50 << 20
     process = psutil.Process()
-    with OrtRunner(artifact, threads=1, keep_optimized=True) as first:
+    with OrtRunner(artifact, RunnerOptions(threads=1, keep_optimized=True)) as first:
         first(feeds_of(artifact))
         before = process.memory_full_info().pss
-        with OrtRunner(artifact, threads=1, keep_optimized=True) as second:
+        with OrtRunner(artifact, RunnerOptions(threads=1, keep_optimized=True)) as second:
             second(feeds_of(artifact))
             added = process.memory_full_info().pss - before
     assert added < weights / 4
@@ -127,7 +127,7 @@ def test_weights_that_would_not_be_aligned_are_not_packed(tmp_path, home):
     feeds = feeds_of(artifact)
     with (
         OrtRunner(artifact) as plain,
-        OrtRunner(artifact, threads=1, lone_threads=2, keep_optimized=True) as kept,
+        OrtRunner(artifact, RunnerOptions(threads=1, lone_threads=2, keep_optimized=True)) as kept,
     ):
         assert not has_packed_weights(graph_of(artifact))
         np.testing.assert_allclose(kept(feeds)["logits"], plain(feeds)["logits"], atol=OUTPUTS)
@@ -154,7 +154,7 @@ def test_altered_optimized_graph_is_made_again(tiny, home):
     content = first.read_bytes()
     first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert graph_of(tiny).read_bytes() != content[:-1] + bytes([content[-1] ^ 1])
-    with OrtRunner(tiny, keep_optimized=True) as runner:
+    with OrtRunner(tiny, RunnerOptions(keep_optimized=True)) as runner:
         runner(feeds_of(tiny))
 
 
@@ -175,7 +175,7 @@ def test_a_store_that_cannot_be_written_keeps_none(tiny, home):
 def test_a_store_that_is_a_file_keeps_none(tiny, home):
     home.write_text("in the way")
     assert graph_of(tiny) is None
-    with OrtRunner(tiny, keep_optimized=True) as runner:
+    with OrtRunner(tiny, RunnerOptions(keep_optimized=True)) as runner:
         runner(feeds_of(tiny))
 
 

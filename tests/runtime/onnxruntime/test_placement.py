@@ -27,7 +27,7 @@ from enginery.runtime.onnxruntime.placement import (
     placement_from_session,
     read_placement,
 )
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.known import CPU, CUDA, OPENVINO
 from enginery.runtime.providers.selection import Provider
 
@@ -117,7 +117,7 @@ def test_without_feeds_nothing_is_run_and_nothing_counted(two_products):
     placement = read_placement(two_products, ON_CPU)
     assert not placement.counted
     assert [node.multiply_adds for node in placement.nodes] == [0, 0, 0]
-    assert placement.rows()[0]["multiply-adds"] == "–"
+    assert not placement.as_json()["multiply_adds_counted"]
 
 
 def test_arithmetic_on_shapes_is_told_from_the_same_ops_on_activations(with_shapes):
@@ -246,11 +246,6 @@ def test_compute_on_the_cpu_under_a_gpu_is_named_and_shape_operations_are_not():
         "1 compute node is on the CPU under cuda, 10.0% of the multiply-adds: "
         "MatMulInteger_7 (MatMulInteger)",
     )
-    assert [row["node"] for row in UNDER_CUDA.node_rows()] == ["MatMulInteger_7"]
-    assert [(row["provider"], row["nodes"], row["share"]) for row in UNDER_CUDA.rows()] == [
-        ("cuda", "1", "90.0%"),
-        ("cpu", "2", "10.0%"),
-    ]
     assert json.loads(json.dumps(UNDER_CUDA.as_json()))["fallen"][0]["name"] == "MatMulInteger_7"
 
 
@@ -331,7 +326,7 @@ def test_a_runner_looks_at_its_graph_on_made_up_inputs(tiny, monkeypatch):
         "enginery.runtime.onnxruntime.runner.with_cuda_graph",
         lambda graphs, given: seen.extend(graphs) or given,
     )
-    with OrtRunner(artifact, cuda_graph=True):
+    with OrtRunner(artifact, RunnerOptions(cuda_graph=True)):
         pass
     ((path, feeds),) = seen
     assert path == artifact.model

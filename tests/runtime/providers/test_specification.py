@@ -7,7 +7,7 @@ import yaml
 
 from enginery.core.errors import OptionError, ProviderError
 from enginery.runtime.model import load_model
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.options import CudaOptions, TensorrtOptions, TensorrtRtxOptions
 from enginery.runtime.providers.specification import (
     ProviderSpec,
@@ -417,7 +417,7 @@ def test_there_is_no_arena_to_shrink_if_it_is_off():
 def test_runner_rejects_invalid_run_options(tiny, monkeypatch):
     artifact = tiny.artifact("bert", "text-classification")
     with pytest.raises(OptionError, match="a CUDA graph replays in the arena's memory"):
-        OrtRunner(artifact, providers=["cuda"], cuda_graph=True, shrink_arena=True)
+        OrtRunner(artifact, RunnerOptions(cuda_graph=True, shrink_arena=True), providers=["cuda"])
     with pytest.raises(OptionError, match="is set by itself"):
         OrtRunner(artifact, providers=parse_providers("cuda; cuda.enable_cuda_graph=1"))
     monkeypatch.setenv("ENGINERY_PROVIDERS", "cuda; cuda.enable_cuda_graph=1")
@@ -432,8 +432,8 @@ def test_a_model_is_given_the_ways_it_is_to_run(tiny, monkeypatch):
     class Stopped(Exception):  # noqa: N818  nothing is wrong
         pass
 
-    def runner(_, **options):
-        given.update(options)
+    def runner(_, options, **chosen):
+        given.update({**vars(options), **chosen})
         raise Stopped
 
     monkeypatch.setattr("enginery.runtime.model.OrtRunner", runner)

@@ -15,14 +15,13 @@ from enginery.cli.demo import describe_results
 from enginery.deploy.triton.models import _task_outputs
 from enginery.deploy.triton.text_format import config_text
 from enginery.predict.columns import OutputColumns
-from enginery.predict.generation import Generate
-from enginery.runtime.generation.generator import Generation
 from enginery.runtime.tasks import TASKS
 from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification, Label
 from enginery.runtime.tasks.fill import Filling, MaskFillings
-from enginery.runtime.tasks.results import is_finite, to_plain
+from enginery.runtime.tasks.generate import Generate, GenerateOptions, Generation
+from enginery.runtime.tasks.results import is_finite, output_tensors, to_plain
 from enginery.runtime.tasks.tag import TokenSpan
 from enginery.serve.api.endpoints import json_response
 from enginery.serve.api.oip_tensors import task_metadata, tensors_from_results
@@ -329,7 +328,8 @@ def rows_of(columns: OutputColumns, results: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_every_task_has_made_up_results():
-    assert set(RESULTS) == set(TASKS)
+    # Generated texts have columns, but no tensors and no signature of MLflow.
+    assert set(RESULTS) == set(TASKS) - {"generate"}
 
 
 @pytest.mark.parametrize(("verb", "top_k"), COLUMNS)
@@ -352,7 +352,7 @@ def test_vectors_of_one_array_are_a_column():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_columns_of_generated_texts(count):
-    options = {"num_return_sequences": count}
+    options = GenerateOptions.read({"num_return_sequences": count})
     columns = OutputColumns.of(Generate, options, pa.schema({}), (), prefix="", dim=0)
     kinds = {"generated": "string", "finish": "string", "score": "float"}
     if count > 1:
@@ -414,7 +414,7 @@ def test_json_of_the_server_and_of_mlflow(verb):
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 @pytest.mark.filterwarnings("ignore::UserWarning:mlflow.*")
 @pytest.mark.parametrize("verb", RESULTS)
-def test_outputs_of_mlflow_signature(verb):
+def test_signature_for_mlflow(verb):
     pytest.importorskip("mlflow", reason="pip install 'enginery[mlflow]'")
     from enginery.publish.targets.mlflow.model import signature
 
@@ -422,7 +422,10 @@ def test_outputs_of_mlflow_signature(verb):
     graph_input = {"text": "input_ids", "image": "pixel_values", "audio": "input_values"}
     specs = [SimpleNamespace(name=graph_input[task.modality])]
     manifest: Any = SimpleNamespace(task=task.tasks[0], graphs=[SimpleNamespace(inputs=specs)])
-    assert signature(manifest).outputs.to_json() == SIGNATURES[verb]
+    schema = signature(manifest)
+    assert schema.outputs.to_json() == SIGNATURES[verb]
+    kind = "string" if task.modality == "text" else "binary"
+    assert [column["type"] for column in schema.inputs.to_dict()] == [kind] * len(task.inputs)
 
 
 @pytest.mark.parametrize("verb", RESULTS)
@@ -450,6 +453,21 @@ NOT_FINITE: dict[str, list[Any]] = {
 def test_nan_and_infinity_are_noticed(verb):
     assert all(map(is_finite, RESULTS[verb]))
     assert not any(map(is_finite, NOT_FINITE[verb]))
+
+
+def test_generated_texts_are_no_tensors_and_have_no_mlflow_signature():
+    from enginery.publish.targets.mlflow.model import signature
+
+    assert output_tensors(Generate.result_type) == ()
+    manifest: Any = SimpleNamespace(task=Generate.tasks[0], graphs=[])
+    assert signature(manifest) is None
+
+
+def test_words_and_values_of_a_generated_text():
+    texts = [Generation("warm", (1, 2), "stop", None, 3)]
+    (sample,) = describe_results(object.__new__(Generate), ["The pump is"], texts)
+    assert sample.words == {"answer": "warm"}
+    assert sample.values["finish"] == "stop"
 
 
 def test_score_of_a_generated_text_may_be_missing():

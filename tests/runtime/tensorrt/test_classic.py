@@ -12,16 +12,11 @@ from enginery.core.errors import OptionError, ProviderError
 from enginery.core.shapes import Profile
 from enginery.runtime.providers.gpus import CudaGpu
 from enginery.runtime.tensorrt import capabilities, library
+from enginery.runtime.tensorrt.build import BuildRequest
 from enginery.runtime.tensorrt.inspector import read_inspector
-from enginery.runtime.tensorrt.process import (
-    CLASSIC,
-    RTX,
-    BuildOptions,
-    build_plan,
-    coverage,
-    has_tensorrt,
-    parse_onnx,
-)
+from enginery.runtime.tensorrt.library import has_tensorrt
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions
+from enginery.runtime.tensorrt.process import build_plan, coverage, parse_onnx
 from tests.passes.onnx_graphs import WIDTH, node, save_graph
 from tests.runtime import classic_tensorrt as double
 
@@ -46,11 +41,10 @@ def graph(tmp_path):
 def build(graph, **options):
     return build_plan(
         graph,
-        profiles=[BATCH],
-        flavor=CLASSIC,
-        capabilities="current",
+        BuildRequest(
+            [BATCH], flavor=CLASSIC, capabilities="current", options=BuildOptions(**options)
+        ),
         isolated=False,
-        options=BuildOptions(**options),
     )
 
 
@@ -149,11 +143,13 @@ def test_child_process_builds_with_it_too(calls, graph, tmp_path, monkeypatch):
     plan = tmp_path / "model.plan"
     built = build_plan(
         graph,
-        profiles=[BATCH],
-        flavor=CLASSIC,
-        capabilities=["8.9"],
+        BuildRequest(
+            [BATCH],
+            flavor=CLASSIC,
+            capabilities=["8.9"],
+            options=BuildOptions(timing_cache=str(tmp_path / "timing.cache")),
+        ),
         plan_path=plan,
-        options=BuildOptions(timing_cache=str(tmp_path / "timing.cache")),
     )
     assert plan.read_bytes() == built.plan == b"a plan of x"
     assert (tmp_path / "timing.cache").read_bytes() == double.HERE + b"kernel of x"

@@ -13,16 +13,10 @@ from enginery.runtime.providers import gpus
 from enginery.runtime.providers.gpus import CudaDriver, CudaGpu, driver_version, visible_gpus
 from enginery.runtime.providers.known import TENSORRT, TENSORRT_RTX
 from enginery.runtime.tensorrt import capabilities, engine_key, library
-from enginery.runtime.tensorrt.process import (
-    CLASSIC,
-    RTX,
-    BuildOptions,
-    check_options,
-    get_flavor,
-    has_tensorrt,
-    key_fields,
-    resolve_capabilities,
-)
+from enginery.runtime.tensorrt.capabilities import resolve_capabilities
+from enginery.runtime.tensorrt.engine_key import key_fields
+from enginery.runtime.tensorrt.library import has_tensorrt
+from enginery.runtime.tensorrt.options import CLASSIC, RTX, BuildOptions, check_options, get_flavor
 from tests.runtime.classic_tensorrt import ClassicTensorRT
 
 needs_rtx = pytest.mark.skipif(not has_tensorrt(RTX), reason="pip install 'enginery[tensorrt-rtx]'")

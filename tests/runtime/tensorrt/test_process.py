@@ -23,12 +23,15 @@ from enginery.core.errors import (
 )
 from enginery.core.shapes import Profile
 from enginery.runtime.tensorrt import library, process
-from enginery.runtime.tensorrt.process import BuildOptions, build_plan, coverage, parse_onnx
+from enginery.runtime.tensorrt.build import BuildRequest
+from enginery.runtime.tensorrt.library import has_tensorrt
+from enginery.runtime.tensorrt.options import BuildOptions
+from enginery.runtime.tensorrt.process import build_plan, coverage, parse_onnx
 from tests.passes.onnx_graphs import WIDTH, node, quantized_constants, quantized_product, save_graph
 from tests.tiny import tiny_artifact
 
 needs_tensorrt = pytest.mark.skipif(
-    not process.has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
+    not has_tensorrt(), reason="pip install 'enginery[tensorrt-rtx]'"
 )
 PROFILE = Profile.parse("batch=1:2:4,sequence=1:16:32")
 BATCH = Profile.parse("batch=1:4:8")
@@ -107,7 +110,7 @@ def computed(built):
 @needs_tensorrt
 def test_fp32_bert_builds_and_every_product_is_counted(exported):
     model = exported("bert", "text-classification").model
-    built = build_plan(model, profiles=[PROFILE], capabilities=["8.9"])
+    built = build_plan(model, BuildRequest([PROFILE], capabilities=["8.9"]))
     assert products(model) <= computed(built)
     assert built.fp32_gemms == built.count("gemm") > 0
     assert built.int8_gemms == built.fp16_gemms == built.fused_attentions == 0
@@ -127,11 +130,11 @@ def test_fp32_bert_builds_and_every_product_is_counted(exported):
 
 @needs_tensorrt
 def test_fp16_attention_is_fused(wide_bert, halved):
-    built = build_plan(halved(wide_bert.model), profiles=[PROFILE])
+    built = build_plan(halved(wide_bert.model), BuildRequest([PROFILE]))
     assert built.fused_attentions == built.count("attention", "fp16") == 2
     assert built.fp16_gemms > 0
     assert built.fp32_gemms == 0
-    assert build_plan(wide_bert.model, profiles=[PROFILE]).fused_attentions == 0
+    assert build_plan(wide_bert.model, BuildRequest([PROFILE])).fused_attentions == 0
 
 
 @needs_tensorrt
@@ -139,7 +142,7 @@ def test_fp16_attention_is_fused(wide_bert, halved):
 def test_gemm_of_dequantized_weights_does_not_count_as_int8(tmp_path, axis, precision):
     """Scales along the summed axis: INT8 goes in, and is made FP32 before it is multiplied."""
     path = save_graph(tmp_path / "m.onnx", quantized_product(axis=axis), quantized_constants())
-    built = build_plan(path, profiles=[BATCH])
+    built = build_plan(path, BuildRequest([BATCH]))
     assert built.count("gemm") == built.count("gemm", precision) == 1
     assert built.int8_gemms == (precision == "int8")
 
@@ -158,7 +161,7 @@ def test_int8_convolutions_are_counted(tmp_path, quantized):
     path = save_graph(
         tmp_path / "c.onnx", nodes, constants, inputs={"x": shape}, outputs={"y": shape}
     )
-    built = build_plan(path, profiles=[BATCH])
+    built = build_plan(path, BuildRequest([BATCH]))
     assert built.count("convolution") == 1
     assert built.int8_convolutions == quantized
     assert built.count("convolution", "fp32") == (not quantized)
@@ -168,7 +171,7 @@ def test_int8_convolutions_are_counted(tmp_path, quantized):
 def test_several_profiles_and_capabilities_go_into_one_plan(exported):
     model = exported("bert", "text-classification").model
     profiles = [PROFILE, Profile.parse("batch=1,sequence=64:96:128")]
-    built = build_plan(model, profiles=profiles, capabilities=["8.9", "12.0"])
+    built = build_plan(model, BuildRequest(profiles, capabilities=["8.9", "12.0"]))
     assert built.profiles == tuple(str(profile) for profile in profiles)
     assert built.capabilities == ("8.9", "12.0")
     log = process.log_path(model).read_text(encoding="utf-8")
@@ -180,14 +183,14 @@ def test_several_profiles_and_capabilities_go_into_one_plan(exported):
 @needs_tensorrt
 def test_no_capability_gives_a_portable_plan(tmp_path):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
-    assert build_plan(path, profiles=[BATCH], capabilities=[]).plan
+    assert build_plan(path, BuildRequest([BATCH], capabilities=[])).plan
 
 
 @needs_tensorrt
 def test_child_process_and_this_one_find_the_same(tmp_path):
     path = save_graph(tmp_path / "m.onnx", quantized_product(), quantized_constants())
-    child = build_plan(path, profiles=[BATCH])
-    here = build_plan(path, profiles=[BATCH], isolated=False)
+    child = build_plan(path, BuildRequest([BATCH]))
+    here = build_plan(path, BuildRequest([BATCH]), isolated=False)
     assert (child.layers, child.inputs, child.outputs, child.warnings) == (
         here.layers,
         here.inputs,
@@ -216,7 +219,7 @@ def test_all_rejected_operators_are_named(tmp_path):
     ]
     assert "Plugin not found" in report.refusals[0].reason
     with pytest.raises(ProviderError, match=r"rejects first \(BiasGelu\).*\(1 more\).*lint"):
-        build_plan(path, profiles=[BATCH])
+        build_plan(path, BuildRequest([BATCH]))
 
 
 @needs_tensorrt
@@ -268,8 +271,7 @@ def test_bad_profile_never_reaches_the_builder(exported, profiles, words, isolat
     with pytest.raises(ShapeError, match=words):
         build_plan(
             model,
-            profiles=[Profile.parse(text) for text in profiles],
-            limits={"sequence": 128},
+            BuildRequest([Profile.parse(text) for text in profiles], limits={"sequence": 128}),
             isolated=isolated,
         )
 
@@ -280,7 +282,7 @@ def test_sum_of_dims_takes_its_sizes_from_the_profile(tmp_path):
     path = save_graph(
         tmp_path / "s.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
     )
-    built = build_plan(path, profiles=[Profile.parse("batch=1,past=1:8:16,sequence=1:2:4")])
+    built = build_plan(path, BuildRequest([Profile.parse("batch=1,past=1:8:16,sequence=1:2:4")]))
     assert str(built.inputs[0]) == "x: float32 (batch, past + sequence)"
     log = (process.log_path(path)).read_text(encoding="utf-8")
     assert "MinShape: [1,2], OptShape: [1,10], MaxShape: [1,20]" in log
@@ -292,7 +294,7 @@ def test_dims_go_by_the_names_that_profiles_use(tmp_path):
     path = save_graph(
         tmp_path / "s.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
     )
-    built = build_plan(path, profiles=[Profile.parse("batch_size=1:2:4,sequence=8")])
+    built = build_plan(path, BuildRequest([Profile.parse("batch_size=1:2:4,sequence=8")]))
     assert built.inputs[0].dims == ("batch", "sequence")
 
 
@@ -303,7 +305,7 @@ def test_dim_without_a_name_is_an_error(tmp_path):
         tmp_path / "n.onnx", [node("Relu", "x", "y")], inputs={"x": dims}, outputs={"y": dims}
     )
     with pytest.raises(ShapeError, match="input x: dim 1 is dynamic, but has no name"):
-        build_plan(path, profiles=[BATCH])
+        build_plan(path, BuildRequest([BATCH]))
 
 
 @needs_tensorrt
@@ -315,7 +317,7 @@ def test_input_that_holds_a_shape_is_an_error(tmp_path):
         outputs={"y": (TensorProto.FLOAT, [None, None])},
     )
     with pytest.raises(ShapeError, match="input shape holds a shape"):
-        build_plan(path, profiles=[BATCH])
+        build_plan(path, BuildRequest([BATCH]))
 
 
 @needs_tensorrt
@@ -323,7 +325,7 @@ def test_input_that_holds_a_shape_is_an_error(tmp_path):
 def test_unknown_capability_is_an_error_that_lists_the_known(tmp_path, capability):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     with pytest.raises(OptionError, match=rf"'{capability}'.*7\.5, 8\.0, 8\.6, 8\.9, 12\.0"):
-        build_plan(path, profiles=[BATCH], capabilities=[capability])
+        build_plan(path, BuildRequest([BATCH], capabilities=[capability]))
 
 
 @needs_tensorrt
@@ -331,7 +333,7 @@ def test_fp32_on_turing_has_a_remedy(tmp_path):
     constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
     with pytest.raises(ProviderError, match=r"no engine for 7\.5.*FP32 GEMM.*the graph to FP16"):
-        build_plan(path, profiles=[BATCH], capabilities=["7.5"])
+        build_plan(path, BuildRequest([BATCH], capabilities=["7.5"]))
 
 
 @needs_tensorrt
@@ -351,7 +353,7 @@ def test_attention_operator_in_fp32_has_a_remedy(tmp_path):
     )
     assert parse_onnx(path).accepted
     with pytest.raises(ProviderError, match="convert the graph to FP16"):
-        build_plan(path, profiles=[BATCH])
+        build_plan(path, BuildRequest([BATCH]))
 
 
 @needs_tensorrt
@@ -359,11 +361,11 @@ def test_attention_operator_in_fp32_has_a_remedy(tmp_path):
 def test_plan_is_written_to_a_file_and_read_on_access(tmp_path, isolated):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     plan_path = tmp_path / "model.plan"
-    built = build_plan(path, profiles=[BATCH], plan_path=plan_path, isolated=isolated)
+    built = build_plan(path, BuildRequest([BATCH]), plan_path=plan_path, isolated=isolated)
     assert built.held == b""
     assert built.plan == plan_path.read_bytes()
     assert built.plan_bytes == plan_path.stat().st_size > 0
-    held = build_plan(path, profiles=[BATCH], isolated=isolated)
+    held = build_plan(path, BuildRequest([BATCH]), isolated=isolated)
     assert len(held.plan) == held.plan_bytes == len(held.held)
     assert held.plan_path == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.plan", "r.onnx"]
@@ -374,7 +376,7 @@ def test_weight_streaming_changes_the_plan(tmp_path):
     constants = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     path = save_graph(tmp_path / "m.onnx", [node("MatMul", "x w", "y", name="m")], constants)
     plain, again, streamed = (
-        build_plan(path, profiles=[BATCH], options=BuildOptions(weight_streaming=wanted)).plan
+        build_plan(path, BuildRequest([BATCH], options=BuildOptions(weight_streaming=wanted))).plan
         for wanted in (False, False, True)
     )
     assert plain == again  # of a graph as small as this one
@@ -385,7 +387,7 @@ def test_weight_streaming_changes_the_plan(tmp_path):
 def test_option_that_the_flavor_lacks_stops_before_the_build(tmp_path):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     with pytest.raises(OptionError, match="the optimization level has no effect in TensorRT for"):
-        build_plan(path, profiles=[BATCH], options=BuildOptions(optimization_level=1))
+        build_plan(path, BuildRequest([BATCH], options=BuildOptions(optimization_level=1)))
 
 
 @needs_tensorrt
@@ -442,7 +444,7 @@ def test_merged_t5_that_fails_to_build_names_the_export_option(tiny_model, tmp_p
     artifact = tiny_artifact("t5", task, tmp_path / "merged", source=source)
     dims = "batch=1:2:4,encoder_sequence=8,decoder_sequence=1,past_decoder_sequence=1:8:16"
     with pytest.raises(ProviderError, match=r"built no engine for 8\.9.*--no-post-process"):
-        build_plan(artifact.path / "decoder_model_merged.onnx", profiles=[Profile.parse(dims)])
+        build_plan(artifact.path / "decoder_model_merged.onnx", BuildRequest([Profile.parse(dims)]))
 
 
 @needs_tensorrt
@@ -462,7 +464,8 @@ def test_builder_ends_with_its_parent(tmp_path, kill):
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
     script = (
         "from pathlib import Path\n"
-        "from enginery.runtime.tensorrt.process import CLASSIC, parse_onnx\n"
+        "from enginery.runtime.tensorrt.options import CLASSIC\n"
+        "from enginery.runtime.tensorrt.process import parse_onnx\n"
         f"parse_onnx(Path({str(path)!r}), flavor=CLASSIC)\n"
     )
     places = os.pathsep.join([str(tmp_path), *(place for place in sys.path if place)])
@@ -506,7 +509,7 @@ def test_crash_of_the_child_is_an_error_message(tmp_path, monkeypatch):
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
     path = save_graph(tmp_path / "r.onnx", [node("Relu", "x", "y")])
-    for ask in (parse_onnx, lambda p: build_plan(p, profiles=[BATCH])):
+    for ask in (parse_onnx, lambda p: build_plan(p, BuildRequest([BATCH]))):
         with pytest.raises(MissingPackageError, match=r"enginery\[tensorrt-rtx\]"):
             ask(path)
 

@@ -5,7 +5,7 @@ import pytest
 
 from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.runtime.onnxruntime.ladder import Ladder
-from enginery.runtime.onnxruntime.runner import OrtRunner
+from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.validate.cases.rungs import run_on_rungs
 from tests.tolerances import OUTPUTS
 
@@ -18,7 +18,7 @@ def test_outputs_are_those_of_the_feeds(exported, sizes, pad_left):
     artifact = exported("bert", "feature-extraction")
     limits = FeedLimits.from_artifact(artifact)
     shapes = []
-    with OrtRunner(artifact) as plain, OrtRunner(artifact, ladder=LADDER) as runner:
+    with OrtRunner(artifact) as plain, OrtRunner(artifact, RunnerOptions(ladder=LADDER)) as runner:
         named = dict(zip(("batch", "sequence"), sizes, strict=True))
         feeds = make_feeds(plain.record.inputs, named, limits, seed=0, ragged=True)
         real = runner._run

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from enginery import Artifact, quantize_model, validate_model
-from enginery.cli.render import report_lines
+from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.artifact.artifact import commit_artifact
-from enginery.core.artifact.reports import AccuracyMetrics, QuantizationReport, ValidationReport
 from enginery.core.errors import ArtifactError, OptionError
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.metrics.budget import accuracy_expectation
 from enginery.validate.stage import read_current_report
@@ -116,7 +117,7 @@ def test_correct_artifact_has_the_accuracy_that_quantize_measured(made, copied, 
 def test_report_describes_the_rule_and_survives_json(made, tmp_path):
     artifact = made(*DISTILBERT).copy_to(tmp_path / "copy")
     report = validate_model(artifact)
-    lines = report_lines(report)
+    lines = report.lines()
     assert any("on these inputs quantize measured a mean cosine of" in line for line in lines)
     assert any("1.25 and 1.5 times as large; 0.5 on any one" in line for line in lines)
     again = ValidationReport.from_json((artifact.path / "reports/validation.json").read_bytes())

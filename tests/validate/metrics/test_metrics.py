@@ -6,32 +6,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from enginery.core.artifact.reports import (
-    EmbeddingMetrics,
-    ValidationCaseResult,
-    ValidationReport,
-    WeightMetrics,
-)
 from enginery.core.shapes import TensorSpec
 from enginery.core.tolerance import QuantizedTolerance, Tolerance
+from enginery.reports.validation import EmbeddingMetrics, ValidationCaseResult, ValidationReport
+from enginery.reports.weights import WeightMetrics
 from enginery.validate.cases.padding import find_padding_mask
-from enginery.validate.metrics.outputs import NoiseFloor, compare_output, noise_floor
+from enginery.validate.metrics.outputs import NoiseFloor, OutputLimits, compare_output, noise_floor
 from enginery.validate.report import summarize
 
 FP32 = Tolerance.for_precision("fp32")
 QUIET = NoiseFloor(1e-6, 1.0)
 
 
-def judged(actual, reference, output="logits", noise=QUIET, tolerance=FP32, **options):
+def judged(actual, reference, output="logits", noise=QUIET, tolerance=FP32, padding=None, **limits):
     actual = np.asarray(actual)
     return compare_output(
-        output,
+        TensorSpec(output, actual.dtype.name, ()),
         actual,
         np.asarray(reference, np.float32),
-        dtype=actual.dtype.name,
-        noise=noise,
-        tolerance=tolerance,
-        **options,
+        OutputLimits(noise, tolerance, **limits),
+        padding=padding,
     )
 
 
@@ -234,43 +228,50 @@ def case(name, outputs, **options):
     )
 
 
-def test_summary_names_the_worst_output_that_fails():
-    fine = judged(np.float32([[1, 2.00001]]), [[1, 2]], noise=NoiseFloor(2e-6, 1.0))
-    assert fine.passed
-    assert fine.limit_ratio > 0.5
-    bad = replace(judged([[1.0, 2.0]], [[1, 2]]), output="scores", problem="cosine 0.5")
-    said = summarize([case("one", [fine]), case("odd", [bad])])
-    assert "1 of 2 outputs differ" in said
-    assert "scores on sweep 'odd', cosine 0.5" in said
-
-
-def test_summary_counts_what_was_skipped():
-    fine = judged(np.float32([[1, 2]]), [[1, 2]])
-    said = summarize([case("one", [fine]), case("longest", [], skipped="too long")])
-    assert "1 inputs skipped that PyTorch rejects" in said
-    assert "could not be compared on any input: too long" in summarize(
-        [case("longest", [], skipped="too long")]
-    )
-
-
-def test_report_with_nan_survives_json():
-    shape = judged(np.ones((2, 3), np.float32), np.ones((2, 4)))
-    assert math.isnan(shape.max_abs)
-    report = ValidationReport(
+def report_on(cases):
+    return ValidationReport(
         passed=False,
         summary="s",
         precision="fp32",
         providers=[{"name": "CPU", "reason": "r"}],
         reference={"id": "m"},
         tolerance={"floor_factor": 8.0, "max_abs_error set": None},
-        cases=[case("one", [shape, judged([[1.0, np.nan]], [[1, 2]])])],
-        embeddings=EmbeddingMetrics(2, math.nan, math.nan, 0.0, "NaN"),
+        cases=cases,
+        embeddings=None,
         weights=WeightMetrics(0, 0, {}, [], [], []),
         effort="normal",
         coverage=[],
         notes=["n"],
         tools={"torch": "2"},
         seconds=1.5,
+    )
+
+
+def test_summary_names_the_worst_output_that_fails():
+    fine = judged(np.float32([[1, 2.00001]]), [[1, 2]], noise=NoiseFloor(2e-6, 1.0))
+    assert fine.passed
+    assert fine.limit_ratio > 0.5
+    bad = replace(judged([[1.0, 2.0]], [[1, 2]]), output="scores", problem="cosine 0.5")
+    said = summarize(report_on([case("one", [fine]), case("odd", [bad])]))
+    assert "1 of 2 outputs differ" in said
+    assert "scores on sweep 'odd', cosine 0.5" in said
+
+
+def test_summary_counts_what_was_skipped():
+    fine = judged(np.float32([[1, 2]]), [[1, 2]])
+    said = summarize(report_on([case("one", [fine]), case("longest", [], skipped="too long")]))
+    assert "1 inputs skipped that PyTorch rejects" in said
+    assert "could not be compared on any input: too long" in summarize(
+        report_on([case("longest", [], skipped="too long")])
+    )
+
+
+def test_report_with_nan_survives_json():
+    shape = judged(np.ones((2, 3), np.float32), np.ones((2, 4)))
+    assert math.isnan(shape.max_abs)
+    report = replace(
+        report_on([case("one", [shape, judged([[1.0, np.nan]], [[1, 2]])])]),
+        embeddings=EmbeddingMetrics(2, math.nan, math.nan, 0.0, "NaN"),
     )
     text = report.to_json()
     assert b"NaN," not in text

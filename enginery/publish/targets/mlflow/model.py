@@ -15,6 +15,7 @@ from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.audio import example_wav
 from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.results import bare_type
+from enginery.runtime.tasks.task import Task
 from enginery.runtime.text.pooling import Vectors
 
 ARTIFACT = "data/artifact"
@@ -34,7 +35,7 @@ def signature(manifest: Manifest) -> Any:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 
-    task = manifest_task(manifest)
+    task = _supported_task(manifest)
     if task is None:
         return None
     kind = DataType.string if task.modality == "text" else DataType.binary
@@ -69,7 +70,7 @@ def signature(manifest: Manifest) -> Any:
 
 def checks_its_inputs(manifest: Manifest) -> bool:
     """Return True if the model's loader checks its inputs instead of MLflow: an optional column."""
-    task = manifest_task(manifest)
+    task = _supported_task(manifest)
     return task is not None and any(field.optional for field in task.inputs)
 
 
@@ -84,6 +85,12 @@ def let_loader_check_inputs(file: Path) -> None:
 
     values = Model.load(str(file)).to_dict()
     Model.from_dict({**values, "is_signature_from_type_hint": True}).save(str(file))
+
+
+def _supported_task(manifest: Manifest) -> type[Task] | None:
+    """Return the artifact's task; None if a logged model cannot answer it."""
+    task = manifest_task(manifest)
+    return None if task is None or task.runs_in_steps else task
 
 
 def _column_type(kind: Any) -> Any:
@@ -112,7 +119,7 @@ def _field_types(kind: Any) -> dict[str, Any]:
 
 def input_example(package: Package) -> Any:
     """Return an example row for the signature; None if there is no signature."""
-    task = manifest_task(package.artifact.manifest)
+    task = _supported_task(package.artifact.manifest)
     if task is None:
         return None
     import pandas as pd

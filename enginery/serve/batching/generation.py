@@ -19,16 +19,18 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.generation.batch import RunningBatch
-from enginery.runtime.generation.generator import TextGenerator
+from enginery.runtime.tasks.generate import Generation, TextSearch
+from enginery.runtime.tasks.text_generator import TextGenerator
 from enginery.serve.batching.planner import BatchRules
 from enginery.serve.batching.queue import BatchQueue, ClosedError, QueueEntry
 from enginery.serve.batching.scheduler import BatchStatistics, Timings
-from enginery.serve.generation.jobs import GenerationJob, Progress
+from enginery.serve.config import ServeConfig
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,20 @@ _HOPS = 3
 """Turns of the event loop until a delivery has reached the clients' sockets."""
 _DECAY = 0.98
 """Factor for the weights of earlier inputs in the estimate of the time per token."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has become of one input since the last step."""
+
+    index: int
+    """The input's place in its request."""
+    tokens: int
+    """Number of tokens generated so far, of all its texts."""
+    pieces: tuple[tuple[int, str], ...] = ()
+    """New text: the place of the text among those of the input, and the piece."""
+    results: tuple[Generation, ...] = ()
+    """The finished texts; empty as long as the input is not done."""
 
 
 @dataclass(eq=False)
@@ -60,12 +76,9 @@ class GenerationScheduler:
     def __init__(
         self,
         generator: TextGenerator,
+        config: ServeConfig,
         loop: asyncio.AbstractEventLoop,
         *,
-        max_rows: int,
-        queue_rows: int,
-        queue_tokens: int,
-        max_wait_seconds: float,
         explain: Callable[[EngineryError, bool], EngineryError],
         on_batch: Callable[[BatchStatistics], None],
         name: str = "model",
@@ -74,11 +87,8 @@ class GenerationScheduler:
 
         Args:
             generator: the model.
+            config: the options of the server, with the bounds of queue and batch.
             loop: the event loop of the requests.
-            max_rows: maximum number of rows of the batch.
-            queue_rows: maximum number of waiting inputs.
-            queue_tokens: maximum number of waiting tokens, with those to be generated.
-            max_wait_seconds: maximum estimated wait of a request.
             explain: called in the thread with the error of a failed step, and whether all of its
                 inputs are those of one request; returns what the requests get.
             on_batch: called in the event loop for each step.
@@ -87,13 +97,14 @@ class GenerationScheduler:
         Raises:
             EngineryError: the decoder does not run.
         """
-        self._generator, self._loop, self._max_rows = generator, loop, max_rows
+        self._generator, self._loop = generator, loop
+        self._max_rows = config.generation_rows
         self._explain, self._on_batch = explain, on_batch
         self.queue = BatchQueue(
-            BatchRules(max_tokens=queue_tokens, max_rows=max_rows, max_padding=1.0),
-            max_rows=queue_rows,
-            max_tokens=queue_tokens,
-            max_wait_seconds=max_wait_seconds,
+            BatchRules(max_tokens=config.queue_tokens, max_rows=self._max_rows, max_padding=1.0),
+            max_rows=config.queue_inputs,
+            max_tokens=config.queue_tokens,
+            max_wait_seconds=config.max_wait,
         )
         self._requests: set[_Request] = set()
         self._batch = RunningBatch(generator.decoder)
@@ -120,6 +131,16 @@ class GenerationScheduler:
         """Number of requests of which no input has left the queue."""
         return sum(not request.first for request in self._requests)
 
+    def info(self) -> dict[str, Any]:
+        """Return what runs and waits, and the limits of a text, as JSON."""
+        return {
+            "running": {"rows": self.rows, "waiting": self.waiting},
+            "generation": {
+                "max_rows": self._max_rows,
+                "max_new_tokens": self._generator.task.limits.max_new_tokens,
+            },
+        }
+
     @property
     def alive(self) -> bool:
         """True if the thread is alive."""
@@ -130,14 +151,23 @@ class GenerationScheduler:
         since = self._since
         return time.perf_counter() - since if since else 0.0
 
-    async def run(
-        self, jobs: Sequence[GenerationJob], timings: Timings
+    async def run(self, entries: Sequence[QueueEntry], timings: Timings) -> list[Any]:
+        """Run the rows of a request and return the texts of each; see `steps`."""
+        results: list[Any] = [None] * len(entries)
+        async with aclosing(self.steps(entries, timings)) as steps:
+            async for step in steps:
+                if step.results:
+                    results[step.index] = list(step.results)
+        return results
+
+    async def steps(
+        self, entries: Sequence[QueueEntry], timings: Timings
     ) -> AsyncGenerator[Progress]:
-        """Run the inputs of a request; yield the progress of each step.
+        """Run the rows of a request; yield the progress of each step. Close it, to end early.
 
         Args:
-            jobs: the inputs.
-            timings: timings of the request, which are set here.
+            entries: the rows, of the task `Generate`.
+            timings: timings and token counts of the request, which are set here.
 
         Raises:
             OverloadedError, ClosedError: the request was rejected.
@@ -145,12 +175,11 @@ class GenerationScheduler:
         """
         queue, request = self.queue, _Request()
         arrived, backlog_seconds = time.perf_counter(), queue.backlog_seconds
-        entries = [
-            QueueEntry(
-                request, index, job.key, job.prompt_tokens, job, tokens=job.tokens, weight=job.rows
-            )
-            for index, job in enumerate(jobs)
-        ]
+        for entry in entries:
+            search: TextSearch = entry.row.content
+            entry.request, entry.weight = request, search.rows
+            entry.tokens = search.prompt_tokens + search.new_tokens
+        tokens = [0] * len(entries)
         remaining = len(entries)
         self._requests.add(request)
         try:
@@ -161,6 +190,9 @@ class GenerationScheduler:
                     raise event
                 timings.queue_seconds = request.started - arrived
                 timings.inference_seconds = time.perf_counter() - request.first
+                timings.first_token_at = timings.first_token_at or time.perf_counter()
+                timings.generated += event.tokens - tokens[event.index]
+                tokens[event.index] = event.tokens
                 remaining -= bool(event.results)
                 if not remaining:
                     queue.observe_wait(backlog_seconds, timings.queue_seconds)
@@ -215,7 +247,7 @@ class GenerationScheduler:
         if self._alone:
             return [self._alone.pop()]
         free = self._max_rows - sum(entry.weight for entry in self._running)
-        alike = not more or self._generator.graphs.encoder is not None
+        alike = not more or self._generator.task.has_encoder
         take = self.queue.take_similar if alike else self.queue.take_due
         entries = take(free, wait=not self._running)
         now = time.perf_counter()
@@ -246,7 +278,7 @@ class GenerationScheduler:
             reported = [
                 entry
                 for entry in entries
-                if is_due or entry.row.search.done or not entry.row.started
+                if is_due or entry.row.content.search.done or not entry.row.content.started
             ]
             events = [event for entry in reported if (event := self._progress(entry))]
         except EngineryError as error:
@@ -278,28 +310,28 @@ class GenerationScheduler:
             self._is_sent = True
 
     def _begin(self, joining: Sequence[QueueEntry]) -> None:
-        jobs: list[GenerationJob] = [entry.row for entry in joining]
-        feeds = self._generator.inputs.join([job.row for job in jobs])
-        self._batch.add([job.search for job in jobs], feeds)
+        rows = [entry.row for entry in joining]
+        feeds = self._generator.task.collate(rows, 0)
+        self._batch.add([row.content.search for row in rows], feeds or None)
 
     def _progress(self, entry: QueueEntry) -> tuple[QueueEntry, Progress | BaseException] | None:
         """Return what is to be reported of an input, which leaves if it is done."""
         event: Progress | BaseException | None
         try:
-            event = entry.row.progress(entry.index)
+            event = _progress(entry.row.content, entry.index)
         except EngineryError as error:
             event = error
         except Exception as error:  # a bug, which must not affect other requests
             _log.exception("a text could not be generated")
             event = error
-        if isinstance(event, BaseException) or entry.row.search.done:
+        if isinstance(event, BaseException) or entry.row.content.search.done:
             self._leave([entry])
         return None if event is None else (entry, event)
 
     def _leave(self, entries: Sequence[QueueEntry]) -> None:
         self._running = [entry for entry in self._running if entry not in entries]
         for entry in entries:
-            self._batch.remove(entry.row.search)
+            self._batch.remove(entry.row.content.search)
         self.rows = self._batch.rows
 
     def _measure(self, seconds: float, events: Sequence[tuple[QueueEntry, Any]]) -> None:
@@ -334,3 +366,24 @@ class GenerationScheduler:
         now = time.perf_counter()
         self._next_delivery = now + _PAUSE * (now - started)
         self._is_sent = True
+
+
+def _progress(search: TextSearch, index: int) -> Progress | None:
+    """Return what is to be reported of an input after a step; None for nothing.
+
+    Raises:
+        InputError: the search has failed, or the tokens cannot be decoded.
+    """
+    if search.search.error is not None:
+        raise search.search.error
+    is_first, search.started = not search.started, True
+    done = search.search.done
+    if not done and not (search.streams and search.has_pieces):
+        return Progress(index, 1) if is_first else None
+    sequences = search.search.results()
+    tokens = sum(len(sequence.tokens) for sequence in sequences)
+    pieces = search.pieces(sequences)
+    if done:
+        return Progress(index, tokens, tuple(pieces), tuple(search.generations(sequences)))
+    written = tuple((place, piece) for place, piece in pieces if piece)
+    return Progress(index, tokens, written) if written or is_first else None

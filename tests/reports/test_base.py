@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from enginery.core.artifact.reports import (
-    AccuracyMetrics,
-    BenchResult,
-    BuildReport,
+from enginery.core.accuracy import AccuracyMetrics
+from enginery.core.errors import ArtifactError
+from enginery.reports.benchmark import BenchResult
+from enginery.reports.engines import BuildReport
+from enginery.reports.quantization import QuantizationReport
+from enginery.reports.validation import (
     EmbeddingMetrics,
     OutputMetrics,
-    QuantizationReport,
     ValidationCaseResult,
     ValidationReport,
-    WeightMetrics,
-    worst_by_output,
 )
-from enginery.core.errors import ArtifactError
+from enginery.reports.weights import WeightMetrics
 from tests.bench.sample_results import make_backend_record, make_case, make_result
 
 
@@ -171,5 +170,7 @@ def test_worst_case_of_each_output_is_the_one_farthest_beyond_its_limit():
         case("far", output("a", 9e-6), output("b", 1e-8)),
         case("failed", output("a", 1e-9, problem="NaN"), graph="decoder.onnx"),
     ]
-    found = [(case.name, out.output) for case, out in worst_by_output(cases)]
-    assert found == [("far", "a"), ("near", "b"), ("failed", "a")]
+    model, decoder = replace(VALIDATION, cases=cases).tables()
+    worst = [(row["worst input"], row["output"], row["verdict"]) for row in model.rows]
+    assert worst == [("sweep: far", "a", "ok"), ("sweep: near", "b", "ok")]
+    assert (decoder.title, decoder.rows[0]["verdict"]) == ("decoder.onnx against PyTorch", "NaN")

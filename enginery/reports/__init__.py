@@ -1,0 +1,1 @@
+"""The types that stages write, each with the rows that people see."""

@@ -1,0 +1,479 @@
+"""Generate text: continue prompts, translate, read images, transcribe speech.
+
+A row is a search that takes many steps: `TextGenerator` runs it, where `BatchRunner` runs the rows
+of other tasks in one step each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
+
+from numpy.typing import NDArray
+from pydantic import ConfigDict
+from typing_extensions import override
+
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord, Manifest
+from enginery.core.errors import ArtifactError, InputError
+from enginery.core.model.files import ModelConfig
+from enginery.runtime.decoder_graphs import DecoderGraphs, find_generating
+from enginery.runtime.generation.inputs import (
+    GenerationInputs,
+    GenerationRow,
+    open_inputs,
+    read_positions,
+    require_prepared,
+)
+from enginery.runtime.generation.options import GenerationOptions, read_generation_config
+from enginery.runtime.generation.search import Hypothesis, Search, make_search
+from enginery.runtime.generation.stream import TextStream
+from enginery.runtime.tasks.results import Alternatives, ColumnName, Result
+from enginery.runtime.tasks.task import (
+    NO_LIMITS,
+    Arrays,
+    InputField,
+    InputLimits,
+    ModelInputs,
+    Row,
+    Task,
+    TaskOptionError,
+    TaskOptions,
+    describe_value,
+    without_null,
+)
+from enginery.runtime.text.chat_template import ChatTemplate, Message
+from enginery.runtime.text.tokenizer import TextTokenizer
+
+_PROBE_TOKENS = 2
+# Bounds of what each step compares with every text, in the thread that all requests share.
+_MAX_STOPS = 16
+_MAX_STOP_CHARACTERS = 256
+_MAX_EXCLUDED = 1000
+_FORM_OPTIONS = (
+    "max_new_tokens",
+    "num_beams",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "repetition_penalty",
+    "stop_strings",
+)
+"""The options of a form, which people change most."""
+
+
+@dataclass(frozen=True)
+class Generation(Result):
+    """A generated text."""
+
+    text: Annotated[str, ColumnName("generated")]
+    """The new text, without the prompt and special tokens."""
+    tokens: Annotated[tuple[int, ...], ColumnName("")]
+    """The new tokens, with the one that ended the text."""
+    finish: str
+    """`stop` after an end token or a stop string, `length` at the largest length."""
+    score: float | None
+    """Score of beam search: the sum of log-probabilities, divided by a power of the length; None
+    without."""
+    prompt_tokens: Annotated[int, ColumnName("")] = 0
+    """Number of tokens of the input; 1 for an image or audio."""
+
+
+class GenerateOptions(TaskOptions):
+    """Options of a call by name; those that are not given are the model's own.
+
+    Which ones there are depends on the model, see `GenerationOptions` and
+    `GenerationInputs.arguments`; `Generate.resolve` checks them.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The options that are given."""
+        return dict(self.model_extra or {})
+
+    @property
+    @override
+    def max_items(self) -> int:
+        """Number of texts of each input."""
+        return int(self.values.get("num_return_sequences") or 1)
+
+
+@dataclass(eq=False)
+class TextSearch:
+    """The search for the texts of one input."""
+
+    row: GenerationRow
+    options: GenerationOptions
+    search: Search
+    texts: Sequence[TextStream]
+    """One for each text."""
+    prompt_tokens: int
+    """Number of tokens of the input; 1 for an image or audio."""
+    streams: bool = False
+    """Pieces of the texts are wanted before the search is done."""
+    started: bool = False
+    """The first token was reported."""
+
+    @property
+    def rows(self) -> int:
+        """Largest number of rows that it takes in a batch."""
+        return max(self.options.num_beams, self.options.num_return_sequences)
+
+    @property
+    def new_tokens(self) -> int:
+        """Largest number of tokens of a text."""
+        return self.search.longest - len(self.search.prompt)
+
+    @property
+    def has_pieces(self) -> bool:
+        """True if what the texts have so far stays: with beam search only at the end."""
+        return self.search.done or self.options.num_beams == 1
+
+    def pieces(self, sequences: Sequence[Hypothesis]) -> list[tuple[int, str]]:
+        """Return what is new since the last call: the index of each text, and the piece.
+
+        Args:
+            sequences: the search's results so far.
+        """
+        done, texts = self.search.done, zip(self.texts, sequences, strict=True)
+        return [
+            (index, text.finish(sequence.tokens) if done else text.feed(sequence.tokens))
+            for index, (text, sequence) in enumerate(texts)
+        ]
+
+    def generations(self, sequences: Sequence[Hypothesis]) -> list[Generation]:
+        """Return the texts of the results of a search that is done."""
+        return [
+            Generation(
+                text.text(sequence.tokens),
+                sequence.tokens,
+                sequence.finish,
+                sequence.score,
+                self.prompt_tokens,
+            )
+            for text, sequence in zip(self.texts, sequences, strict=True)
+        ]
+
+
+@dataclass
+class Generate(Task):
+    """Generate text from texts: continue them with a decoder, or write others with an encoder.
+
+    A row's content is a `TextSearch`, and each input's result a list of `num_return_sequences`
+    generations.
+    """
+
+    verb = "generate"
+    purpose = "generates text"
+    tasks: ClassVar[tuple[str, ...]] = (
+        "text-generation-with-past",
+        "text2text-generation-with-past",
+    )
+    runs_in_steps = True
+    inputs: ClassVar[tuple[InputField, ...]] = (
+        InputField("text", "The engine is warm, and the pump"),
+    )
+    result_type = Annotated[list[Generation], Alternatives()]
+    Options: ClassVar[type[GenerateOptions]] = GenerateOptions
+
+    tokenizer: TextTokenizer
+    reader: GenerationInputs
+    """How inputs are prepared."""
+    graphs: DecoderGraphs
+    defaults: GenerationOptions
+    """The model's own options."""
+    positions: int | None
+    """Largest number of a decoder's tokens, with the prompt; None if it has no limit."""
+    vocabulary: int
+    """Number of tokens; 0 if config.json does not say."""
+    chat_template: ChatTemplate | None = None
+    limits: InputLimits = field(default=NO_LIMITS, kw_only=True)
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
+        """Read tokenizer, processor and generation_config.json; see `RowTask.open`."""
+        graphs = find_generating(artifact)
+        if graphs.encoder is not None:
+            require_prepared(graphs.encoder)
+        tokenizer = TextTokenizer.open(artifact.path)
+        defaults = read_generation_config(artifact.path)
+        reader = open_inputs(artifact, graphs, tokenizer, defaults)
+        reader.max_pixels = limits.max_pixels
+        return cls(
+            record=record,
+            tokenizer=tokenizer,
+            reader=reader,
+            graphs=graphs,
+            defaults=defaults,
+            positions=read_positions(artifact.path),
+            vocabulary=ModelConfig.read(artifact.path).merged().vocab_size,
+            chat_template=ChatTemplate.open(artifact.path),
+            limits=limits,
+        )
+
+    @classmethod
+    @override
+    def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
+        """Return True for an artifact of one of the tasks: each has inputs of one kind."""
+        return manifest.task in cls.tasks
+
+    @property
+    def has_encoder(self) -> bool:
+        """True if the model does not continue its input, but writes another text."""
+        return self.graphs.encoder is not None
+
+    @property
+    def has_own_length(self) -> bool:
+        """True if the model's own options set a length."""
+        return self.defaults.max_new_tokens is not None or self.defaults.max_length is not None
+
+    @property
+    @override
+    def max_tokens(self) -> int:
+        """Maximum number of tokens, with the prompt; 0 without a limit."""
+        return self.positions or 0
+
+    # -- options ------------------------------------------------------------------------------
+
+    def resolve(self, options: GenerateOptions) -> tuple[dict[str, Any], GenerationOptions]:
+        """Return the arguments that are about the inputs, and the options of generation.
+
+        Raises:
+            InputError: an option is unknown, invalid, or beyond the limits.
+        """
+        values = options.values
+        for name in ("source_language", "target_language"):
+            value = values.get(name)
+            if value is not None and not isinstance(value, str):
+                raise TaskOptionError(
+                    f"{name}: found {describe_value(value)}, expected a string.", field=name
+                )
+        names = self.reader.arguments
+        arguments = {name: value for name, value in values.items() if name in names}
+        others = {name: value for name, value in values.items() if name not in names}
+        chosen = self.defaults.with_arguments(**{**self.reader.implied(**arguments), **others})
+        if self.limits.max_new_tokens:
+            self._check_limits(chosen, has_length="max_new_tokens" in values)
+        return arguments, chosen
+
+    def _check_limits(self, chosen: GenerationOptions, *, has_length: bool) -> None:
+        """Raise InputError for options beyond the limits of a server."""
+        limits = self.limits
+        rows = max(chosen.num_beams, chosen.num_return_sequences)
+        if rows > limits.max_sequences:
+            raise InputError(
+                f"the request takes {rows} beams or sequences for each input, expected at most "
+                f"{limits.max_sequences}.",
+                do="Set a smaller num_beams or num_return_sequences.",
+            )
+        if has_length and (chosen.max_new_tokens or 0) > limits.max_new_tokens:
+            raise TaskOptionError(
+                f"max_new_tokens is {chosen.max_new_tokens}, expected at most "
+                f"{limits.max_new_tokens}.",
+                field="max_new_tokens",
+            )
+        _require_count(len(chosen.stop_strings), "stop strings", _MAX_STOPS)
+        for stop in chosen.stop_strings:
+            _require_count(len(stop), "characters in a stop string", _MAX_STOP_CHARACTERS)
+        _require_count(sum(map(len, chosen.bad_words_ids)), "tokens of bad words", _MAX_EXCLUDED)
+        forced = [*chosen.forced_eos_token_id]
+        if chosen.forced_bos_token_id is not None:
+            forced.append(chosen.forced_bos_token_id)
+        for token in forced:
+            if 0 < self.vocabulary <= token:
+                raise InputError(
+                    f"found the forced token {token}, expected less than {self.vocabulary}."
+                )
+
+    def _with_length(self, options: GenerationOptions) -> GenerationOptions:
+        """Return options with the largest allowed length if they have none."""
+        if options.max_new_tokens is not None or options.max_length is not None:
+            return options
+        longest = self.limits.max_new_tokens or None
+        return options.model_copy(update={"max_new_tokens": longest})
+
+    def option_schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON schemas of the options for a form, with the model's own values."""
+        schemas = GenerationOptions.model_json_schema()["properties"]
+        defaults = self.defaults.model_dump(mode="json")
+        form_schemas = {
+            name: {**without_null(schemas[name]), "default": defaults[name]}
+            for name in _FORM_OPTIONS
+        }
+        return form_schemas | {name: {"type": "string"} for name in self.reader.arguments}
+
+    # -- inputs -------------------------------------------------------------------------------
+
+    def preprocess(
+        self, inputs: Sequence[Any], options: GenerateOptions, **delivery: bool
+    ) -> ModelInputs:
+        """Prepare the searches of inputs, all before the first is run; see `read_rows`."""
+        return ModelInputs(list(self.read_rows(inputs, options, **delivery)))
+
+    def read_rows(
+        self,
+        inputs: Sequence[Any],
+        options: GenerateOptions,
+        *,
+        streams: bool = False,
+        keep_stop: bool = True,
+        whole: bool = False,
+    ) -> Iterator[Row]:
+        """Prepare inputs one by one, for `TextGenerator.run_stream`.
+
+        Args:
+            inputs: texts; or images or audio, as paths or contents of files.
+            options: options of the call.
+            streams: pieces of the texts are wanted before they are finished.
+            keep_stop: a stop string that ends a text is part of it.
+            whole: without a length in the options, texts end by themselves, or at the limit.
+
+        Raises:
+            InputError: an input or an option is invalid, or beyond the limits.
+        """
+        arguments, chosen = self.resolve(options)
+        if whole:
+            chosen = self._with_length(chosen)
+        for row in self.reader.rows(inputs, chosen, **arguments):
+            yield self._search(row, chosen, streams=streams, keep_stop=keep_stop)
+
+    def preprocess_chat(
+        self, messages: Sequence[Message], options: GenerateOptions, *, streams: bool = False
+    ) -> ModelInputs:
+        """Prepare the answer to the messages of a conversation, as one row.
+
+        Args:
+            messages: `role` and `content` each, oldest first.
+            options: see `preprocess`; without a length, the text ends by itself, or at the limit.
+            streams: pieces are wanted.
+
+        Raises:
+            InputError: the model has no chat template, or it rejects the messages; or see
+                `preprocess`.
+        """
+        if self.has_encoder:
+            raise InputError(
+                f"the model is an encoder-decoder ({self.tasks[-1]}), which does not chat.",
+                do="Send the text to /v1/completions or /generate.",
+            )
+        if self.chat_template is None:
+            raise InputError(
+                "the model has no chat template, in chat_template.jinja or tokenizer_config.json.",
+                do="Send the whole prompt to /v1/completions or /generate.",
+            )
+        _, chosen = self.resolve(options)
+        chosen = self._with_length(chosen)
+        try:
+            prompt = self.chat_template.render(messages, add_generation_prompt=True)
+        except ArtifactError as error:
+            raise InputError(error.message) from error
+        # The template writes the special tokens.
+        (encoding,) = self.tokenizer.encode_untruncated([prompt], special=False)
+        if not encoding.ids:
+            raise InputError("the chat template gives no prompt for these messages.")
+        row = GenerationRow(tuple(encoding.ids), {})
+        return ModelInputs([self._search(row, chosen, streams=streams, keep_stop=False)])
+
+    def _search(
+        self,
+        row: GenerationRow,
+        options: GenerationOptions,
+        *,
+        streams: bool = False,
+        keep_stop: bool = True,
+    ) -> Row:
+        """Return the row of one prepared input.
+
+        Raises:
+            InputError: the prompt alone reaches the largest length.
+        """
+        longest = options.longest(row.prompt_length, self.positions)
+        limit = self.limits.max_new_tokens
+        if limit and longest - row.prompt_length > limit:
+            options = options.model_copy(update={"max_new_tokens": limit})
+        stops = options.stop_strings
+        search = make_search(
+            row.prompt,
+            options,
+            positions=self.positions,
+            rest=row.rest,
+            stops=(lambda tokens: any(stop in self._text(tokens) for stop in stops))
+            if stops
+            else None,
+        )
+        texts = [
+            TextStream(
+                self._text, stops=stops, keep_stop=keep_stop, clean_up=self.tokenizer.clean_up
+            )
+            for _ in range(options.num_return_sequences)
+        ]
+        source = row.arrays.get("input_ids")
+        tokens = len(row.prompt) if not self.has_encoder else 1 if source is None else len(source)
+        return Row(TextSearch(row, options, search, texts, tokens, streams), tokens)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        hidden = self.reader.hidden
+        shown = [token for token in tokens if token not in hidden]
+        return self.tokenizer.decode(shown, skip_special=True)
+
+    def probe(self, tokens: int = 0) -> Row:
+        """Return a made-up input, for which two tokens are generated."""
+        return self._search(self.reader.probe(), GenerationOptions(max_new_tokens=_PROBE_TOKENS))
+
+    def collate(self, rows: Sequence[Row], width: int) -> Arrays:
+        """Return the encoder's inputs of rows in one batch; empty without an encoder."""
+        return dict(self.reader.join([row.content.row for row in rows]) or {})
+
+    # -- results ------------------------------------------------------------------------------
+
+    def split(
+        self,
+        rows: Sequence[Row],
+        feeds: Mapping[str, NDArray[Any]],
+        outputs: Arrays,
+    ) -> list[list[Generation]]:
+        """Return the texts of each row, whose search is done."""
+        return [row.content.generations(row.content.search.results()) for row in rows]
+
+    def postprocess(
+        self,
+        work: ModelInputs,
+        outputs: Sequence[list[Generation]],
+        options: Any,
+    ) -> list[list[Generation]]:
+        """Return the texts of each input, as `split` returned them."""
+        return list(outputs)
+
+    @override
+    def describe(self, result: Generation) -> str:
+        """Return the text."""
+        return result.text
+
+
+@dataclass
+class GenerateFromImages(Generate):
+    """Generate text from images: read or describe them."""
+
+    modality = "image"
+    tasks = ("image-to-text-with-past",)
+    inputs = (InputField("image"),)
+
+
+@dataclass
+class GenerateFromAudio(Generate):
+    """Generate text from audio: transcribe or translate speech."""
+
+    modality = "audio"
+    tasks = ("automatic-speech-recognition-with-past",)
+    inputs = (InputField("audio"),)
+
+
+def _require_count(count: int, unit: str, limit: int) -> None:
+    if count > limit:
+        raise InputError(f"the request has {count} {unit}, expected at most {limit}.")

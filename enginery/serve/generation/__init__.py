@@ -1,1 +1,0 @@
-"""Generate texts for requests: their inputs, and the batch that they share."""
