@@ -23,8 +23,9 @@ DEST ?=
 PORT ?=
 ARGS ?=
 
-# A worker an export each; every one holds PyTorch, so that memory bounds their number.
-PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist worksteal
+# One worker more than cores, because each waits for child processes a third of the time; every
+# one holds PyTorch, so that memory bounds their number.
+PARALLEL ?= --numprocesses $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --maxprocesses 4 --dist worksteal
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed

@@ -15,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact
-from tests import prefork
+from tests import prefork, tiny
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +39,15 @@ def session_home(shared_directory):
     home = shared_directory / "home"
     home.mkdir(exist_ok=True)
     return home
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_tiny_artifacts(shared_directory):
+    """Export each tiny artifact once for all worker processes."""
+    tiny.CACHE = shared_directory / "tiny"
+    tiny.CACHE.mkdir(exist_ok=True)
+    yield
+    tiny.CACHE = None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -93,6 +93,18 @@ def write(path, content=ROWS):
     return path
 
 
+def test_a_vocoder_counts_by_its_content(tiny_model):
+    source = resolve_source(str(tiny_model(*MODEL)))
+
+    def key(name, content):
+        record = source.record.model_copy(update={"id": name, "sha256": content})
+        vocoder = dataclasses.replace(source, record=record)
+        return export.fingerprint(source, ExportConfig(model_kwargs={"vocoder": name}), vocoder).key
+
+    assert key("a", "0") == key("b", "0")
+    assert key("a", "0") != key("a", "1")
+
+
 @pytest.mark.parametrize("stage", WITH_DATA)
 def test_the_same_rows_elsewhere_are_the_same_key(fingerprint, tmp_path, stage):
     here, there = write(tmp_path / "reviews.csv"), write(tmp_path / "other" / "texts.csv")

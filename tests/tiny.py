@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from enginery.core.artifact.artifact import Artifact, commit_artifact, staging
 from enginery.core.artifact.manifest import Manifest, StageRecord
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.source import resolve_source
+
+CACHE: Path | None = None
+"""Directory of the artifacts that all processes of a test run share; None to share none."""
 
 TEXT_KINDS = (
     "bert",
@@ -343,16 +349,32 @@ def tiny_artifact(
 ) -> Artifact:
     """Return an artifact: a tiny model (or the model directory `source`) exported by Optimum.
 
-    This is the exporter's core alone: no child process, no probing of dims.
+    This is the exporter's core alone: no child process, no probing of dims. A model without a
+    `source` is exported once for all processes of a test run, and copied. Its source is shared, so
+    leave that as it is.
     """
+    if source is not None:
+        return _export(source, task, directory)
+    if CACHE is None:
+        model = save_tiny(kind, task, directory.with_name(f"{directory.name}-source"), **config)
+        return _export(model, task, directory)
+    name = "-".join([kind, task, *(f"{key}={value}" for key, value in sorted(config.items()))])
+    with FileLock(CACHE / f"{name}.lock"):
+        exported = CACHE / name
+        if not exported.is_dir():
+            _export(save_tiny(kind, task, CACHE / f"{name}-source", **config), task, exported)
+    # No links, since tests write to files in their copies.
+    shutil.copytree(exported, directory)
+    return Artifact.open(directory)
+
+
+def _export(source: Path, task: str, directory: Path) -> Artifact:
+    """Export a model directory."""
     from optimum.exporters.onnx import main_export
 
     from enginery.export.graphs import fix_dims, float_precision, name_dims, record_graph
     from enginery.export.side_files import copy_side_files
 
-    source = source or save_tiny(
-        kind, task, directory.with_name(f"{directory.name}-source"), **config
-    )
     settings = read_json(source / "config.json")
     with staging(directory) as staged, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer's, about code that is not ours

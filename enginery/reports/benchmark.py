@@ -19,6 +19,8 @@ from enginery.reports.validation import ErrorUse
 from enginery.runtime.onnxruntime.session import Advice
 from enginery.runtime.providers.known import short_name
 
+_TIMES = ("median", "interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs")
+"""Columns of a measurement."""
 _MAX_NAMES = 8
 """Number of copy nodes that are listed by name."""
 
@@ -174,6 +176,22 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
     """Peculiarities of this shape: it ran without a CUDA graph."""
 
+    def row(self) -> Row:
+        """Return the row of the table of latencies."""
+        times = self.latency
+        return {
+            "backend": self.contender,
+            "median": _ms(times.median_ms),
+            "interval": _interval(times),
+            "mean": _ms(times.mean_ms),
+            "p90": _ms(times.p90_ms),
+            "p99": _ms(times.p99_ms) if times.p99_ms is not None else NOTHING,
+            "first": _ms(self.first_ms),
+            "inputs/s": f"{self.inputs_per_second:,.1f}",
+            "tokens/s": f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else NOTHING,
+            "runs": str(times.runs),
+        }
+
 
 @dataclass(frozen=True)
 class BenchCase:
@@ -233,6 +251,33 @@ class ImagesResult:
     """Position of the channels in the shapes: before height and width, or after them."""
     problems: dict[str, str] = field(default_factory=dict)
     """Contenders that could not run the images -> reason."""
+
+    def rows(self) -> list[Row]:
+        """Return a row for each image."""
+        return [
+            {
+                "image": image.file,
+                "input": "×".join(str(size) for size in image.shape),
+                **{f"{name}, first": _ms(image.first_ms[name]) for name in self.totals},
+                **{name: _ms(image.median_ms[name]) for name in self.totals},
+            }
+            for image in self.images
+        ]
+
+    def total_rows(self) -> list[Row]:
+        """Return a row for each backend, with the times over all images."""
+        return [
+            {
+                "backend": name,
+                "images": str(len(self.images)),
+                "shapes": str(self.shapes),
+                "first pass": _ms(self.first_total_ms[name]),
+                "later passes": _ms(total.median_ms),
+                "per image": _ms(total.median_ms / len(self.images)),
+                "passes": str(self.passes),
+            }
+            for name, total in self.totals.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -336,8 +381,8 @@ class BenchResult(Report):
             Table("Latency", self.latency_rows()),
             Table("Accuracy", self.labels.rows() if self.labels else []),
             Table("Comparison", self.comparison_rows()),
-            Table("Images", self._image_rows()),
-            Table("All images", self._image_total_rows()),
+            Table("Images", self.images.rows() if self.images else []),
+            Table("All images", self.images.total_rows() if self.images else []),
             Table("Backends", self.backend_rows()),
             Table(
                 "Placement",
@@ -393,39 +438,13 @@ class BenchResult(Report):
         rows = []
         accuracies = self._accuracy_by_backend()
         for case in self.cases:
-            for measurement in case.measurements:
-                times = measurement.latency
-                accuracy = (
-                    {"accuracy": accuracies.get(measurement.contender, NOTHING)}
-                    if accuracies
-                    else {}
-                )
-                tokens = measurement.tokens_per_second
-                rows.append(
-                    {
-                        case.dims: case.shape,
-                        "backend": measurement.contender,
-                        "median": _ms(times.median_ms),
-                        "interval": _interval(times),
-                        "mean": _ms(times.mean_ms),
-                        "p90": _ms(times.p90_ms),
-                        "p99": _ms(times.p99_ms) if times.p99_ms is not None else NOTHING,
-                        "first": _ms(measurement.first_ms),
-                        "inputs/s": f"{measurement.inputs_per_second:,.1f}",
-                        "tokens/s": f"{tokens:,.0f}" if tokens else NOTHING,
-                        "runs": str(times.runs),
-                        **accuracy,
-                    }
-                )
+            shape = {case.dims: case.shape}
+            rows += [{**shape, **measurement.row()} for measurement in case.measurements]
             for name, problem in case.problems.items():
-                blank = dict.fromkeys(
-                    ("interval", "mean", "p90", "p99", "first", "inputs/s", "tokens/s", "runs"),
-                    NOTHING,
-                )
-                if accuracies:
-                    blank["accuracy"] = accuracies.get(name, NOTHING)
-                head = {case.dims: case.shape, "backend": name}
-                rows.append({**head, "median": problem, **blank})
+                blank = dict.fromkeys(_TIMES, NOTHING)
+                rows.append({**shape, "backend": name, **blank, "median": problem})
+        if accuracies:
+            rows = [{**row, "accuracy": accuracies.get(row["backend"], NOTHING)} for row in rows]
         return rows
 
     def comparison_rows(self) -> list[Row]:
@@ -437,39 +456,6 @@ class BenchResult(Report):
         return [
             {head: shape, "backend": c.contender, "compared with": c.base, "result": c.words + busy}
             for shape, c in shaped
-        ]
-
-    def _image_rows(self) -> list[Row]:
-        """Return a row for each image."""
-        if self.images is None:
-            return []
-        names = list(self.images.totals)
-        return [
-            {
-                "image": image.file,
-                "input": "×".join(str(size) for size in image.shape),
-                **{f"{name}, first": _ms(image.first_ms[name]) for name in names},
-                **{name: _ms(image.median_ms[name]) for name in names},
-            }
-            for image in self.images.images
-        ]
-
-    def _image_total_rows(self) -> list[Row]:
-        """Return a row for each backend, with the times over all images."""
-        images = self.images
-        if images is None:
-            return []
-        return [
-            {
-                "backend": name,
-                "images": str(len(images.images)),
-                "shapes": str(images.shapes),
-                "first pass": _ms(images.first_total_ms[name]),
-                "later passes": _ms(total.median_ms),
-                "per image": _ms(total.median_ms / len(images.images)),
-                "passes": str(images.passes),
-            }
-            for name, total in images.totals.items()
         ]
 
     def backend_rows(self) -> list[Row]:

@@ -76,7 +76,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a worker process and its parent agree on; without a parent, who is told about it."""
+    """How a worker process starts and ends together with its parent process."""
 
     supervised: bool
     """A parent process replaces this one when it exits."""
@@ -108,7 +108,7 @@ class ProcessLifecycle:
             server: the uvicorn server, whose loop does not run yet.
             sockets: the listening sockets, which are closed when the process drains.
             config: the options; `grace`, `drain_delay` and `processes` are used.
-            supervision: what it agrees on with its parent.
+            supervision: whether it has a parent process, and what it agrees on with it.
         """
         self._server, self._sockets, self._config = server, sockets, config
         self.supervision = supervision

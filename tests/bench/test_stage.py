@@ -12,6 +12,7 @@ from enginery import load_model
 from enginery.bench.backends.process import BenchmarkProcess
 from enginery.bench.config import BenchConfig
 from enginery.bench.stage import run
+from enginery.bench.target import Target
 from enginery.core.artifact.fingerprint import Fingerprint
 from enginery.core.artifact.manifest import Verdict
 from enginery.core.errors import (
@@ -40,10 +41,10 @@ def bert(exported, copied):
     return copied(exported("bert", "feature-extraction"))
 
 
-def test_every_backend_runs_and_the_artifact_keeps_the_result(bert):
+def test_backends_run_and_the_artifact_keeps_the_result(bert):
     before = bert.manifest
-    result = bench(bert, batch="1,2", sequence="8")
-    names = ["enginery", "onnxruntime", "optimum", "pytorch"]
+    result = bench(bert, batch="1,2", sequence="8", against="onnxruntime,pytorch")
+    names = ["enginery", "onnxruntime", "pytorch"]
     assert [record.name for record in result.contenders] == names
     for case, batch in zip(result.cases, (1, 2), strict=True):
         assert case.sizes == {"batch": batch, "sequence": 8}
@@ -185,7 +186,7 @@ def test_failed_artifact_is_measured_only_with_allow_failed(bert):
     failed = bert.annotate(verdict, b"{}")
     with pytest.raises(RejectedArtifactError, match="far off"):
         bench(failed, batch="1", sequence="8", against="none")
-    assert bench(failed, batch="1", sequence="8", against="none", allow_failed=True).cases
+    assert Target.open(failed, "", allow_failed=True)
 
 
 @pytest.mark.more

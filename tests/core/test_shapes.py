@@ -263,6 +263,11 @@ def test_of_equal_largest_shapes_the_narrower_profile_is_taken():
     assert choose_profile([wide, narrow], {"batch": 7}) == 0
 
 
+def test_the_smallest_shape_counts_before_the_number_of_shapes():
+    small, few = profiles("batch=1:1:8,sequence=1:16:16", "batch=4:4:8,sequence=16:16:17")
+    assert choose_profile([few, small], {"batch": 4, "sequence": 16}) == 1
+
+
 def test_of_equal_profiles_the_first_is_chosen():
     alike = profiles("batch=1:2:8,sequence=1:2:4", "batch=1:2:4,sequence=1:2:8")
     assert preference_order(alike) == [0, 1]

@@ -71,7 +71,7 @@ def test_architecture_exports_validates_and_loads(kind, task, tiny_model):
         names = {name.rpartition("_")[2] for name in dynamic_dims(graph.inputs)}
         assert names <= DIMS, names
 
-    report = validate_model(artifact)
+    report = validate_model(artifact, effort="quick")
     assert report.passed, report.summary
     # Swin's relative positions, a thirteenth of this tiny model, are computed from a parameter.
     assert report.weights.compared > 0.9 * report.weights.elements

@@ -23,6 +23,7 @@ from enginery.export import graphs
 from enginery.export.config import ExportConfig
 from enginery.export.onnx_file import import_onnx, name_input_dims
 from enginery.export.side_files import copy_side_files
+from enginery.export.stage import with_opset
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from enginery.runtime.sample_inputs import ImageFeeder
 
@@ -251,6 +252,14 @@ def test_dims_that_do_not_fit_are_errors(tmp_path, dims, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dim_is_not_renamed_inside_the_longer_name_of_another(tmp_path):
+    path = graph_of(tmp_path / "m.onnx", {"x": ("N", "D.1")}, add("x", "x"), {"y": ("N", "D.10")})
+    name_input_dims(path)
+    graph = onnx.load(str(path)).graph
+    assert graph.input[0].type.tensor_type.shape.dim[1].dim_param == "x_1"
+    assert graph.output[0].type.tensor_type.shape.dim[1].dim_param == "D.10"
+
+
 def test_one_dim_has_one_name(tmp_path):
     inputs = {"a": ("D.0", "D.1"), "b": ("D.0", "D.1")}
     path = graph_of(tmp_path / "mine.onnx", inputs, add(*inputs), {"y": (None, None)})
@@ -324,6 +333,12 @@ def test_an_earlier_opset_is_an_error(tmp_path):
         OptionError, match=r"mine\.onnx has opset 11, and a file is only converted to"
     ):
         export_model(str(softmax(tmp_path / "mine.onnx")), opset=9)
+
+
+def test_the_opset_that_the_file_has_may_be_named(tmp_path):
+    source = resolve_source(str(softmax(tmp_path / "mine.onnx")))
+    config = ExportConfig(opset=11)
+    assert with_opset(source, config) == config
 
 
 def test_a_conversion_that_cannot_be_checked_is_an_error(tmp_path):
@@ -430,6 +445,16 @@ def test_side_files_in_the_hub_cache_are_copied(tmp_path):
     copy_side_files(snapshot, tmp_path / "out", code=False)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+
+
+def test_a_side_file_that_is_a_link_out_of_the_directory_is_not_copied(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "secret").write_text("1234")
+    (tmp_path / "model" / "notes.txt").symlink_to("../secret")
+    with pytest.raises(UntrustedModelError, match=r"notes\.txt is a link"):
+        copy_side_files(tmp_path / "model", tmp_path / "out", code=False)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_side_file_with_an_invalid_name_is_rejected(beside, tmp_path):

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -150,6 +151,34 @@ def test_tokenizer_that_would_differ_is_not_written(slow_tokenizer, tmp_path, mo
     assert not (out / "tokenizer.json").exists()
     with pytest.raises(ArtifactError, match=r"has no tokenizer\.json"):
         TextTokenizer.open(out)
+
+
+class SlowByLetter:
+    """A slow tokenizer of a class without a builder: a letter is a token, `?` is unknown."""
+
+    is_fast, unk_token_id = False, 0
+
+    def __call__(self, text):
+        return SimpleNamespace(input_ids=[0 if letter == "?" else ord(letter) for letter in text])
+
+
+class FastByLetter:
+    """The fast one, which differs on some texts."""
+
+    def __init__(self, differs):
+        self._differs = differs
+
+    def encode_source(self, texts):
+        slow = SlowByLetter()
+        extra = {True: [1], False: []}
+        return [SimpleNamespace(ids=slow(t).input_ids + extra[self._differs(t)]) for t in texts]
+
+
+def test_a_fast_tokenizer_of_transformers_may_differ_on_unusual_texts_alone():
+    (note,) = module._compare(SlowByLetter(), FastByLetter(lambda text: "  Two  spaces" in text))
+    assert note.startswith("tokenizer.json: transformers' fast tokenizer differs")
+    with pytest.raises(module.UnsupportedTokenizerError, match="it would differ from SlowByLetter"):
+        module._compare(SlowByLetter(), FastByLetter(lambda text: text == module._SAMPLES[0]))
 
 
 def _with_other_spaces(wanted):

@@ -385,7 +385,7 @@ class Export(Scenario):
         self.model = model
 
     def prepare(self, root: Path) -> None:
-        shutil.copytree(self.model.with_name(f"{self.model.name}-source"), root / "model")
+        shutil.copytree(Artifact.open(self.model).manifest.source.id, root / "model")
 
     def run(self, root: Path) -> None:
         export_model(str(root / "model"), task="text-classification")

@@ -13,7 +13,7 @@ from enginery.core.errors import ArtifactError, InputError
 from enginery.predict import tokenizer_watchdog
 from enginery.predict.tokenizer_watchdog import TokenizerWatchdog
 from enginery.runtime.model import load_model
-from tests.hostile_tokenizers import ENDLESS, PANIC, UNKNOWN, spoiled_copy
+from tests.hostile_tokenizers import ENDLESS, PANIC, spoiled_copy
 
 WAIT = 300
 GOOD = ["the pump is warm", "is the pump warm again", "warm"] * 5
@@ -25,31 +25,20 @@ def write(path, texts, **more):
     return path
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "reason"),
-    [("no_unk", UNKNOWN, "Missing [UNK]"), ("panics", PANIC, "retry-limit-in-match over")],
-)
-@pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
-def test_only_the_row_that_cannot_be_tokenized_is_bad(
-    tiny, predict, rows, tmp_path, kind, text, reason, task
-):
-    artifact = spoiled_copy(tiny("bert", task), tmp_path / kind, kind)
-    texts = [*GOOD, text, *GOOD, text]
+def test_only_the_row_that_cannot_be_tokenized_is_bad(tiny, predict, rows, tmp_path):
+    artifact = spoiled_copy(tiny("bert", "text-classification"), tmp_path / "panics", "panics")
+    texts = [*GOOD, PANIC, *GOOD, PANIC]
     report = predict(artifact, write(tmp_path / "in.jsonl", texts))
     found = rows()
     assert report.bad_rows == 2
     for place in (len(GOOD), len(texts) - 1):
         assert found[place]["error"].startswith("the text cannot be tokenized: ")
-        assert reason in found[place]["error"]
+        assert "retry-limit-in-match over" in found[place]["error"]
     answered = [row for row in found if row["error"] is None]
     assert [row["text"] for row in answered] == GOOD * 2
     with load_model(artifact) as model:
-        if task == "feature-extraction":
-            expected = model.embed(GOOD)[0]
-            assert answered[0]["embedding"] == pytest.approx(list(expected), abs=1e-5)
-        else:
-            labels = [answer.labels[0].label for answer in model.classify(GOOD)]
-            assert [row["label"] for row in answered] == labels * 2
+        labels = [answer.labels[0].label for answer in model.classify(GOOD)]
+    assert [row["label"] for row in answered] == labels * 2
 
 
 def test_question_or_context_that_cannot_be_tokenized_is_named(tiny, predict, rows, tmp_path):

@@ -258,7 +258,7 @@ def test_one_thread_runs_all_batches_on_a_gpu(
 def test_limits_of_a_batch_depend_on_the_device(tiny, options, cpu, gpu):
     from enginery.predict.token_batches import InferencePool, WindowRunner
     from enginery.runtime.onnxruntime.device_values import Device
-    from enginery.runtime.onnxruntime.runner import OrtRunner
+    from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
     from enginery.runtime.tasks.embed import Embed
 
     class OnGpu(OrtRunner):
@@ -266,7 +266,7 @@ def test_limits_of_a_batch_depend_on_the_device(tiny, options, cpu, gpu):
 
     artifact = tiny("bert", "feature-extraction")
     for kind, limits in ((OrtRunner, cpu), (OnGpu, gpu)):
-        with kind(artifact, io_binding=False) as runner, InferencePool(1) as pool:
+        with kind(artifact, RunnerOptions(io_binding=False)) as runner, InferencePool(1) as pool:
             model = WindowRunner.open(Embed, artifact, runner, pool, PredictConfig(**options))
             assert (model.max_rows, model.max_tokens) == limits
 

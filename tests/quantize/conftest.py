@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.options import options_from
@@ -32,9 +34,11 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def results() -> dict[Any, Artifact]:
-    """Return the artifacts that were quantized before, by what they were made of."""
-    return {}
+def results(shared_directory) -> Path:
+    """Return the folder of the artifacts that any worker process has quantized before."""
+    folder = shared_directory / "quantized"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 _PRISTINE: dict[str, dict[str, Any]] = {}
@@ -53,7 +57,7 @@ def is_patched() -> bool:
 
 
 @pytest.fixture
-def quantized(tmp_path, tmp_path_factory, results):
+def quantized(tmp_path, results):
     """Quantize an artifact: `quantized(artifact, min_cosine=0.9)`.
 
     To be fast, there is no budget, no trial engine and no accuracy curve unless an option asks
@@ -69,12 +73,14 @@ def quantized(tmp_path, tmp_path_factory, results):
             settings.setdefault("min_cosine", -1)
         config = options_from(QuantizeConfig, "quantize", settings)
         data = stage.read_calibration(artifact, config, inputs)
-        key = artifact.path, data.content if data else "", config
         if is_patched():
             return stage.run(artifact, config, out or tmp_path / "int8", data=data)
-        if key not in results:
-            folder = tmp_path_factory.mktemp("quantized") / "artifact"
-            results[key] = stage.run(artifact, config, folder, data=data)
-        return results[key].copy_to(out or tmp_path / "int8")
+        inputs_digest = data.content if data else ""
+        key = artifact.path.name, artifact.content_sha256(), inputs_digest, config
+        folder = results / hashlib.sha256(repr(key).encode()).hexdigest()
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                stage.run(artifact, config, folder, data=data)
+        return Artifact.open(folder).copy_to(out or tmp_path / "int8")
 
     return make

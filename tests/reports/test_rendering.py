@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
@@ -115,6 +116,24 @@ TEXTS = {
 def test_reports_look_as_before(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert TEXTS[name]() == (GOLDEN / name).read_text(encoding="utf-8")
+
+
+def test_outputs_of_stages_are_json():
+    documents = [json.loads(json.dumps(output.as_json())) for output in samples.stage_outputs()]
+    benchmark, lint, prediction, published, triton, kserve = documents
+    assert benchmark == json.loads(samples.benchmark().to_json())
+    assert [len(graph["findings"]) for graph in lint["graphs"]] == [3, 0]
+    assert (prediction["counts"]["rows"], prediction["phrases_per_second"]) == (2000, 190.0)
+    url = "file:///srv/models/minilm/1"
+    assert published == {"url": url, "version": "1", "is_new": True, "notes": ["a note"]}
+    assert triton == {
+        "path": "models",
+        "name": "minilm",
+        "models": ["minilm-graph", "minilm"],
+        "max_batch_size": 8,
+        "notes": ["a hint"],
+    }
+    assert kserve["path"] == "out/inferenceservice.yaml"
 
 
 if __name__ == "__main__":

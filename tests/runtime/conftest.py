@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginery.core.artifact.artifact import Artifact
-from tests.tiny import save_tiny, tiny_artifact
+from tests.tiny import tiny_artifact
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,15 +27,13 @@ class TinyModels:
 
     def source(self, kind: str, task: str, **config: Any) -> Path:
         """Return the Hugging Face directory that the artifact was exported from."""
-        self.artifact(kind, task, **config)
-        return self._root / f"{self._name(kind, task, config)}-source"
+        return Path(self.artifact(kind, task, **config).manifest.source.id)
 
     def artifact(self, kind: str, task: str, **config: Any) -> Artifact:
         """Return the artifact; do not change it."""
         name = self._name(kind, task, config)
         if name not in self._artifacts:
-            source = save_tiny(kind, task, self._root / f"{name}-source", **config)
-            self._artifacts[name] = tiny_artifact(kind, task, self._root / name, source=source)
+            self._artifacts[name] = tiny_artifact(kind, task, self._root / name, **config)
         return self._artifacts[name]
 
     @staticmethod

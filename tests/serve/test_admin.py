@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import OptionError
+from enginery.runtime.tasks.generate import Generate
 from enginery.serve.app import make_app
 from enginery.serve.config import ServeConfig
 from tests.core.artifacts import verdict as verdict_of
@@ -96,8 +97,9 @@ def test_info_has_every_model(running):
 def test_example_of_info_is_answered(running, name):
     found = running("GET", f"/models/{name}/info").json
     assert any(not field["optional"] for field in found["fields"])
-    if task := running.models.get(name).task:
-        assert found["options"].keys() == task.option_schemas().keys()
+    task = running.models.get(name).task
+    schemas = task.option_schemas() if isinstance(task, Generate) else task.Options.schemas()
+    assert found["options"].keys() == schemas.keys()
     answer = running("POST", f"/predict/{name}", found["example"])
     assert answer.status == 200, answer.body
 

@@ -19,7 +19,7 @@ from enginery.serve.api.endpoints import Endpoint
 from enginery.serve.api.openapi import openapi_json
 from enginery.serve.app import ENDPOINTS
 
-EXAMPLES = 10
+EXAMPLES = 5
 
 
 def path_of(endpoint):

@@ -80,6 +80,26 @@ def test_reloading_swaps_the_artifact_and_loses_no_request(exported, tmp_path):
     asyncio.run(scenario())
 
 
+def test_reloads_asked_for_at_once_run_one_after_the_other(tmp_path, monkeypatch):
+    running, together = [], []
+
+    async def reload(name):
+        running.append(name)
+        together.append(len(running))
+        await asyncio.sleep(0.01)
+        running.pop()
+
+    async def scenario():
+        models = models_of(one=tmp_path, two=tmp_path)
+        for model in models:
+            model.state = "ready"
+        monkeypatch.setattr(models, "_reload", reload)
+        await asyncio.gather(models.reload("one"), models.reload("two"))
+
+    asyncio.run(scenario())
+    assert together == [1, 1]
+
+
 def test_failed_reload_keeps_the_old_model(exported, tmp_path):
     place = tmp_path / "served"
     shutil.copytree(exported("bert", "feature-extraction").path, place)

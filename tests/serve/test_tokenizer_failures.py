@@ -5,7 +5,7 @@ import threading
 import httpx
 import pytest
 
-from tests.hostile_tokenizers import ENDLESS, PANIC, UNKNOWN, spoiled_copy
+from tests.hostile_tokenizers import ENDLESS, PANIC, spoiled_copy
 from tests.serve.test_service import WAIT, serving
 
 LIST = ["the pump is warm"] * 200
@@ -51,27 +51,23 @@ def require_answers(server, name):
         assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "reason"),
-    [("no_unk", UNKNOWN, "Missing [UNK]"), ("panics", PANIC, "retry-limit-in-match over")],
-)
-def test_text_that_cannot_be_tokenized_is_refused_on_every_route(spoiled, kind, text, reason):
-    bytes_of = {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["the pump", text]}
+def test_text_that_cannot_be_tokenized_is_refused_on_every_route(spoiled):
+    bytes_of = {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["the pump", PANIC]}
     asked = [
-        ("/embed", {"inputs": ["the pump", text]}, 422, "text 1"),
-        ("/embed", {"inputs": text}, 422, "text 0"),
-        ("/embed", {"inputs": [*LIST, text]}, 422, "text 200"),
-        ("/tokenize", {"inputs": [text]}, 422, "text 0"),
-        ("/predict/m", {"inputs": text}, 422, "text 0"),
-        ("/v1/embeddings", {"model": "m", "input": text}, 400, "text 0"),
+        ("/embed", {"inputs": ["the pump", PANIC]}, 422, "text 1"),
+        ("/embed", {"inputs": PANIC}, 422, "text 0"),
+        ("/embed", {"inputs": [*LIST, PANIC]}, 422, "text 200"),
+        ("/tokenize", {"inputs": [PANIC]}, 422, "text 0"),
+        ("/predict/m", {"inputs": PANIC}, 422, "text 0"),
+        ("/v1/embeddings", {"model": "m", "input": PANIC}, 400, "text 0"),
         ("/v2/models/m/infer", {"inputs": [bytes_of]}, 422, "text 1"),
     ]
-    with serving(f"m={spoiled(kind)}") as server:
+    with serving(f"m={spoiled('panics')}") as server:
         for path, body, status, which in asked:
             answer = server.client.post(path, json=body)
             assert answer.status_code == status, (path, answer.text)
             assert f"{which} cannot be tokenized" in answer.text, path
-            assert reason in answer.text, path
+            assert "retry-limit-in-match over" in answer.text, path
         require_answers(server, "m")
         assert server.client.get("/health/ready").status_code == 200
         server.process.terminate()
@@ -98,11 +94,10 @@ def test_texts_that_hang_block_neither_others_nor_shutdown(spoiled, exported):
         assert not any("does not end" in line for line in server.lines)
 
 
-@pytest.mark.parametrize("body", [{"inputs": ENDLESS}, {"inputs": [*LIST, ENDLESS]}])
-def test_text_that_hangs_replaces_the_process(spoiled, body):
+def test_text_that_hangs_replaces_the_process(spoiled):
     endless = spoiled("never_returns")
     with serving(f"m={endless}", options=("--stuck-after", "1")) as server:
-        sent = Sent(server, "/predict/m", body)
+        sent = Sent(server, "/predict/m", {"inputs": [*LIST, ENDLESS]})
         assert server.says("exited because it was stuck; it is replaced")
         assert server.says("m is stuck: tokenizing a text has been running for")
         assert sent.wait().status_code == 503
@@ -110,11 +105,10 @@ def test_text_that_hangs_replaces_the_process(spoiled, body):
         require_answers(server, "m")
 
 
-@pytest.mark.parametrize("route", ["/predict/m", "/tokenize"])
-def test_text_that_hangs_makes_the_model_unready(spoiled, route):
+def test_text_that_hangs_makes_the_model_unready(spoiled):
     options = ("--stuck-after", "1", "--no-restart", "--grace", "1")
     with serving(f"m={spoiled('never_returns')}", options=options) as server:
-        sent = Sent(server, route, {"inputs": ENDLESS})
+        sent = Sent(server, "/tokenize", {"inputs": ENDLESS})
         assert server.says("m is stuck")
         assert server.client.get("/health/ready").status_code == 503
         model = server.client.get("/health").json()["models"]["m"]

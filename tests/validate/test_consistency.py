@@ -6,8 +6,9 @@ import pytest
 from onnx import helper
 
 from enginery import quantize_model, validate_model
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.shapes import Profile
+from enginery.core.shapes import Profile, TensorSpec
 from enginery.core.tolerance import Tolerance
 from enginery.reports.validation import GraphCoverage
 from enginery.runtime.onnxruntime.runner import OrtRunner
@@ -36,6 +37,16 @@ def scan(exported):
     yield make
     for runner in opened:
         runner.close()
+
+
+def test_one_of_two_rows_is_padded_by_one_position():
+    spec = (TensorSpec("input_ids", "int64", ("batch", "sequence")),)
+    mask = (TensorSpec("attention_mask", "int64", ("batch", "sequence")),)
+    record = GraphRecord(file="model.onnx", opset=20, inputs=spec + mask, outputs=(), data_files=())
+    scan = ConsistencyScan(pytest.fail, record, FeedLimits(), seed=0)
+    for length in (2, 8, 33):
+        feeds = scan.batch_case(ScanShape(2, length)).make()
+        assert feeds["attention_mask"].sum(axis=1).max() == length - 1
 
 
 def where(size, operation, limit, times):

@@ -7,8 +7,8 @@ from enginery import validate_model
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import TensorSpec
-from enginery.runtime.decoder_graphs import DecoderGraphs
-from enginery.validate.decoding import STEPS, make_sequences, usable_decoders
+from enginery.runtime.decoder_graphs import DecoderGraphs, present_name
+from enginery.validate.decoding import STEPS, _Decoder, make_sequences, usable_decoders
 from tests.validate.faults import decoder as faults
 from tests.validate.faults.edits import break_graph
 from tests.validate.faults.graph_editor import GraphEditor
@@ -22,6 +22,33 @@ FIRST, LATER, ENCODER = (
     "decoder_with_past_model.onnx",
     "encoder_model.onnx",
 )
+
+
+def test_the_keys_of_the_encoder_are_those_of_the_prompt():
+    """A step returns them, too, computed from nothing."""
+    own, cross = "past_key_values.0.decoder.key", "past_key_values.0.encoder.key"
+    inputs = [
+        TensorSpec("input_ids", "int64", ("batch", "sequence")),
+        TensorSpec(own, "float32", ("batch", 1, "past_sequence", 1)),
+        TensorSpec(cross, "float32", ("batch", 1, "encoder_sequence", 1)),
+    ]
+    record = GraphRecord(
+        file="model.onnx", opset=20, inputs=tuple(inputs), outputs=(), data_files=()
+    )
+    passed = []
+
+    def run(feeds):
+        passed.append(feeds)
+        value = np.full((1, 1, len(passed), 1), len(passed), np.float32)
+        return {present_name(own): value, present_name(cross): value}
+
+    decoder = _Decoder(DecoderGraphs(record, record, None), {"model.onnx": run})
+    feeds = {"input_ids": np.zeros((1, 1), np.int64)}
+    decoder.start(feeds)
+    for _ in range(2):
+        decoder.resume(feeds)
+    assert [step[own].max(initial=0) for step in passed] == [0, 1, 2]
+    assert [step[cross].max(initial=0) for step in passed] == [0, 1, 1]
 
 
 @pytest.fixture

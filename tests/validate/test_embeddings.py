@@ -82,6 +82,8 @@ def test_nan_fails(compared):
     broken = tokens()
     broken[0] = np.nan
     assert compared(broken, tokens()).problem
+    # A single row has no neighbours that could differ.
+    assert "cosine nan" in compared(broken[:1], tokens()[:1]).problem
 
 
 def test_unsupported_module_is_noted_and_the_graph_is_compared(exported, copied):

@@ -13,6 +13,8 @@ from enginery.core.model.source import resolve_record
 from enginery.validate.config import ValidateConfig
 from enginery.validate.reference import Reference
 from enginery.validate.weights.compare import compare_weights
+from enginery.validate.weights.elements import mismatches
+from enginery.validate.weights.stored import StoredWeight
 from tests.tiny import TEXT, save_tiny, tiny_artifact
 from tests.validate.faults import edits as faults
 
@@ -24,6 +26,14 @@ DENSE = "/bert/encoder/layer.1/intermediate/dense/MatMul"
 
 def compare(artifact):
     return compare_weights(artifact, Reference.of(artifact, ValidateConfig()).open_weights)
+
+
+@pytest.mark.parametrize("tolerance", [None, np.float32([0.5, 0.5])])
+def test_a_weight_that_is_nan_equals_no_number(tolerance):
+    values = np.float32([1, np.nan])
+    stored = StoredWeight("w", "fp32", values, values, tolerance)
+    error = None if tolerance is not None else np.float32([0.5, 0.5])
+    assert mismatches(stored, np.float32([1.2, 2]), error).tolist() == [False, True]
 
 
 @pytest.fixture(scope="session")

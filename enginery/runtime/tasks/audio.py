@@ -129,12 +129,6 @@ class ClassifyAudio(LabelResults, AudioTask):
     tasks = ("audio-classification",)
     Options = LabelOptions
 
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each row: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
-
 
 @dataclass(frozen=True)
 class Transcription(Result):

@@ -21,6 +21,7 @@ from enginery.runtime.tasks.task import (
     Row,
     TaskOptionError,
     TaskOptions,
+    media_outputs,
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows, softmax
 from enginery.runtime.text.tokenizer import check_texts
@@ -84,6 +85,12 @@ class LabelResults:
     result_type = Classification
     graph_outputs: ClassVar[Mapping[str, int]] = {"logits": 2}
     config: ModelConfig
+
+    def split(
+        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
+    ) -> list[Any]:
+        """Return the logits of each image or sound: (labels,)."""
+        return list(media_outputs(outputs, "logits", rows))
 
     def postprocess(
         self, _work: ModelInputs, outputs: Sequence[Any], options: LabelOptions

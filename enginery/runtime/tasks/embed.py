@@ -199,7 +199,7 @@ def finish_vectors(
     vectors: RowValues,
     options: VectorOptions,
     *,
-    dim: int,
+    dim: int = 0,
     model_normalizes: bool,
 ) -> Vectors:
     """Truncate vectors to `dimensions` and normalize them as the options or the model specify.

@@ -297,7 +297,6 @@ class Generate(Task):
         longest = self.limits.max_new_tokens or None
         return options.model_copy(update={"max_new_tokens": longest})
 
-    @override
     def option_schemas(self) -> dict[str, dict[str, Any]]:
         """Return the JSON schemas of the options for a form, with the model's own values."""
         schemas = GenerationOptions.model_json_schema()["properties"]
@@ -450,26 +449,6 @@ class Generate(Task):
     ) -> list[list[Generation]]:
         """Return the texts of each input, as `split` returned them."""
         return list(outputs)
-
-    @override
-    def to_json(self, result: Sequence[Generation]) -> Any:
-        """Return the result of an input as text-generation-inference has it.
-
-        It is a list if the input has several texts.
-        """
-        texts = [
-            {
-                "generated_text": generation.text,
-                "details": {
-                    "finish_reason": generation.finish,
-                    "generated_tokens": len(generation.tokens),
-                    "prompt_tokens": generation.prompt_tokens,
-                    "score": generation.score,
-                },
-            }
-            for generation in result
-        ]
-        return texts[0] if len(texts) == 1 else texts
 
     @override
     def describe(self, result: Generation) -> str:

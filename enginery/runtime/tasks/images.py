@@ -97,12 +97,6 @@ class ClassifyImages(LabelResults, ImageTask):
     tasks = ("image-classification",)
     Options = LabelOptions
 
-    def split(
-        self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
-    ) -> list[Any]:
-        """Return the logits of each image: (labels,)."""
-        return list(media_outputs(outputs, "logits", rows))
-
 
 @dataclass
 class EmbedImages(ImageTask):

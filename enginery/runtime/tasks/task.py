@@ -300,14 +300,6 @@ class Task(RowTask):
         names = (spec.name for graph in graphs for spec in graph.inputs)
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
 
-    def to_json(self, result: Any) -> Any:
-        """Return a result as routes for every task answer it: a dataclass, or plain values."""
-        return result
-
-    def option_schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON schema of each option, for a form."""
-        return self.Options.schemas()
-
     @abstractmethod
     def describe(self, result: Any) -> str:
         """Describe a result in a few words, for people."""

@@ -22,6 +22,7 @@ from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.version import __version__
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
 from enginery.runtime.tasks.examples import example_input
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.text.pooling import read_pooling
 from enginery.serve.api.endpoints import Routes, config_of, json_response, registry_of
 from enginery.serve.api.errors import HTTPError
@@ -235,12 +236,13 @@ def _request_form(model: ServedModel) -> dict[str, Any]:
         example = example_input(task)
         # A reranker needs a pair, which other models of its task may be given.
         needed = example if isinstance(example, dict) else {}
+        schemas = task.option_schemas() if isinstance(task, Generate) else task.Options.schemas()
         return {
             "fields": [
                 {"name": part.name, "optional": part.optional and part.name not in needed}
                 for part in task.inputs
             ],
-            "options": task.option_schemas(),
+            "options": schemas,
             "example": {"inputs": example},
         }
     feeds = model.backend.synthetic_feeds(_EXAMPLE_TOKENS)

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from enginery.core.errors import EngineryError
-from enginery.runtime.tasks.generate import Generate
+from enginery.runtime.tasks.generate import Generate, Generation
 from enginery.runtime.tasks.task import ModelInputs, Task, count_characters
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -107,6 +107,23 @@ class Generated(Schema):
     details: Details
 
 
+def generated_json(result: Sequence[Generation]) -> Any:
+    """Return the texts of an input as text-generation-inference has them: one, or a list."""
+    texts = [
+        {
+            "generated_text": generation.text,
+            "details": {
+                "finish_reason": generation.finish,
+                "generated_tokens": len(generation.tokens),
+                "prompt_tokens": generation.prompt_tokens,
+                "score": generation.score,
+            },
+        }
+        for generation in result
+    ]
+    return texts[0] if len(texts) == 1 else texts
+
+
 @routes.post(
     "/generate",
     "/generate/{model}",
@@ -122,7 +139,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     texts, single = body.inputs
     inputs = read_files(task, texts)
     results = await run_inference(request, model, task, inputs, body.parameters or {})
-    outputs = [task.to_json(result) for result in results]
+    outputs = [generated_json(result) for result in results]
     return json_response(outputs[0] if single else outputs)
 
 
@@ -167,7 +184,7 @@ async def generate_stream(request: Request, body: GenerateRequest) -> Response:
                     continue
                 result: dict[str, Any] = {"generated_text": None, "details": None}
                 if last:
-                    result = task.to_json(step.results)
+                    result = generated_json(step.results)
                 yield sent_event({"index": index, "token": {"text": text}, **result})
                 index += 1
 

@@ -20,6 +20,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import PLURALS, Modality, Task
 from enginery.serve.api.endpoints import (
     INFERENCE_STATUSES,
@@ -31,6 +32,7 @@ from enginery.serve.api.endpoints import (
     run_inference,
 )
 from enginery.serve.api.errors import HTTPError, empty_input, invalid_body, invalid_field
+from enginery.serve.api.generate import generated_json
 from enginery.serve.api.requests import (
     FILES,
     FieldValueError,
@@ -98,7 +100,7 @@ async def predict_any(request: Request) -> Response:
     results = await run_inference(
         request, model, task, inputs.items, inputs.parameters, "parameters."
     )
-    outputs = [task.to_json(result) for result in results]
+    outputs = list(map(generated_json, results)) if isinstance(task, Generate) else results
     return json_response(
         {
             "model": model.name,

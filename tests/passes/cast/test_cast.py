@@ -6,6 +6,8 @@ import pytest
 
 from enginery.core.errors import OptionError
 from enginery.passes.cast.cast import cast_graph
+from enginery.passes.cast.positions import find_position_nodes
+from enginery.passes.ir.nodes import infer_types
 from tests.passes.graphs import graph, ops, run, saved, types
 
 RNG = np.random.default_rng(0)
@@ -162,6 +164,14 @@ def test_positions_beyond_2048_stay_exact(tmp_path):
     positions = np.array([2047, 2049, 4099])
     assert run(path, i=positions, x=np.zeros(3, np.float32))[1].tolist() == positions.tolist()
     assert set(result.kept) == {"cast_0", "mul_1"}
+
+
+def test_data_that_become_integers_are_no_positions():
+    text = """g (float[n] x) => (int64[n] y) {
+      h = Mul (x, x)  y = Cast <to: int = 7> (h) }"""
+    model = graph(text)
+    infer_types(model)
+    assert find_position_nodes(model.graph) == {}
 
 
 def test_angles_of_positions_stay_fp32(tmp_path):

@@ -76,10 +76,13 @@ def test_a_pool_over_the_whole_input_becomes_global(tmp_path, window, ceil, repl
     np.testing.assert_allclose(run(after, x=x)[0], run(before, x=x)[0], atol=1e-6)
 
 
-@pytest.mark.parametrize(("window", "replaced"), [(2560, True), (9, False)])
-def test_a_pool_over_an_input_of_unknown_size(window, replaced):
+@pytest.mark.parametrize(
+    ("window", "ceil", "replaced"), [(2560, 1, True), (2560, 0, False), (9, 1, False)]
+)
+def test_a_pool_over_an_input_of_unknown_size(window, ceil, replaced):
+    """Without ceil_mode, a window beyond the input has no output."""
     text = f"""g (float[n, 3, height, width] x) => (float[n, 3, h, w] y) {{
-      y = AveragePool <kernel_shape: ints = [{window}, {window}], ceil_mode: int = 1,
+      y = AveragePool <kernel_shape: ints = [{window}, {window}], ceil_mode: int = {ceil},
                        strides: ints = [{window}, {window}]> (x)
     }}"""
     model = graph(text)

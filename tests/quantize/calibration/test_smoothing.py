@@ -128,3 +128,11 @@ def test_mean_convolution_error_corrects_the_bias(kernel, groups):
     correction = mean_convolution_error(means, layer, weight, INT8)
     assert np.abs(correction).max() > 0.01
     np.testing.assert_allclose(correction, error.mean(axis=(0, 2, 3)), atol=1e-4)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-4.0, 1.0), (-1.0, 4.0)])
+def test_a_symmetric_range_covers_the_larger_end(low, high):
+    rows = np.zeros((2, K))
+    rows[:, 0] = low, high
+    params = with_observed_range(channels(rows), ActivationQuantParams(1.0), INT8)
+    assert params.scale == pytest.approx(4.0 / INT8.largest)

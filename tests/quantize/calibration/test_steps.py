@@ -73,10 +73,8 @@ def test_each_text_is_the_first_step_and_a_later_one(translator):
     assert len(lengths) > 1
 
 
-def test_static_int8_of_a_translator_generates(translator, tmp_path, home):
-    artifact = quantize_model(
-        translator, TEXTS, capability=(), min_cosine=0.98, out=tmp_path / "int8", curve=False
-    )
+def test_static_int8_of_a_translator_generates(translator, quantized, home):
+    artifact = quantized(translator, TEXTS, min_cosine=0.98)
     report = report_of(artifact)
     assert set(report["layers_by_graph"]) == {ENCODER, DECODER}
     assert report["layers"]["all"] == 33
@@ -87,15 +85,23 @@ def test_static_int8_of_a_translator_generates(translator, tmp_path, home):
     assert verdict.generation.agreement > 0.4  # of a vocabulary of hundreds, with random weights
     assert verdict.accuracy.found.rows == 16  # the encoder's, of built-in sentences
     assert verdict.layers.layers, verdict.notes
+    with load_model(artifact) as model:
+        (found,) = model.generate([TEXT[0]], max_new_tokens=4, min_new_tokens=4)
+    assert len(found.tokens) == 4
+
+
+@pytest.mark.more
+def test_static_int8_of_a_translator_on_own_texts_and_from_its_ranges(
+    translator, quantized, tmp_path, home
+):
+    artifact = quantized(translator, TEXTS, min_cosine=0.98)
+    report = report_of(artifact)
     data = tmp_path / "texts.txt"
     data.write_text("\n".join(TEXTS))
     own = validate_model(artifact, effort="quick", data=str(data))
     assert own.passed, own.summary
     assert not own.layers.missing  # the decoder's have no real inputs
     assert {layer.layer for layer in own.layers.layers} == set(report["layers_by_graph"][ENCODER])
-    with load_model(artifact) as model:
-        (found,) = model.generate([TEXT[0]], max_new_tokens=4, min_new_tokens=4)
-    assert len(found.tokens) == 4
     # The same graphs are made again from the ranges alone.
     again = quantize_model(
         translator, ranges=str(artifact.path), capability=(), out=tmp_path / "again", curve=False

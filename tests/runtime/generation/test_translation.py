@@ -95,7 +95,7 @@ def test_languages_that_are_missing_or_unknown_are_errors(translator, home):
             ({"target_language": "fx"}, "'fx' is not one of the tokenizer's 100; the nearest are"),
             (
                 {"target_language": "fr", "source_language": "french"},
-                "source language 'french' is none",
+                "source language 'french' is not one of",
             ),
         ):
             with pytest.raises(InputError, match=message):
