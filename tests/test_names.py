@@ -16,8 +16,6 @@ VAGUE = frozenset(
 )
 LIMIT = 0.003
 """Share of vague names; below 0.001 in httpx, uvicorn, Polygraphy and others."""
-NOT_YET = {"cli": 0.028, "core": 0.033}
-"""Folders that have more; each number may only become smaller."""
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
 
 
@@ -43,7 +41,7 @@ def count_names(folder):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_few_names_are_vague(folder):
     vague, total = count_names(folder)
-    assert vague <= NOT_YET.get(folder, LIMIT) * total + 1
+    assert vague <= LIMIT * total + 1
 
 
 def test_vague_names_are_counted():

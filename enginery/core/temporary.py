@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from enginery.core.closing import Closeable
 from enginery.core.durable import replace_synced
 from enginery.core.errors import EngineryError, os_errors_as
 from enginery.core.paths import list_directory
@@ -59,15 +60,10 @@ def temporary_directory(purpose: str) -> Iterator[Path]:
         do="Set TMPDIR to a directory that can be written.",
     ):
         _remove_unlocked(folder, _SCRATCH)
-        directory, handle = _create_locked(
-            lambda: folder / f"enginery-{purpose}-{_token()}", _make_private_directory
-        )
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        _ours.discard(directory)
-        _close(handle)
+        # The temporary folder belongs to all users.
+        scratch = _Scratch(lambda: folder / f"enginery-{purpose}-{_token()}", mode=0o700)
+    with scratch:
+        yield scratch.path
 
 
 @contextmanager
@@ -77,33 +73,21 @@ def directory_beside(path: Path) -> Iterator[Path]:
     What killed runs have left beside `path` is removed first.
     """
     remove_leftovers(path.parent, path.name)
-    directory, handle = _create_locked(lambda: new_sibling(path), _make_directory)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        _ours.discard(directory)
-        _close(handle)
+    with _Scratch(lambda: new_sibling(path)) as scratch:
+        yield scratch.path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file atomically and durably: readers see the old content or the new one."""
     remove_leftovers(path.parent, path.name)
-    fresh, handle = _create_locked(lambda: new_sibling(path), _make_file)
-    try:
-        with os.fdopen(os.dup(handle), "wb") as stream:
+    with _Scratch(lambda: new_sibling(path), is_file=True) as scratch:
+        with os.fdopen(os.dup(scratch.handle), "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         if os.name == "nt":  # an open file cannot be renamed there
-            _close(handle)
-            handle = _NO_HANDLE
-        replace_synced(fresh, path)
-    finally:
-        with suppress(OSError):  # renamed; or the disk is broken, and the next run removes it
-            fresh.unlink()
-        _ours.discard(fresh)
-        _close(handle)
+            scratch.unlock()
+        replace_synced(scratch.path, path)
 
 
 def remove_leftovers(parent: Path, target: str = "") -> int:
@@ -180,38 +164,65 @@ def _size_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file())
 
 
-def _create_locked(new_name: Callable[[], Path], create: Callable[[Path], int]) -> tuple[Path, int]:
-    """Create a directory or a file; return it with the file descriptor that holds its lock."""
-    removed = 0
-    while True:
-        path = new_name()
-        try:
-            handle = create(path)
-        except FileNotFoundError:
-            # Another process may have removed the directory before it was opened.
-            removed += 1
-            if removed == _MAX_REMOVED or not path.parent.is_dir():
-                raise
-            continue
-        with suppress(OSError):  # without locks, no process removes it either
-            _lock(handle, wait=True)
-        if path.exists():
-            _ours.add(path)
-            return path, handle
-        _close(handle)  # another process removed it before it was locked
+class _Scratch(Closeable):
+    """A new directory or file that this process has locked; closing removes it, unless renamed."""
+
+    def __init__(
+        self, new_name: Callable[[], Path], *, is_file: bool = False, mode: int = 0o777
+    ) -> None:
+        """Create a directory, or a file, and lock it.
+
+        Args:
+            new_name: returns a path that does not exist.
+            is_file: create a file.
+            mode: permissions of a directory.
+        """
+        self._is_file = is_file
+        removed = 0
+        while True:
+            self.path = new_name()
+            try:
+                self.handle = (
+                    _create_file(self.path) if is_file else _create_directory(self.path, mode)
+                )
+            except FileNotFoundError:
+                # Another process may have removed the directory before it was opened.
+                removed += 1
+                if removed == _MAX_REMOVED or not self.path.parent.is_dir():
+                    raise
+                continue
+            with suppress(OSError):  # without locks, no process removes it either
+                _lock(self.handle, wait=True)
+            if self.path.exists():
+                _ours.add(self.path)
+                return
+            self.unlock()  # another process removed it before it was locked
+
+    def unlock(self) -> None:
+        """Close the file descriptor, which holds the lock."""
+        if self.handle != _NO_HANDLE:
+            os.close(self.handle)
+        self.handle = _NO_HANDLE
+
+    def close(self) -> None:
+        """Remove the directory or file, and release its lock."""
+        if self._is_file:
+            with suppress(OSError):  # renamed; or the disk is broken, and the next run removes it
+                self.path.unlink()
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+        _ours.discard(self.path)
+        self.unlock()
 
 
-def _make_directory(path: Path) -> int:
-    path.mkdir()
-    return _open_or_remove(path)
+def _create_file(path: Path) -> int:
+    """Create a file; return its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
 
-def _make_private_directory(path: Path) -> int:
-    path.mkdir(mode=0o700)  # the temporary folder belongs to all users
-    return _open_or_remove(path)
-
-
-def _open_or_remove(directory: Path) -> int:
+def _create_directory(directory: Path, mode: int) -> int:
+    """Create a directory; return its descriptor, or remove it again."""
+    directory.mkdir(mode)
     if os.name == "nt":  # directories cannot be opened there
         return _NO_HANDLE
     try:
@@ -220,15 +231,6 @@ def _open_or_remove(directory: Path) -> int:
         with suppress(FileNotFoundError):
             directory.rmdir()
         raise
-
-
-def _make_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _close(handle: int) -> None:
-    if handle != _NO_HANDLE:
-        os.close(handle)
 
 
 def _lock(handle: int, *, wait: bool) -> None:

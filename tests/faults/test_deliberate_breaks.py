@@ -80,8 +80,8 @@ BREAKS = [
     Break(
         "the rename of a manifest is not synced",
         "core/temporary.py",
-        "        replace_synced(fresh, path)\n",
-        "        os.replace(fresh, path)\n",
+        "        replace_synced(scratch.path, path)\n",
+        "        os.replace(scratch.path, path)\n",
         POWER,
         "every_moment and annotate",
     ),
@@ -155,8 +155,8 @@ BREAKS = [
     Break(
         "temporary directories are not locked",
         "core/temporary.py",
-        "            _lock(handle, wait=True)\n",
-        "            pass\n",
+        "                _lock(self.handle, wait=True)\n",
+        "                pass\n",
         f"tests/core/artifact/test_artifact.py {LEFTOVERS}",
         "living_process",
     ),
@@ -171,8 +171,9 @@ BREAKS = [
     Break(
         "leftovers beside an artifact stay",
         "core/temporary.py",
-        "    remove_leftovers(path.parent, path.name)\n    directory, handle",
-        "    directory, handle",
+        "    remove_leftovers(path.parent, path.name)\n"
+        "    with _Scratch(lambda: new_sibling(path)) as",
+        "    with _Scratch(lambda: new_sibling(path)) as",
         LEFTOVERS,
         "a_few_kills and pull",
     ),
@@ -187,8 +188,9 @@ BREAKS = [
     Break(
         "leftovers of a manifest stay",
         "core/temporary.py",
-        "    remove_leftovers(path.parent, path.name)\n    fresh, handle",
-        "    fresh, handle",
+        "    remove_leftovers(path.parent, path.name)\n"
+        "    with _Scratch(lambda: new_sibling(path), is_file",
+        "    with _Scratch(lambda: new_sibling(path), is_file",
         LEFTOVERS,
         "a_few_kills and annotate",
     ),
