@@ -467,7 +467,7 @@ def run_recipe(
     """
     from enginery.recipe import Recipe
     from enginery.recipe.checks import check_recipe
-    from enginery.recipe.stages import ARTIFACT_STAGES
+    from enginery.recipe.steps import ARTIFACT_STAGES
 
     plan = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     plan = plan.trusted(trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)

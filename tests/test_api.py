@@ -9,7 +9,7 @@ from enginery.core.progress import SILENT
 from enginery.core.store.store import Store
 from enginery.export.config import ExportConfig
 from enginery.recipe import Step
-from enginery.recipe.stages import LintStage
+from enginery.recipe.steps import LintStage
 from enginery.validate.config import ValidateConfig
 
 EXPORT = Step("export", ExportConfig(task="text-classification"))

@@ -41,7 +41,7 @@ from enginery.export.tasks import task_name
 from enginery.optimize import config as optimize
 from enginery.quantize import config as quantize
 from enginery.recipe.model import Recipe
-from enginery.recipe.stages import (
+from enginery.recipe.steps import (
     BenchStage,
     KserveStage,
     PredictStage,

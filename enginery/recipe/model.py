@@ -37,7 +37,7 @@ from enginery.core.errors import (
 )
 from enginery.core.options import options_from
 from enginery.export.config import ExportConfig
-from enginery.recipe.stages import (
+from enginery.recipe.steps import (
     ARTIFACT_STAGES,
     MODEL_OPTIONS,
     PATHS,

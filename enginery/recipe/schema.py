@@ -22,7 +22,7 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema
 from pydantic_core import core_schema
 
 from enginery.recipe.model import RecipeFile
-from enginery.recipe.stages import ARTIFACT_STAGES, STAGES
+from enginery.recipe.steps import ARTIFACT_STAGES, STAGES
 from enginery.runtime.providers.known import CPU, CUDA, SHORT_NAMES, TENSORRT, TENSORRT_RTX
 from enginery.runtime.providers.options import (
     CpuOptions,

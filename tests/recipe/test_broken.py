@@ -10,7 +10,7 @@ from enginery.core.errors import EngineryError, OptionError, ProviderError, Reci
 from enginery.export.config import ExportConfig
 from enginery.optimize.config import OptimizeConfig
 from enginery.recipe import Step
-from enginery.recipe.stages import PredictStage
+from enginery.recipe.steps import PredictStage
 
 HEAD = "model: ./model\nout: out\nstages:\n"
 EXPORT = "  - export: {task: text-classification}\n"
