@@ -31,7 +31,7 @@ from enginery.core.errors import (
 )
 from enginery.core.json_file import json_bytes
 from enginery.core.paths import portable_name
-from enginery.publish.card.metrics import Reports, metrics
+from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard, read_source_card
 from enginery.publish.config import PublishConfig

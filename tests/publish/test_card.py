@@ -13,7 +13,7 @@ from enginery.core.accuracy import AccuracyMetrics, measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.publish.card import source as card_source
-from enginery.publish.card.metrics import Reports, metrics
+from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.model_card import (
     CardFacts,
     card_metadata,

@@ -1,4 +1,4 @@
-"""The stages of a recipe that take the artifact and leave something else."""
+"""The steps of a recipe that take the artifact and leave something else."""
 
 import json
 import re

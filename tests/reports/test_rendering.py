@@ -20,7 +20,7 @@ import pytest
 from enginery.bench.report import page
 from enginery.cli import render
 from enginery.cli.console import Console
-from enginery.publish.card.metrics import Reports
+from enginery.publish.card.figures import Reports
 from enginery.publish.card.model_card import CardFacts, model_card
 from enginery.publish.card.source import SourceCard
 from enginery.reports.artifact import file_rows, interface_rows, summary_rows

@@ -21,7 +21,7 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
 from enginery.core.table import NOTHING, Row, human_bytes
-from enginery.publish.card.metrics import Reports, metrics
+from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.snippets import CPU, loading_snippets
 from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
