@@ -20,7 +20,8 @@ def tensorrt_findings(nvidia: NvidiaStatus) -> Iterator[Finding]:
     """Report TensorRT packages that do not work here. `doctor.packages` checks their versions."""
     yield from _wrong_cuda_version()
     for gpu in nvidia.gpus:
-        is_supported = gpu.compute_capability in ("", *RTX.capabilities)
+        # An unknown compute capability is no finding.
+        is_supported = not gpu.compute_capability or RTX.supports(gpu.compute_capability)
         if has_tensorrt(RTX) and not is_supported:
             cuda_gpu = CudaGpu(gpu.name, gpu.compute_capability, gpu.memory_total_bytes)
             yield Finding(

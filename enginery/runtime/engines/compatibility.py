@@ -18,9 +18,8 @@ from enginery.core.artifact.engine import Engine
 from enginery.core.artifact.engine_record import ENGINES, EngineRecord, graph_sha256
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.runtime.providers.gpus import CudaGpu
-from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor
+from enginery.runtime.tensorrt.options import Flavor
 
-_LIBRARIES = {CLASSIC.name: "libnvinfer.so.10", RTX.name: "libtensorrt_rtx.so.1"}
 _AMPERE = (8, 0)
 
 
@@ -33,7 +32,7 @@ def loaded_version(flavor: Flavor) -> str:
     if without_loading is None:
         return ""
     try:
-        library = ctypes.CDLL(_LIBRARIES[flavor.name], mode=without_loading | os.RTLD_NOW)
+        library = ctypes.CDLL(flavor.library, mode=without_loading | os.RTLD_NOW)
         number = int(library.getInferLibVersion())
     except (OSError, AttributeError):
         return ""
@@ -66,7 +65,7 @@ def incompatibility(
 
 
 def _gpu_incompatibility(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> str:
-    if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
+    if not flavor.supports(gpu.compute_capability):
         return f"{flavor.title} does not support compute capability {gpu.compute_capability}"
     if record.hardware_compatibility == "ampere-plus":
         return "" if _pair(gpu.compute_capability) >= _AMPERE else "it needs 8.0 or newer"

@@ -204,7 +204,7 @@ def _no_engine(
         f"{gpu.name} of compute capability {gpu.compute_capability}{ending}."
     )
     # No build helps where the flavor does not know the GPU.
-    if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
+    if not flavor.supports(gpu.compute_capability):
         supported = ", ".join(flavor.capabilities)
         return ProviderError(
             message,

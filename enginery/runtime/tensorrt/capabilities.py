@@ -79,7 +79,7 @@ def _portable(flavor: Flavor, words: Sequence[str]) -> tuple[str, ...]:
 
 def _current(flavor: Flavor) -> str:
     gpu = current_gpu(flavor)
-    if flavor.capabilities and gpu.compute_capability not in flavor.capabilities:
+    if not flavor.supports(gpu.compute_capability):
         raise ProviderError(
             unsupported_gpu(flavor, gpu),
             do=f"Build with --flavor {CLASSIC.name}, or run the model with ONNX Runtime's CUDA "
@@ -105,7 +105,7 @@ def _check(flavor: Flavor, capability: str) -> None:
                 f"on, which has compute capability {current}.",
                 do=f"Use --capability current; --flavor {RTX.name} builds for other GPUs.",
             )
-    elif capability not in flavor.capabilities:
+    elif not flavor.supports(capability):
         raise OptionError(
             f"{flavor.title} does not build for compute capability '{capability}'.",
             do=f"It builds for {', '.join(flavor.capabilities)}; also: {CURRENT}, {PORTABLE}. "

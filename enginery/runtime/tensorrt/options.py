@@ -48,6 +48,14 @@ class Flavor:
     library: str
     """Library that the execution provider links."""
 
+    def supports(self, capability: str) -> bool:
+        """Return True if engines of this flavor run on GPUs of a compute capability.
+
+        >>> RTX.supports("9.0"), CLASSIC.supports("9.0")
+        (False, True)
+        """
+        return not self.capabilities or capability in self.capabilities
+
 
 RTX = Flavor(
     name="tensorrt-rtx",
