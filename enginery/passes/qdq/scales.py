@@ -6,6 +6,9 @@
 A scale is the largest magnitude divided by the largest number of the type, because both are
 quantized symmetrically. For the CPU, activations use all of uint8 instead, with a zero point of
 their own: the output of a ReLU has no negative numbers, and that of a GELU only small ones.
+
+Only layers with a constant weight have scales. Products of two activations, as in attention, have
+none: `layers.find_layers` leaves them out.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ from enginery.validate.weights.stored import (
     StoredWeight,
     Use,
     as_rounded,
-    constant_tensor,
+    constant_past_casts,
     dequantize,
     find_uses,
     is_counted,
@@ -467,7 +467,7 @@ class _GraphComparison:
         if path not in self._norms:
             values = self._dequantized.get(path)
             if values is None and node.op_type == "Conv":
-                tensor = constant_tensor(node.inputs[1])
+                tensor = constant_past_casts(node.inputs[1])
                 values = None if tensor is None else read_values(tensor)
             if values is None:
                 return None

@@ -21,7 +21,7 @@ from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.validate.weights.stored import (
     QuantizedValues,
     StoredWeight,
-    constant_tensor,
+    constant_past_casts,
     dequantize,
     find_uses,
     quantized_precision,
@@ -150,8 +150,8 @@ def _read_layer(
     tensors: Mapping[str, ir.Value],
 ) -> QuantizedLayer | None:
     inputs = weight_dequantizer.inputs
-    stored, scale = constant_tensor(inputs[0]), constant_tensor(inputs[1])
-    zero = constant_tensor(inputs[2]) if len(inputs) > 2 else None
+    stored, scale = constant_past_casts(inputs[0]), constant_past_casts(inputs[1])
+    zero = constant_past_casts(inputs[2]) if len(inputs) > 2 else None
     if stored is None or scale is None or not quantized_precision(stored):
         return None
     if len(stored.shape) < 2:
@@ -231,7 +231,7 @@ def _activation(
     if dequantizer is None or quantizer is None:
         return False, ActivationQuantParams(1.0), "", [], None
     names = [_behind_casts(value).name or "" for value in quantizer.inputs[1:] if value is not None]
-    tensor = constant_tensor(quantizer.inputs[1])
+    tensor = constant_past_casts(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     # quantize names the scale after the tensor whose range it calibrated.
     activation = names[0].removesuffix("/scale") if names else ""
@@ -324,7 +324,7 @@ def _differences(
         problems.append(pair)
     elif (zero := _zero_point(quantizer)) != calibrated:
         problems.append(f"zero point {zero:g}, calibrated {calibrated}")
-    tensor = constant_tensor(quantizer.inputs[1])
+    tensor = constant_past_casts(quantizer.inputs[1])
     scale = np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32)
     expected = fp16_scale(record.scale)
     if scale.size != 1:
@@ -344,7 +344,7 @@ def _pair_problem(quantizer: ir.Node, dequantizer: ir.Node) -> str:
 
 
 def _number(node: ir.Node, index: int) -> Array:
-    tensor = constant_tensor(node.inputs[index]) if len(node.inputs) > index else None
+    tensor = constant_past_casts(node.inputs[index]) if len(node.inputs) > index else None
     return np.zeros(()) if tensor is None else read_values(tensor).astype(np.float32).reshape(-1)
 
 
@@ -354,7 +354,7 @@ def _first(values: Array) -> str:
 
 def _zero_point(quantizer: ir.Node) -> float:
     """Return the zero point of a QuantizeLinear, as if it quantized to signed numbers."""
-    tensor = constant_tensor(quantizer.inputs[2]) if len(quantizer.inputs) > 2 else None
+    tensor = constant_past_casts(quantizer.inputs[2]) if len(quantizer.inputs) > 2 else None
     if tensor is None:  # without one, numbers are uint8, and 0 is 0
         return float(-_MIDDLE)
     middle = _MIDDLE if tensor.dtype == ir.DataType.UINT8 else 0
@@ -394,7 +394,7 @@ def _smoothing(
             continue
         constants: dict[int, ir.TensorProtocol] = {}
         if maker is not None and maker.op_type in operators and (named or expected is not None):
-            tensors = enumerate(map(constant_tensor, maker.inputs))
+            tensors = enumerate(map(constant_past_casts, maker.inputs))
             constants = {index: tensor for index, tensor in tensors if tensor is not None}
         if maker is None or not constants:
             if expected is not None:
@@ -446,7 +446,7 @@ def _bias(
             "Div",
         ):
             value, rounded = producer.inputs[0], True
-        tensor = constant_tensor(value)
+        tensor = constant_past_casts(value)
         # Other constants may be added, such as a mask; a bias has one number for each channel.
         if value is not None and tensor is not None and tensor.size == channels:
             value = _behind_casts(value)
@@ -479,7 +479,7 @@ def _output_factors(node: ir.Node) -> tuple[Vector | None, str]:
     user = _only_user(node)
     if not _is_output_scaling(user) or user is None:
         return None, ""
-    tensor = constant_tensor(user.inputs[1])
+    tensor = constant_past_casts(user.inputs[1])
     factors = None if tensor is None else read_values(tensor).astype(np.float32)
     return factors, user.inputs[1].name or ""
 
@@ -525,7 +525,7 @@ _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 def _unchanged_input(node: ir.Node) -> ir.Value | None:
     """Return the operand of a sum with nothing but zeros, or of a product with ones, or None."""
     if node.op_type in _NEUTRAL and len(node.inputs) == 2:
-        tensor = constant_tensor(node.inputs[1])
+        tensor = constant_past_casts(node.inputs[1])
         if tensor is not None and np.all(read_values(tensor) == _NEUTRAL[node.op_type]):
             return node.inputs[0]
     return None

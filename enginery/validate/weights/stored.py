@@ -186,7 +186,7 @@ def _is_shape(value: ir.Value) -> bool:
     return bool(uses) and all((use.node.op_type, use.idx) == ("Reshape", 1) for use in uses)
 
 
-def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+def constant_past_casts(value: ir.Value | None) -> ir.TensorProtocol | None:
     """Return the tensor of an initializer or Constant, past Casts and Identities."""
     while value is not None and (producer := value.producer()) is not None:
         if producer.op_type not in ("Cast", "CastLike", "Identity"):

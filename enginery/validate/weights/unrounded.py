@@ -27,7 +27,7 @@ from enginery.passes.cast.low_precision import LOW_TYPES, cast_array, read_value
 from enginery.passes.cast.widening import widen
 from enginery.passes.ir.graph_file import write_graph
 from enginery.validate.weights.quantized import QuantizedLayer
-from enginery.validate.weights.stored import constant_tensor, find_sizes
+from enginery.validate.weights.stored import constant_past_casts, find_sizes
 
 Array = NDArray[Any]
 Weights = Mapping[str, Callable[[], Array]]
@@ -84,7 +84,7 @@ def write_unquantized(
     for dequantizer in joining:
         _bypass(model, dequantizer)
     for table in tables:
-        scales = constant_tensor(table.scale)
+        scales = constant_past_casts(table.scale)
         assert scales is not None  # noqa: S101  it is an initializer
         _replace(model, table.value, table.read(), FLOAT)
         _replace(model, table.scale, np.ones(scales.shape.numpy(), np.float32), FLOAT)
@@ -158,7 +158,7 @@ def _by_channel(vector: Array, axis: int) -> Array:
 def _restore_bias(model: ir.Model, layer: QuantizedLayer) -> None:
     if layer.bias is not None and layer.bias_value is not None and np.any(layer.delta):
         plain = layer.bias.values - layer.delta
-        if (stored := constant_tensor(layer.bias_value)) is not None:
+        if (stored := constant_past_casts(layer.bias_value)) is not None:
             _replace(model, layer.bias_value, plain.reshape(stored.shape.numpy()), stored.dtype)
 
 
@@ -184,7 +184,7 @@ def _dtype(value: ir.Value | None) -> ir.DataType:
     node = value.producer() if value is not None else None
     if node is not None and node.op_type == "Cast":
         return ir.DataType(node.attributes.get_int("to", int(FLOAT)))
-    tensor = constant_tensor(value)
+    tensor = constant_past_casts(value)
     return FLOAT if tensor is None else tensor.dtype
 
 
