@@ -540,7 +540,7 @@ def _run_consumer(
         from enginery.bench import stage as bench
 
         out = values.pop("out")
-        measured = None if force else bench.finished(artifact, BenchConfig(**values), out=out)
+        measured = None if force else bench.find_finished(artifact, BenchConfig(**values), out=out)
         worked = measured is None
         if measured is None:
             measured = bench_model(artifact, out=out, progress=progress, **values)

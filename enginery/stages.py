@@ -236,7 +236,7 @@ def _plan_build(
     from enginery.engine.requests import resolve_requests
 
     requested = resolve_requests(artifact, config, force=force)
-    if not force and build.has_engines(artifact, requested):
+    if not force and build.find_finished(artifact, requested) is not None:
         progress.say(f"build: nothing to do, {artifact.name} has the engines")
         return None
     if lost := build.engines_lost(artifact, requested, Path(out)) if out else []:
@@ -271,7 +271,7 @@ def run_validate(
     from enginery.validate import stage as validate
 
     started = time.monotonic()
-    report = None if force else validate.read_current_report(artifact, config)
+    report = None if force else validate.find_finished(artifact, config)
     worked = report is None
     if report is None:
         progress.say(f"validate: {_why_validate(artifact, config, force=force)}")

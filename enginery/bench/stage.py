@@ -175,7 +175,7 @@ def run(
     return result
 
 
-def finished(
+def find_finished(
     artifact: Artifact, config: BenchConfig, *, out: str | Path = ""
 ) -> BenchResult | None:
     """Return the stored result if it has the same fingerprint, or None.

@@ -98,10 +98,10 @@ def _reports_sha256(source: Artifact) -> str:
     return combined_sha256(others) if others else "none"
 
 
-def has_engines(source: Artifact, requested: RequestedEngines) -> bool:
-    """Return True if the artifact already has every requested engine."""
+def find_finished(source: Artifact, requested: RequestedEngines) -> Artifact | None:
+    """Return the artifact itself if it has every requested engine already, or None."""
     records = (f"{ENGINES}/{r.directory}/{ENGINE_FILE}" for r in requested.requests)
-    return all(record in source.manifest.files for record in records)
+    return source if all(record in source.manifest.files for record in records) else None
 
 
 def engines_lost(source: Artifact, requested: RequestedEngines, out: Path) -> list[str]:

@@ -132,7 +132,7 @@ def run(
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)
-        if report := find_finished_report(output, key, force=force):
+        if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             remove_parts(output)  # of a run that was killed after it had assembled them
             return report
@@ -222,7 +222,7 @@ def _run_tensors(
         directory_beside(output) as scratch,
     ):
         key = fingerprint(artifact, source, NPZ, config)
-        if report := find_finished_report(output, key, force=force):
+        if report := find_finished(output, key, force=force):
             progress.say(f"predict: nothing to do, {output} is up to date")
             return report
         tensors = write_tensors(artifact, source, scratch, config)
@@ -282,7 +282,7 @@ def _write_output(
     return complete
 
 
-def find_finished_report(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
+def find_finished(output: Path, key: Fingerprint, *, force: bool) -> PredictReport | None:
     """Return the report of an output that is up to date; None if there is work to do.
 
     Raises:

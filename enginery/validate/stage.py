@@ -144,7 +144,7 @@ def _engines(artifact: Artifact, config: ValidateConfig) -> str:
     return ", ".join(path.name for path in engine_directories(artifact.path)) or "none"
 
 
-def read_current_report(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
+def find_finished(artifact: Artifact, config: ValidateConfig) -> ValidationReport | None:
     """Return the report of an earlier validation on this machine if it is still valid, or None.
 
     Verdicts in artifacts from elsewhere are not trusted; those artifacts are validated again.

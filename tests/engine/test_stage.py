@@ -233,11 +233,11 @@ def test_validation_stays_valid_after_a_build(exported, copied, built):
     report = validate_model(source)
     opened = Artifact.open(source.path)
     made = built(opened, profile=["batch=1:2:4,sequence=1:16:32"])
-    assert validate.read_current_report(made, config) == report
+    assert validate.find_finished(made, config) == report
     assert not stages.run_validate(made, config, force=False, progress=SILENT).worked
     # What the verdict is about is still looked at.
     other = made.manifest.model_copy(update={"precision": "fp16"})
-    assert validate.read_current_report(Artifact(made.path, other), config) is None
+    assert validate.find_finished(Artifact(made.path, other), config) is None
 
 
 def test_a_verdict_of_other_content_is_not_carried_over(tmp_path, built):

@@ -15,7 +15,7 @@ from enginery.reports.quantization import QuantizationReport
 from enginery.reports.validation import ValidationReport
 from enginery.validate.config import ValidateConfig
 from enginery.validate.metrics.budget import accuracy_expectation
-from enginery.validate.stage import read_current_report
+from enginery.validate.stage import find_finished
 from tests.tiny import TEXT, save_tiny
 from tests.validate.faults import edits as faults
 
@@ -321,4 +321,4 @@ def test_deeply_nested_validation_report_is_replaced(with_options):
     for report in (b"[" * 200_000, b"[" * 700 + b"]" * 700):
         artifact = Artifact.open(artifact.path)
         artifact = artifact.annotate(reports={"reports/validation.json": report})
-        assert read_current_report(artifact, ValidateConfig()) is None
+        assert find_finished(artifact, ValidateConfig()) is None
