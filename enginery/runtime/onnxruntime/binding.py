@@ -32,6 +32,13 @@ from enginery.core.errors import InputError, OptionError, ProviderError, ShapeEr
 from enginery.core.shapes import TensorSpec, canonical_dim
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
+from enginery.runtime.onnxruntime.cuda_graphs import (
+    CaptureCandidate,
+    CaptureOptions,
+    CapturePolicy,
+    CaptureStatistics,
+    Key,
+)
 from enginery.runtime.onnxruntime.device_values import (
     ELEMENTS,
     Device,
@@ -46,14 +53,10 @@ from enginery.runtime.onnxruntime.device_values import (
 BUCKETS = 8
 """Default number of combinations of input shapes that keep their buffers."""
 
-Key = tuple[tuple[int, ...], ...]
-"""The shapes of a run's inputs, in the order of the graph's inputs."""
-
 _NO_CAPTURE = "-1"
 _GRAPH_ID = "gpu_graph_id"
 _MAX_UNRECORDED_BYTES = 1 << 30
 """Maximum size of the buffers of shapes that are not recorded, except for the last one."""
-_COUNTED_SHAPES = 1024
 UNRECORDED = {_GRAPH_ID: _NO_CAPTURE}
 """Run option for a run without a CUDA graph, in a session that records them."""
 
@@ -80,45 +83,12 @@ class _Bucket:
     """Size of the inputs, and of the outputs of known shape."""
 
 
-@dataclass
-class CaptureStatistics:
-    """What the recording of CUDA graphs in one session took, and how many runs had none."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held by each run of the session's bindings: a replay writes to memory that another run may
-    have got in the meantime."""
-    graphs: int = 0
-    """Number of graphs so far, which is the id of the last; that of a failed capture is not used
-    again."""
-    recorded: int = 0
-    """Number of CUDA graphs; each thread records its own."""
-    seconds: float = 0.0
-    """Time that their first runs took."""
-    buffer_bytes: int = 0
-    """Size of their inputs and outputs on the device."""
-    unrecorded_runs: int = 0
-    """Number of runs without a CUDA graph."""
-
-
 @dataclass(frozen=True)
-class BindingOptions:
+class BindingOptions(CaptureOptions):
     """How a `DeviceBinding` keeps buffers and records CUDA graphs."""
 
     buckets: int = BUCKETS
     """Number of combinations of input shapes that keep their buffers."""
-    capture: bool = False
-    """Record each bucket as a CUDA graph; the session must have the provider's option for it.
-    Shapes beyond the number of buckets run without a CUDA graph; recorded ones are never
-    discarded."""
-    lenient: bool = False
-    """Run without a CUDA graph what cannot be recorded: outputs of unknown shape, a shape that
-    takes more than a sixteenth of `max_captured_bytes`, a failed recording, or more recordings of
-    all threads than buckets. Otherwise they are errors."""
-    capture_at: int = 1
-    """The run of a shape that is recorded, from 1; those before it are not."""
-    max_captured_bytes: float = math.inf
-    """Maximum size of the buffers of recorded buckets; shapes beyond it run without a CUDA
-    graph."""
     run_config: Mapping[str, str] = field(default_factory=dict)
     """Entries of ONNX Runtime's run options, such as `memory.enable_memory_arena_shrinkage`."""
 
@@ -178,11 +148,9 @@ class DeviceBinding(Closeable):
         self._limit = options.buckets
         self._buckets: OrderedDict[Key, _Bucket] = OrderedDict()
         self._captured: dict[Key, _Bucket] = {}
-        self._runs: OrderedDict[Key, int] = OrderedDict()
-        """Number of runs of shapes that are not recorded yet."""
-        self._unrecordable: set[Key] = set()
         self.statistics = statistics or CaptureStatistics()
         """Counts of the session's CUDA graphs, if runs are captured."""
+        self._policy = CapturePolicy(options, self.statistics, max_graphs=options.buckets)
         self._recorded = _Recorded()
         self._lock = self.statistics.lock
         self._unrecorded: Any = None
@@ -316,7 +284,7 @@ class DeviceBinding(Closeable):
             if self._options.lenient and bucket.graph != _NO_CAPTURE:
                 # Other CUDA work in the process breaks a recording, and so do nodes that wait.
                 self._failure(key, error)
-                self._unrecordable.add(key)
+                self._policy.refuse(key)
                 return self._run(feeds)
             if self._try_without_buffers(bucket):
                 return self._outputs_of(bucket)
@@ -338,8 +306,8 @@ class DeviceBinding(Closeable):
         recorded, statistics = self._recorded.graphs, self.statistics
         records = bucket.graph != _NO_CAPTURE and bucket.graph not in recorded
         options = bucket.options
-        if records and self._options.lenient and statistics.recorded >= self._limit:
-            records, options = False, self._unrecorded  # many threads, each with its own graphs
+        if records and not self._policy.thread_may_record():
+            records, options = False, self._unrecorded
         started = time.perf_counter()
         with CAPTURE_LOCK.capturing() if records else CAPTURE_LOCK.running():
             self._session.run_with_iobinding(bucket.bound, options)
@@ -371,7 +339,7 @@ class DeviceBinding(Closeable):
             return self._captured[key]
         shapes = {name: shape_only_array(value) for name, value in values.items()}
         sizes = dim_sizes(self._inputs, shapes)
-        captures = self._captures(key, sizes)
+        captures = self.capture and self._policy.records_run(self._candidate(key, sizes))
         if key in self._buckets:
             if not captures:
                 self._buckets.move_to_end(key)
@@ -392,7 +360,7 @@ class DeviceBinding(Closeable):
             bucket.options = self._run_options(bucket)
             # A replay uses the addresses of the recording, so this bucket is never discarded.
             self._captured[key] = bucket
-            self._runs.pop(key, None)
+            self._policy.forget_runs(key)
             return bucket
         bucket.options = self._run_options(bucket)
         self._buckets[key] = bucket
@@ -430,29 +398,19 @@ class DeviceBinding(Closeable):
     def can_capture(self, feeds: Mapping[str, NDArray[Any]]) -> bool:
         """Return True if runs on inputs of these shapes are or will be recorded."""
         key = tuple(feeds[spec.name].shape for spec in self._inputs)
-        return key in self._captured or self._has_room(key, dim_sizes(self._inputs, feeds))
+        if key in self._captured:
+            return True
+        candidate = self._candidate(key, dim_sizes(self._inputs, feeds))
+        return self.capture and self._policy.has_room(candidate)
 
-    def _captures(self, key: Key, sizes: Mapping[str, int]) -> bool:
-        """Return True if this run of a shape is recorded."""
-        if not self._has_room(key, sizes):
-            return False
-        if self._options.capture_at > 1:
-            self._runs[key] = self._runs.pop(key, 0) + 1
-            if len(self._runs) > _COUNTED_SHAPES:
-                self._runs.popitem(last=False)
-            return self._runs[key] >= self._options.capture_at
-        return True
-
-    def _has_room(self, key: Key, sizes: Mapping[str, int]) -> bool:
-        """Return True if another shape can be recorded."""
-        if not self.capture or len(self._captured) >= self._limit or key in self._unrecordable:
-            return False
-        size, limit = self._bytes(key, sizes), self._options.max_captured_bytes
-        if self._options.lenient:
-            shapes = [_known_shape(spec, sizes) for spec in self._outputs]
-            if self._shapes_vary or None in shapes or size > limit / 16:
-                return False
-        return self.statistics.buffer_bytes + size <= limit
+    def _candidate(self, key: Key, sizes: Mapping[str, int]) -> CaptureCandidate:
+        shapes = [_known_shape(spec, sizes) for spec in self._outputs]
+        return CaptureCandidate(
+            key,
+            graphs=len(self._captured),
+            buffer_bytes=self._bytes(key, sizes),
+            has_fixed_outputs=not self._shapes_vary and None not in shapes,
+        )
 
     def _bytes(self, key: Key, sizes: Mapping[str, int]) -> int:
         """Return the size of a bucket's inputs, and of its outputs of known shape."""

@@ -41,15 +41,15 @@ from enginery.runtime.onnxruntime.binding import (
     BUCKETS,
     UNRECORDED,
     BindingOptions,
-    CaptureStatistics,
     DeviceBinding,
     run_options,
 )
 from enginery.runtime.onnxruntime.capture_lock import CAPTURE_LOCK
 from enginery.runtime.onnxruntime.cuda_graphs import (
+    CaptureStatistics,
     capture_obstacles,
     has_attention,
-    waiting_nodes,
+    open_recording,
     with_cuda_graph,
 )
 from enginery.runtime.onnxruntime.device_values import (
@@ -85,8 +85,6 @@ _REPEATED = 3
 """Run of a shape from which it is recorded, if not every size has rungs."""
 _KERNELS_WITHOUT_PLANS = "3"
 """ONNX Runtime's flash and memory-efficient attention; where neither takes the mask, unfused."""
-_NOT_RECORDED = "cannot use the graph capture feature"
-"""In ONNX Runtime's error for a graph with nodes that prevent CUDA graphs."""
 
 
 Spinning = Literal["always", "in runs", "never"]
@@ -522,25 +520,14 @@ class OrtRunner(Closeable):
 
     def _open_recording(self, path: Path) -> Any:
         """Return a session whose runs are recorded as CUDA graphs; None if it cannot be."""
-        head, *below = self.providers
-        if head.name not in CUDA_GRAPH_OPTIONS:
-            return None
-        option, on = CUDA_GRAPH_OPTIONS[head.name]
-        providers = [replace(head, options={**head.options, option: on}), *below]
-        if waiting := waiting_nodes(path):
-            self.notes.append(f"runs are not recorded as CUDA graphs: {', '.join(waiting)}")
-            return None
-        try:
-            session = self._open(path, providers)
-        except ProviderError as error:
-            if _NOT_RECORDED not in error.message:
-                raise
-            # ONNX Runtime does not name the nodes that prevent it.
-            obstacles = "; ".join(self._capture_obstacles(path)) or error.message
-            self.notes.append(f"runs are not recorded as CUDA graphs: {obstacles}")
-            return None
-        self.providers = providers
-        return session
+        recording = open_recording(
+            path, self.providers, self._open, partial(self._capture_obstacles, path)
+        )
+        if recording.obstacle:
+            self.notes.append(f"runs are not recorded as CUDA graphs: {recording.obstacle}")
+        if recording.session is not None:
+            self.providers = list(recording.providers)
+        return recording.session
 
     def _capture_obstacles(self, path: Path) -> list[str]:
         if has_fixed_cache(self.record):  # synthetic positions could be outside the cache
