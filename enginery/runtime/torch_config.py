@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -194,55 +194,6 @@ def load_config(path: Path, *, trust_remote_code: bool) -> LoadedConfig:
     if ignored := list(_unread(config, translation.document, document)):
         notes.append(f"config.json of {saved_by} has keys that are not read: {', '.join(ignored)}")
     return LoadedConfig(config, is_newer=True, notes=tuple(notes))
-
-
-def restore_head(model: Any, path: Path, missing: Iterable[str]) -> set[str]:
-    """Tie or untie the output embeddings as transformers 5 does: by what the files have.
-
-    Version 5 ties them if the files have one of the two matrices, or the same twice. Version 4
-    follows `tie_word_embeddings` alone: it would replace the head of a file by the embeddings.
-
-    Args:
-        model: a model that version 4 has loaded from files of version 5.
-        path: the model's directory.
-        missing: the names of weights that the files lack.
-
-    Returns:
-        The names of weights that were missing and are tied now.
-    """
-    import torch
-
-    try:
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # a model without tokens
-        return set()
-    names = [name for name, module in model.named_modules() if module is head]
-    if head is None or embeddings is None or not names:
-        return set()
-    weight = f"{names[0]}.weight"
-    if weight in missing:
-        if head.weight.shape != embeddings.weight.shape:
-            return set()
-        head.weight = embeddings.weight
-        return {weight}
-    for name, parameter in head.named_parameters():  # BERT's bias is tied, too
-        own = _tensor(path, f"{names[0]}.{name}")
-        if own is not None and own.shape == parameter.shape:
-            own = own.to(parameter)
-            if not torch.equal(own, parameter):
-                setattr(head, name, torch.nn.Parameter(own, requires_grad=False))
-    return set()
-
-
-def _tensor(path: Path, name: str) -> Any:
-    """Return a tensor of the safetensors files in a directory; None if none has it."""
-    from safetensors import safe_open
-
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118  safetensors' handle, not a dict
-                return tensors.get_tensor(name)
-    return None
 
 
 def is_newer(document: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@
 A model runs unchanged, with eager attention: as a whole, or as its encoder or decoder, see
 `torch_decoder`. Other models that Optimum exports as several graphs, and those whose cache has
 another layout than the graph's, run through Optimum's submodels; `TorchRunner.notes` states that.
-Only this module, `torch_decoder` and `torch_random` import torch and transformers in the runtime.
+Only the modules `torch_…` import torch and transformers in the runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from optimum.exporters.tasks import TasksManager
-from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -43,14 +42,15 @@ from enginery.core.errors import (
 )
 from enginery.core.model.confinement import Confinement, confined
 from enginery.core.model.feeds import FeedLimits, make_feeds
-from enginery.core.model.files import LogitScoreConfig, read_logit_score
+from enginery.core.model.files import read_logit_score
 from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
-from enginery.runtime.torch_config import load_config, restore_head
+from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_decoder import TorchDecoder
 from enginery.runtime.torch_random import RandomNumbers
+from enginery.runtime.torch_weights import UpcastWeights, as_classifier, restore_head
 
 _UPCAST_ON_USE_BYTES = 1 << 30
 """Size of a model's FP32 weights above which FP64 weights are made only as they are used."""
@@ -155,38 +155,6 @@ def _weights_bytes(model: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
-class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not type-checked
-    """A context manager that upcasts FP32 weights to FP64 as each operation uses them.
-
-    Outputs equal those of `model.double()`. It saves memory, because only the weights of one
-    operation are in FP64 at a time, but converts every weight again in every run.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        weights = (*model.parameters(), *model.buffers())
-        self._narrow = {id(tensor) for tensor in weights if tensor.dtype == torch.float32}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a torch function, or read an attribute of a tensor, with upcast weights."""
-        if getattr(func, "__name__", "") == "__get__":
-            # Reading an attribute needs no values. Report float64 as the dtype of upcast weights.
-            is_dtype = func.__self__ is torch.Tensor.dtype
-            return torch.float64 if is_dtype and id(args[0]) in self._narrow else func(*args)
-        return func(*self._upcast(args), **self._upcast(kwargs or {}))
-
-    def _upcast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.double() if id(value) in self._narrow else value
-        if type(value) in (list, tuple):
-            return type(value)(self._upcast(item) for item in value)
-        if type(value) is dict:
-            return {key: self._upcast(item) for key, item in value.items()}
-        return value
-
-
 def _from_timm(path: Path, dtype: Any, device: str) -> Any:
     """Load a model from a directory as timm saves it; Optimum's function takes only Hub ids."""
     import timm
@@ -226,60 +194,9 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     if read.is_newer:
         missing -= restore_head(model, path, missing)
     if score:
-        model = _as_classifier(model, model_class, score)
+        model = as_classifier(model, model_class, score)
     model.untrained_weights, model.config_notes = tuple(sorted(missing)), read.notes
     TasksManager.standardize_model_attributes(model, library_name="transformers")
-    return model
-
-
-def _as_classifier(language_model: Any, classes: Any, score: LogitScoreConfig) -> Any:
-    """Turn a language model into the classifier with one label that scores as LogitScore does.
-
-    The difference of two logits is a linear layer over the last token's state, whose weight is the
-    difference of two rows of the language model's head.
-
-    Args:
-        language_model: the model with its head.
-        classes: the Auto class of classifiers.
-        score: the tokens whose logits are read.
-
-    Raises:
-        ExportError: transformers has no classifier for the model's type, or the head lacks a token.
-    """
-    head = language_model.get_output_embeddings()
-    tokens = [score.true_token_id]
-    if score.false_token_id is not None:
-        tokens.append(score.false_token_id)
-    if head is None:
-        problem = "has no head"
-    elif head.bias is not None:
-        problem = "has a head with a bias, which is not supported"
-    elif max(tokens) >= len(head.weight):
-        problem = f"has {len(head.weight)} tokens"
-    else:
-        problem = ""
-    if problem:
-        raise ExportError(
-            f"the LogitScore module reads the logits of the tokens {tokens}, but "
-            f"{type(language_model).__name__} {problem}."
-        )
-    config = language_model.config
-    config.num_labels = 1
-    # Without memory: its layers are replaced by the language model's.
-    with torch.device("meta"):
-        model = classes.from_config(config)
-    prefix = model.base_model_prefix
-    if not hasattr(model, "score") or not hasattr(language_model, prefix):
-        raise ExportError(
-            f"{type(model).__name__} has another layout than {type(language_model).__name__}, so "
-            "its LogitScore module cannot become a classifier."
-        )
-    # One label, whose logit is that of the true token, less that of the false one if it is read.
-    rows = head.weight.detach()[tokens]
-    weight = rows[:1] - rows[1:] if len(tokens) > 1 else rows[:1]
-    setattr(model, prefix, getattr(language_model, prefix))
-    model.score = torch.nn.Linear(rows.shape[1], 1, bias=False, dtype=rows.dtype)
-    model.score.weight = torch.nn.Parameter(weight.clone())
     return model
 
 

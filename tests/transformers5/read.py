@@ -21,6 +21,7 @@ import torch
 
 from enginery.core.errors import SourceError
 from enginery.runtime import torch_config
+from enginery.runtime.torch_weights import restore_head
 from tests.transformers5.keys import data_text
 from tests.transformers5.models import answers, auto_class
 
@@ -37,7 +38,7 @@ def difference(directory: Path, expected: dict[str, Any]) -> float:
     )
     weights = dict(model.named_parameters())
     missing = set(info["missing_keys"]) & set(weights)
-    missing -= torch_config.restore_head(model, directory, missing)
+    missing -= restore_head(model, directory, missing)
     if missing:
         raise ValueError(f"weights are missing: {', '.join(sorted(missing)[:3])}")
     logits = np.array(expected["logits"])
