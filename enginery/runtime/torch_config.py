@@ -142,6 +142,7 @@ class Translation:
 
     def set(self, part: Document, source: str, **values: Any) -> None:
         """Set keys of the document or a part of it, and record what they are made from."""
+        # The name of another key stands for a key that is missing: no value equals it.
         changed = {key: value for key, value in values.items() if part.get(key, _ROPE) != value}
         part |= changed
         if changed:
@@ -187,6 +188,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> LoadedConfig:
         # `json_bytes` would write null for infinity.
         (folder / ModelConfig.FILE).write_text(json.dumps(translation.document), encoding="utf-8")
         config = AutoConfig.from_pretrained(str(folder), **options)
+    # Not the temporary folder, which is gone.
     config.name_or_path = str(path)
     notes = []
     if translation.changes:
@@ -228,6 +230,7 @@ def restore_head(model: Any, path: Path, missing: Iterable[str]) -> set[str]:
     for name, parameter in head.named_parameters():  # BERT's bias is tied, too
         own = _tensor(path, f"{names[0]}.{name}")
         if own is not None and own.shape == parameter.shape:
+            # In the type of the model's own parameter, and on its device.
             own = own.to(parameter)
             if not torch.equal(own, parameter):
                 setattr(head, name, torch.nn.Parameter(own, requires_grad=False))

@@ -261,6 +261,7 @@ class TorchReference(Closeable):
         worker = self._worker
         try:
             return worker.request(does, **values)
+        # The inputs were wrong, and the process is as before.
         except InputError:
             raise
         except BaseException as error:
@@ -308,6 +309,7 @@ def _keep_worker(worker: WorkerProcess) -> None:
 
 def _end_worker(worker: WorkerProcess) -> None:
     with _idle_lock:
+        # Another model may have taken the process in the meantime.
         if worker not in _idle:
             return
         _idle.remove(worker)
@@ -370,6 +372,7 @@ class _Child:
                 )
             )
             self._require_harmless()
+            # Only a model that is loaded stays open; any error above closes what was opened.
             self._held = stack.pop_all()
         return {"notes": self._runner.notes}
 

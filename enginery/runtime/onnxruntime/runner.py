@@ -193,8 +193,7 @@ class OrtRunner(Closeable):
         self.notes: list[str] = []
         """Choices made for this session, with their reasons."""
         if not self.engines:
-            # An engine's kernels were chosen when it was built; CUDA's provider chooses some of them at
-            # each new shape.
+            # An engine has its kernels; CUDA's provider chooses those of convolutions while it runs.
             self.providers = with_dynamic_shapes(
                 self.providers, dynamic=bool(dynamic_dims(self.record.inputs))
             )
@@ -317,9 +316,9 @@ class OrtRunner(Closeable):
         names = [spec.name for spec in self._output_specs(outputs)]
         try:
             with (
+                self._choose_session(index) as session,
                 # Without binding, ONNX Runtime allocates on the GPU and copies in this run, which
                 # would break the recording of a CUDA graph in another thread.
-                self._choose_session(index) as session,
                 CAPTURE_LOCK.running() if self._on_gpu else nullcontext(),
             ):
                 # A session does not accept None as run options.
@@ -505,7 +504,7 @@ class OrtRunner(Closeable):
         """
         if self.ladder is None:
             return 0
-        # Dims that have no rungs, such as an image's edges, get the model's own size.
+        # Dims without rungs get the size of the model's config, such as an image's edges, or 1.
         others = dict.fromkeys(dynamic_dims(self.record.inputs), 1) | dict(self._limits.sizes)
         count, until = 0, time.monotonic() + seconds
         for rung in self.ladder.rungs(max_rows=max_rows, longest=longest):

@@ -236,8 +236,7 @@ class TextTokenizer:
             try:
                 apply_settings(tokenizer, settings)
                 tokenizer.enable_truncation(**truncation)
-            # `tokenizers` panics on some settings, which is an exception that derives from
-            # BaseException.
+            # A panic of `tokenizers` is raised as an exception that derives from BaseException.
             except BaseException as error:
                 raise ArtifactError(
                     f"{directory / 'tokenizer.json'} rejects the settings of "
