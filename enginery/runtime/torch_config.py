@@ -379,6 +379,7 @@ def _rope_keys(part: Mapping[str, Any]) -> _RopeKeys:
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
+    # Older files call the type of scaling `type`.
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
@@ -435,6 +436,7 @@ def _full_attention_interval(part: Document) -> int:
     kinds = {"full_attention", "sliding_attention"}
     if isinstance(layers, list) and layers and set(map(str, layers)) <= kinds:
         full = [index for index, name in enumerate(layers) if name == "full_attention"]
+        # Layer 0 attends to the whole text, so the second such layer gives n.
         every = full[1] if len(full) > 1 else len(layers)
         if full == list(range(0, len(layers), every)):
             return every

@@ -77,6 +77,8 @@ def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
     flat = (
         np.arange(size)
         if size <= _SAMPLES
+        # The same positions for all arrays of a shape, so that samples of two models can be
+        # compared.
         else np.sort(np.random.default_rng(0).integers(size, size=_SAMPLES))
     )
     return np.unravel_index(flat, tuple(shape))

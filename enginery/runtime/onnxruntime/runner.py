@@ -193,7 +193,8 @@ class OrtRunner(Closeable):
         self.notes: list[str] = []
         """Choices made for this session, with their reasons."""
         if not self.engines:
-            # An engine has its kernels; CUDA's provider chooses those of convolutions while it runs.
+            # The kernels of an engine are fixed; CUDA's provider may search for those of
+            # convolutions at each new shape.
             self.providers = with_dynamic_shapes(
                 self.providers, dynamic=bool(dynamic_dims(self.record.inputs))
             )
