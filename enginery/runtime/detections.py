@@ -75,7 +75,7 @@ def read_detections(outputs: Arrays, feeds: Arrays, labels: int = 0) -> list[Det
     (output,) = (value.astype(np.float32, copy=False) for value in floats)
     grids = [(size[0] // stride, size[1] // stride, stride) for stride in _STRIDES]
     positions = sum(height * width for height, width, _ in grids)
-    # YOLOv8 and later: (batch, 4 + classes, positions).
+    # YOLOv8 and its like: (batch, 4 + classes, positions).
     if output.shape[2] == positions and output.shape[1] > 4:
         rows = output.transpose(0, 2, 1)
         return [_best(image[:, :4], image[:, 4:], suppress=True) for image in rows]

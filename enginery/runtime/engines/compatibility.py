@@ -54,7 +54,7 @@ def incompatibility(
     if record.flavor != flavor.name:
         return f"it is for the flavor {record.flavor}"
     for name in (record.plan, record.wrapper):
-        # A file that the manifest does not list was not verified.
+        # What the manifest does not list was not verified when the artifact was opened.
         if f"{ENGINES}/{engine.name}/{name}" not in artifact.manifest.files:
             return f"its {name} is not listed in the artifact's manifest"
     if record.graph_sha256 != graph_sha256(graph, artifact.manifest.files):

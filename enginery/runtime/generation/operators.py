@@ -438,9 +438,9 @@ def _best_graph(element: int, rank: int) -> Any:
     at_last = "logits" if rank == 2 else "at_last"
     nodes = [
         helper.make_node("Gather", ["logits", "last"], ["at_last"], axis=1),
-        helper.make_node("Cast", [at_last], ["scores"], to=_FLOAT),
         # In FP32, whatever the type of the logits: beam search adds up log-probabilities over a
         # sequence.
+        helper.make_node("Cast", [at_last], ["scores"], to=_FLOAT),
         helper.make_node("LogSoftmax", ["scores"], ["all"], axis=-1),
         helper.make_node("TopK", ["all", "count"], ["log_probs", "tokens"], axis=-1),
     ]

@@ -403,8 +403,8 @@ def _range(_node: Node, inputs: list[_Known]) -> _Known:
 
 def _one_hot(_node: Node, inputs: list[_Known]) -> _Known:
     depth = max(0, _sizes(inputs[1])[0])
-    # Where the indices' sizes are unknown, there is at least one of them.
     constant = inputs[0].constant
+    # Where the indices' sizes are unknown, there is at least one of them.
     least = depth * max(1, inputs[0].elements)
     return _Known(inputs[2].data_type, constant=constant, least=least)
 
