@@ -431,8 +431,8 @@ class DeviceBinding(Closeable):
         import onnxruntime as ort
 
         if is_on(value, self.device) and bucket.graph == _NO_CAPTURE:
-            # Bind the caller's memory without a copy. A recording would go on reading the address of
-            # this one array, so only plain runs do this.
+            # Bind the caller's memory without a copy. A recording would go on reading the address
+            # of this one array, so only plain runs do this.
             on_host = isinstance(value, np.ndarray)
             held = ort.OrtValue.ortvalue_from_numpy(value) if on_host else value
             # The caller's memory has to outlive the run: keep the value that refers to it.
