@@ -1,7 +1,7 @@
-"""The options of each stage as keyword arguments, for type checkers and editors.
+"""The options of each stage and of generation as keyword arguments, for type checkers and editors.
 
-`make schema` writes this module from the stages' configs, and a test holds them equal. Nothing
-imports it at run time.
+`make schema` writes this module from the options, and a test holds them equal. Nothing imports it
+at run time.
 """
 
 from typing import Literal, TypedDict
@@ -546,3 +546,67 @@ class KserveKeywords(TypedDict, total=False):
     """Service account with the secrets to download the model; empty for the namespace's default."""
     allow_failed: bool
     """Accept an artifact whose validation failed."""
+
+
+class GenerationKeywords(TypedDict, total=False):
+    """The options of `Model.generate`, see `GenerationOptions`."""
+
+    max_new_tokens: int | None
+    """Largest number of tokens to generate; null for `max_length`."""
+    max_length: int | None
+    """Largest number of tokens with the decoder's prompt; null for 20 new ones."""
+    min_new_tokens: int | None
+    """Number of tokens before which generation does not end."""
+    min_length: int
+    """The same, with the decoder's prompt."""
+    stop_strings: str | tuple[str, ...] | list[str]
+    """Texts at whose end generation ends."""
+    do_sample: bool
+    """Draw tokens by their probabilities, in place of the most probable ones."""
+    seed: int | None
+    """Seed of the draws; null for another one each time."""
+    temperature: float
+    """Divides the logits before a draw."""
+    top_k: int
+    """Draw from this many most probable tokens; 0 for all."""
+    top_p: float
+    """Draw from the most probable tokens whose probabilities reach this sum."""
+    num_beams: int
+    """Number of sequences that beam search keeps; 1 for no beam search."""
+    num_return_sequences: int
+    """Number of results of each input."""
+    length_penalty: float
+    """Exponent of the length that a beam's score is divided by."""
+    early_stopping: bool | Literal["never"]
+    """When beam search ends: with enough finished beams (true), when none is likely to improve
+    (false), or when none can (`never`)."""
+    repetition_penalty: float
+    """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    no_repeat_ngram_size: int
+    """No sequence of this many tokens occurs twice; 0 for no such limit."""
+    bad_words_ids: tuple[tuple[int, ...] | list[int], ...] | list[tuple[int, ...] | list[int]]
+    """Sequences of tokens that are not generated."""
+    suppress_tokens: int | tuple[int, ...] | list[int]
+    """Tokens that are not generated."""
+    begin_suppress_tokens: int | tuple[int, ...] | list[int]
+    """Tokens that are not generated first."""
+    forced_bos_token_id: int | None
+    """The token after the decoder's start token, such as a language."""
+    forced_eos_token_id: int | tuple[int, ...] | list[int]
+    """The token at the largest length."""
+    eos_token_id: int | tuple[int, ...] | list[int]
+    """Tokens that end a sequence."""
+    pad_token_id: int | None
+    bos_token_id: int | None
+    decoder_start_token_id: int | None
+    """The first token of an encoder-decoder's decoder."""
+    source_language: str
+    """Language of the texts, for translation models."""
+    target_language: str
+    """Language to translate to."""
+    prompt: str
+    """Beginning of each text about an image; no part of the result."""
+    language: str
+    """Language of the speech."""
+    task: Literal["transcribe", "translate"]
+    """What is done with speech."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,8 @@ from enginery.runtime.text.batching import GPU_MAX_ROWS, GPU_MAX_TOKENS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from enginery.keywords import GenerationKeywords
 
 ImageInput: TypeAlias = "str | Path | bytes | Image | NDArray[np.uint8]"
 """A path, the content of a file, a Pillow image, or an array (height, width, channels)."""
@@ -329,7 +331,11 @@ class Model(Closeable):
         return transcriptions
 
     def generate(
-        self, inputs: Sequence[Any], *, batch_size: int = 8, **options: Any
+        self,
+        inputs: Sequence[ImageInput | AudioInput],
+        *,
+        batch_size: int = 8,
+        **options: Unpack[GenerationKeywords],
     ) -> list[Generation]:
         """Generate a text for each input: continue, translate, summarize, read or transcribe it.
 
@@ -353,7 +359,9 @@ class Model(Closeable):
         texts = generator.run_stream(rows, batch_rows=batch_size)
         return [generation for generations in texts for generation in generations]
 
-    def stream(self, text: Any, **options: Any) -> Iterator[str]:
+    def stream(
+        self, text: ImageInput | AudioInput, **options: Unpack[GenerationKeywords]
+    ) -> Iterator[str]:
         """Generate the text of one input, piece by piece; together they are that of `generate`.
 
         A piece ends between characters, and what may be the beginning of a stop string is held

@@ -620,9 +620,9 @@ def test_closing_fails_requests_behind_a_batch_that_hangs(exported):
         free = threading.Event()
         async with serving(exported("bert", "feature-extraction"), workers=1) as model:
             run_batch = model.backend.runner
-            model._scheduler.workers._run = lambda batch: free.wait(60) and [None] * len(batch)
+            model.scheduler.workers._run = lambda batch: free.wait(60) and [None] * len(batch)
             running = asyncio.ensure_future(ask(model, ["a"]))
-            while waiting(model)[0] or not model._scheduler.workers.busy_seconds():
+            while waiting(model)[0] or not model.scheduler.workers.busy_seconds():
                 await asyncio.sleep(0.01)
             waits = asyncio.ensure_future(ask(model, ["b"]))
             await asyncio.sleep(0.05)

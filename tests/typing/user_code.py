@@ -4,6 +4,7 @@ A line with `type: ignore` has to be an error: mypy and pyright report a comment
 """
 # pyright: strict, reportUnnecessaryTypeIgnoreComment=true
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -47,6 +48,7 @@ from enginery.runtime.tasks.answer import ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.classify import Classification
 from enginery.runtime.tasks.fill import MaskFillings
+from enginery.runtime.tasks.generate import Generation
 from enginery.runtime.tasks.tag import TokenSpan
 
 
@@ -128,7 +130,17 @@ def use_media(model: Model, image: Image, pixels: NDArray[np.uint8], path: Path)
     model.transcribe([samples])  # type: ignore[list-item]
 
 
+def generate(model: Model, texts: list[str], path: Path) -> None:
+    assert_type(model.generate(texts, max_new_tokens=32, num_beams=4)[0].text, str)
+    assert_type(model.generate([path], language="en", task="translate"), list[Generation])
+    assert_type(model.stream("The engine", stop_strings=".", seed=1), Iterator[str])
+    model.generate(texts, max_tokens=32)  # type: ignore[call-arg]
+    model.generate(texts, temperature="hot")  # type: ignore[arg-type]
+    model.stream("The engine", task="sing")  # type: ignore[arg-type]
+
+
 def load(artifact: Artifact, path: Path) -> None:
+    assert_type(load_model(path), Model)
     load_model(path, providers="cuda,cpu", provider_options=["cuda.gpu_mem_limit=2GiB"], threads=2)
     load_model(artifact, providers=["tensorrt", CudaOptions(device_id=1), ProviderSpec("cpu")])
     load_model(artifact, providers={"cuda": {"device_id": 1}})

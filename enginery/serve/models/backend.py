@@ -154,10 +154,9 @@ class ModelBackend(ModelFiles):
             profiles=runner.profiles,
         )
         self.runner, self.rows = runner, rows
-        tensors = BatchRunner(self.tensors, runner)
-        self._batches = rows if isinstance(rows, BatchRunner) and self.task else tensors
+        self._raw = BatchRunner(self.tensors, runner)
+        self._batches = rows if isinstance(rows, BatchRunner) and self.task else self._raw
         """The batches that the rules are for: of raw tensors if the task's rows take many steps."""
-        self._rows_of = {type(rows.task): rows, type(self.tensors): tensors}
         several = self.on_cpu and not rows.task.runs_in_steps
         self.workers = options.workers or (usable_cores() if several else 1)
         self._cost = CostEstimator(BatchCost(0.0, 0.0))
@@ -242,7 +241,7 @@ class ModelBackend(ModelFiles):
         Raises:
             ShapeError: no engine accepts a row.
         """
-        batches = self._rows_of[type(task)]
+        batches = self._raw if task is self.tensors else self.rows
         pads = self.runner.pads
         return [
             QueueEntry(

@@ -208,8 +208,8 @@ class ServedModel(ABC):
         self._requests += 1
         try:
             started = time.perf_counter()
-            cost = _preprocess_cost(task, characters)
-            if cost == "light" or (cost == "medium" and self._is_quick(count, characters)):
+            cost = self._preprocess_cost(task, count, characters)
+            if cost == "light":
                 work = _without_panic(partial(task.preprocess, inputs, options))
             else:
                 work = await self.in_thread(
@@ -276,7 +276,7 @@ class ServedModel(ABC):
         self._requests += 1
         try:
             started = time.perf_counter()
-            cost = _preprocess_cost(task, count_characters(inputs))
+            cost = self._preprocess_cost(task, len(inputs), count_characters(inputs))
             work = await self.in_thread(prepare, inputs=len(inputs), cost=cost)
             timings.tokenize_seconds = time.perf_counter() - started
             timings.tokens = sum(row.tokens for row in work.rows)
@@ -307,10 +307,17 @@ class ServedModel(ABC):
             short=cost != "heavy",
         )
 
-    def _is_quick(self, count: int, characters: int) -> bool:
-        """Return True if the texts of a request can be tokenized in the event loop's thread."""
+    def _preprocess_cost(self, task: RowTask, count: int, characters: int) -> ProcessingCost:
+        """Return the cost class of preprocessing a number of inputs with so many characters."""
+        if not isinstance(task, Task):  # raw tensors
+            return "light"
+        if task.modality != "text" or characters > _LIGHT_CHARACTERS:
+            return "heavy"
+        # tokenizer.json is untrusted, so that only a tokenizer whose time is bounded may run in the
+        # event loop's thread; see `quick_texts`.
         max_characters = self.backend.quick_characters
-        return max_characters > 0 and count <= _QUICK_INPUTS and characters <= max_characters
+        is_quick = max_characters and count <= _QUICK_INPUTS and characters <= max_characters
+        return "light" if is_quick else "medium"
 
     def _require_count(self, count: int, unit: str) -> None:
         if count > self._config.max_inputs:
@@ -375,15 +382,6 @@ class ServedModel(ABC):
         """Close a model that was replaced, without losing a request."""
         await asyncio.sleep(_RETIRE_SECONDS)
         await self.close(timeout_seconds=timeout_seconds)
-
-
-def _preprocess_cost(task: RowTask, characters: int) -> ProcessingCost:
-    """Return the cost class of preprocessing inputs of this many characters."""
-    if not isinstance(task, Task):  # raw tensors
-        return "light"
-    # A text is never light, because tokenizer.json is untrusted.
-    is_short = task.modality == "text" and characters <= _LIGHT_CHARACTERS
-    return "medium" if is_short else "heavy"
 
 
 def _without_panic(work: Callable[[], Result]) -> Result:
