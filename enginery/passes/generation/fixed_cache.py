@@ -322,7 +322,7 @@ class _Rewriter:
             "scale": visibility.scale,
         }
         if visibility.window is not None:
-            # Both count the query's own position.
+            # Either window includes the position of the query itself.
             attributes["local_window_size"] = visibility.window
         if visibility.cap:
             attributes["softcap"] = visibility.cap

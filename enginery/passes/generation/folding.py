@@ -106,7 +106,7 @@ class SizeFolder:
             inputs = [kinds.get(value, "") if value is not None else "" for value in node.inputs]
             # What is computed from both is data; what is computed from neither is constant.
             kind = "data" if "data" in inputs else "sizes" if "sizes" in inputs else ""
-            # The sizes of data are sizes.
+            # The shape of data follows from sizes.
             if node.op_type == "Shape":
                 kind = "sizes"
             elif kind == "data":
