@@ -48,8 +48,8 @@ class SamplePrediction:
 def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[str, ...]:
     """Return the built-in recipe's sentences as inputs of the artifact's task.
 
-    The result is empty if the task takes more than single texts, which is reported as progress, and
-    for images and audio, because none are built in.
+    The result is empty if the task takes more than single texts or generates, which is reported as
+    progress, and for images and audio, because none are built in.
     """
     task = manifest_task(artifact.manifest)
     if task is not None and task.modality != "text":
@@ -62,7 +62,10 @@ def builtin_inputs(artifact: Artifact, *, progress: Progress = SILENT) -> tuple[
     except EngineryError as error:
         progress.say(f"ask: skipped, {error.message}")
         return ()
-    return inputs_from_sentences(opened, Recipe.default().ask)
+    inputs = inputs_from_sentences(opened, Recipe.default().ask)
+    if not inputs:
+        progress.say(f"ask: skipped, no built-in input is for {artifact.manifest.task}")
+    return inputs
 
 
 def predict_samples(

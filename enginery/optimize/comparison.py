@@ -120,6 +120,7 @@ def compare_outputs(
         limit = tolerance.limit(noise_floor=floor, largest=largest)
         cosine_limit = tolerance.cosine_limit(noise_cosine=noise_cosine)
         if max_error is not None:
+            # The cosine of a small angle e is 1 - e² / 2.
             limit, cosine_limit = max_error * largest, 1.0 - 0.5 * max_error**2
         agreements.append(
             _compare_output(name, reference, [batch[name] for batch in actual], limit, cosine_limit)

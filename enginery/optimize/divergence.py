@@ -71,6 +71,7 @@ def find_divergences(
     ]
     errors: dict[str, float] = {}
     types = input_types(simulated)
+    # All inner tensors together may take far more memory than the model.
     for start in range(0, len(names), _GROUP):
         group = names[start : start + _GROUP]
         with GraphTracer(fp32, group) as trace:

@@ -177,6 +177,7 @@ def _share_weights(model: ir.Model, decoder: Path) -> tuple[str, ...]:
         for name in (decoder.name, *names):
             (folder / name).replace(decoder.parent / name)
         shutil.rmtree(folder)
+        # Read again: the tensors so far belong to the file that was replaced.
         stored = read_graph(decoder)
     weights = stored.graph.initializers
     for name, value in model.graph.initializers.items():
@@ -288,11 +289,14 @@ def _run_fixed(
             else:
                 positions = (ends + step - 1)[:, None]
                 tokens = np.take_along_axis(ids, positions, axis=1)
+                # GroupQueryAttention takes a run whose tokens are all there are for a prompt, so
+                # the total of a step is that of the buffer.
                 last, total = np.zeros(rows, np.int64), buffer
             feeds: Arrays = {
                 IDS: tokens,
                 POSITIONS: positions,
                 LAST: last,
+                # By ONNX Runtime's definition, the number of a row's tokens minus 1.
                 LENGTHS: (ends + step - 1).astype(np.int32),
                 TOTAL: np.array([total], np.int32),
                 ROWS: np.arange(rows),

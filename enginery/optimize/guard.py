@@ -296,6 +296,7 @@ def _repair(
             return rounds, agreements, []
         worst = next(a for a in agreements if not a.passed)
         fixed = {*fp32_nodes, *config.keep_fp32}
+        # One batch shows where the graphs diverge: that of the largest error.
         divergences = find_divergences(cast.fp32, simulated, batches[worst.batch], fixed=fixed)
         movable = [divergence for divergence in divergences if not divergence.fixed]
         # 1, 2, 4, …: one cause costs one node, and many causes still take few rounds.

@@ -105,6 +105,7 @@ def _text_feeds(artifact: Artifact, record: GraphRecord, config: OptimizeConfig)
     # Sorted by length, so that batches contain some padding but not much.
     lengths = feeder.lengths(texts)
     order = sorted(range(len(texts)), key=lambda index: lengths[index])
+    # Without a padding token, texts of different lengths cannot share a batch.
     parts = in_batches([texts[i] for i in order], _ROWS if feeder.can_pad else 1, record)
     return RangeFeeds([feeder(part) for part in parts], origin)
 

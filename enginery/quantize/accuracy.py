@@ -104,6 +104,7 @@ class AccuracyEvaluator:
         """Compare a graph, or the reference itself, on the first batches."""
         agreement = self._agreement()
         right: list[bool] = []
+        # Not strict: the part may be the first batches alone.
         for batch, files in zip(part, self._expected, strict=False):
             feeds = batch.load()
             expected = {name: np.load(file, mmap_mode="r") for name, file in files.items()}
@@ -119,6 +120,7 @@ class AccuracyEvaluator:
 
 def _save_outputs(outputs: Outputs, directory: Path) -> dict[str, Path]:
     """Write the float outputs for a batch as .npy files; return their paths by output."""
+    # Ids and masks among the outputs have no cosine.
     names = [name for name, array in outputs.items() if array.dtype.kind == "f" and array.size]
     files = {name: directory / f"{index}.npy" for index, name in enumerate(names)}
     try:

@@ -154,6 +154,7 @@ def quantize_graph(
         more = replace(more, tables=quantize_embeddings(model))
     elif beyond_layers:
         more = BeyondLayers(additions=quantize_residuals(model))
+    # Removes the FP32 weights, too, which nothing reads any more.
     RemoveUnusedNodesPass()(model)
     # TensorRT limits the elements of a pool's window.
     make_pools_global(model)
@@ -537,6 +538,7 @@ def _search_for_cpu(
     try:
         beyond = search(True)
     except CheckFailedError:
+        # The layers alone may still meet the budget.
         return search(False), False
     if share(beyond) >= _LITTLE:
         return beyond, True
@@ -544,6 +546,8 @@ def _search_for_cpu(
         layers_only = search(False)
     except CheckFailedError:
         return beyond, True
+    # With layers alone, ONNX Runtime dequantizes what a convolution writes, and quantizes it again
+    # for the next one: that has to buy twice as much INT8.
     return (layers_only, False) if share(layers_only) > 2 * share(beyond) else (beyond, True)
 
 
@@ -568,4 +572,5 @@ def _fp32_nodes(source: SourceGraph, model: ir.Model, batches: Sequence[Batch]) 
 def _batches_for_effects(batches: Sequence[Batch]) -> int:
     """Return how many of the first batches hold `_EFFECT_ROWS` rows."""
     rows = np.cumsum([len(batch.rows) for batch in batches])
+    # The index of the batch with which the rows are enough; the number of batches is one more.
     return int(np.searchsorted(rows, _EFFECT_ROWS)) + 1

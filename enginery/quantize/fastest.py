@@ -139,6 +139,7 @@ def _measure(job: QuantizeJob, folders: Mapping[str, Path]) -> dict[str, Ratios]
             timed = _timed_batches(runs["fp32"], held_out)
             for run in runs.values():  # the first run of a shape takes longer
                 _seconds(run, timed)
+            # In turns, so that other work on the machine slows all of them down.
             for seconds in rounds:
                 for scheme, run in runs.items():
                     seconds[scheme] += _seconds(run, timed)
@@ -150,6 +151,7 @@ def _timed_batches(fp32: GraphTracer, held_out: Sequence[Batch]) -> list[Batch]:
     timed: list[Batch] = []
     spent = 0.0
     for batch in held_out:
+        # Not timed: the first run of a shape takes longer.
         fp32(batch.load())
         spent += _seconds(fp32, [batch])
         timed.append(batch)

@@ -63,6 +63,7 @@ class LayerToggleModel(Closeable):
         self.outputs = [value.name or "" for value in graph.graph.outputs]
         _insert_toggles(graph, layers, ranges, bias_deltas, self._toggles, scheme)
         path = directory / "toggles.onnx"
+        # With external weights, a session holds the weights in memory once.
         write_graph(graph, path, max_inline_bytes=0)
         self._session: Any = open_in_memory(
             path.read_bytes(),
@@ -192,6 +193,7 @@ def _quantized_branch(
         value = add("Add", [value, constant("delta", delta)])
     # As in `insert_qdq`: on the CPU, a convolution multiplies between quantized tensors only.
     if scheme.unsigned and not layer.linear:
+        # `_branch` returns what the last node computes.
         fake_quantize(value, "output", ranges[layer.activated_output])
     return _branch(stem, nodes, constants)
 

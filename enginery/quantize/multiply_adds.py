@@ -94,9 +94,11 @@ def count_multiply_adds(
     for source, output in operands.values():
         if source is not None:
             inner = shapes[source.name or ""][-1]
-            # Per row: a graph with a fixed batch size has several.
+            # (…, M, K) times (…, K, N) takes M * N * K, here per row: a graph with a fixed batch
+            # size has several.
             attention += int(np.prod(shapes[output.name or ""])) * inner // batch
     mask = feeds.get("attention_mask")
+    # Output elements by channels: the positions of a text, the pixels of a feature map.
     rows = {x.name: int(np.prod(shapes[x.output])) // x.out_channels // batch for x in layers}
     return MultiplyAddCounts(
         by_layer={x.name: rows[x.name] * x.out_channels * x.reduction_size for x in layers},

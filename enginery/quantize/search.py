@@ -202,6 +202,7 @@ def search_mixed_precision(
         orders.append(order)
         if order.share >= _ENOUGH:
             break
+    # An order that never meets the budget has a share of 0.
     best = max(orders, key=lambda order: order.share)
     # Step 6.
     if confirm is not None and best.left_out:
@@ -315,6 +316,7 @@ def _measure_effects(
     advance()
     effects = {}
     for name in names:
+        # The symmetric difference: all layers but this one, or this one alone.
         changed = measure(everything ^ {name}, True).cosine
         effects[name] = changed - base if everything_but else base - changed
         advance()

@@ -335,6 +335,7 @@ def _quantize_graph(
     record, more = _write_graph(job, model, quantized, cache, source.record)
     graph = job.directory / record.file
     accuracy = _measure_saved(graph, measured, config)
+    # For TensorRT, the search has not measured the residual additions.
     if more and measured and accuracy and not measured.budget.is_met_by(accuracy):
         # The layers alone may still meet the budget.
         cache = replace(cache, beyond_layers=False)

@@ -119,6 +119,7 @@ class AnswerAgreement:
             neighbour_agreement=_neighbour_agreement(self._vectors, self._expected),
             argmax_agreement=float(np.mean(self._argmax)) if self._argmax else None,
             label_accuracy=label_accuracy,
+            # F1 = 2 TP / (2 TP + FP + FN): the denominator is the number of boxes of both.
             box_f1=2 * self._same_boxes / self._boxes if self._boxes else None,
             deviation=float(lowest.std(ddof=1)) if len(lowest) > 1 else None,
         )
@@ -150,8 +151,10 @@ def _neighbour_agreement(vectors: _Rows, expected: _Rows) -> float | None:
         _normalize(np.concatenate(expected)),
     )
     similar, expected_similar = units @ units.T, expected_units @ expected_units.T
+    # No text is its own neighbour.
     np.fill_diagonal(similar, -np.inf)
     np.fill_diagonal(expected_similar, -np.inf)
+    # (rows,): how similar the reference finds the neighbours that the vectors choose.
     chosen = expected_similar[np.arange(len(units)), similar.argmax(axis=1)]
     # Duplicate texts tie, and either neighbour is correct.
     return float(np.mean(chosen >= expected_similar.max(axis=1) - _TIE))
@@ -160,6 +163,7 @@ def _neighbour_agreement(vectors: _Rows, expected: _Rows) -> float | None:
 def _unpadded(row: NDArray[Any], index: int, mask: NDArray[Any] | None) -> NDArray[np.float32]:
     """Return one row of an output as (positions, dim), without padded positions."""
     values = np.asarray(row, dtype=np.float32)
+    # An output whose first dim is not the sequence has no padded positions.
     if mask is not None and values.ndim >= 1 and len(values) == mask.shape[1]:
         values = values[mask[index].astype(bool)]
     return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
@@ -171,6 +175,7 @@ def _cosine(mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
         return -1.0
     a, b = mine.ravel().astype(np.float64), theirs.ravel().astype(np.float64)
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    # Vectors of zeros have no direction: they agree if both are.
     if norms == 0.0:
         return float(np.array_equal(a, b))
     cosine = float(a @ b) / norms

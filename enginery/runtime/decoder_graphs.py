@@ -121,6 +121,7 @@ class DecoderGraphs:
         encoder = next((record for record in graphs if not is_decoder(record)), None)
         decoders = []
         for later in cached:
+            # Some exports have a graph of their own for the prompt, which takes no past.
             first = without_past[0] if without_past else later
             input_names = _names((*first.inputs, *later.inputs))
             attends = ENCODER_STATES in input_names or any(map(is_cross_attention, input_names))

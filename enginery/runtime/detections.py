@@ -47,6 +47,7 @@ class Detections:
         """Return how many boxes have a partner of the same class that covers the same place."""
         overlaps = _overlaps(self.boxes, other.boxes)
         overlaps[self.classes[:, None] != other.classes[None]] = 0.0
+        # The best boxes choose first, and a partner is taken only once.
         same = 0
         for row in range(len(overlaps)):
             partner = int(overlaps[row].argmax()) if overlaps.shape[1] else 0
@@ -74,9 +75,12 @@ def read_detections(outputs: Arrays, feeds: Arrays, labels: int = 0) -> list[Det
     (output,) = (value.astype(np.float32, copy=False) for value in floats)
     grids = [(size[0] // stride, size[1] // stride, stride) for stride in _STRIDES]
     positions = sum(height * width for height, width, _ in grids)
+    # YOLOv8 and its like: (batch, 4 + classes, positions).
     if output.shape[2] == positions and output.shape[1] > 4:
         rows = output.transpose(0, 2, 1)
         return [_best(image[:, :4], image[:, 4:], suppress=True) for image in rows]
+    # YOLOX has a row for each position, YOLOv5 one for each of three anchors: centers, sizes, the
+    # score of an object, and those of the classes.
     if output.shape[1] not in (positions, 3 * positions) or output.shape[2] < 6:
         return None
     # Centers in pixels reach the far side of the image; those relative to a cell stay near it.
@@ -88,6 +92,8 @@ def read_detections(outputs: Arrays, feeds: Arrays, labels: int = 0) -> list[Det
 def _read_detr(logits: NDArray[Any], boxes: NDArray[Any], labels: int) -> list[Detections]:
     scores: Floats = logits.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
+        # DETR has a last class for "no object" beside the labels; newer ones have a sigmoid for
+        # each label.
         if labels and scores.shape[-1] == labels + 1:
             powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
             scores = (powers / powers.sum(axis=-1, keepdims=True))[..., :-1]

@@ -37,6 +37,7 @@ def memory_bytes(root: Path = _SYSTEM) -> tuple[int, int]:
         return 0, 0
     memory = psutil.virtual_memory()
     total, available = int(memory.total), int(memory.available)
+    # The limits of parents bind as well, so the lowest one counts.
     for limit, used in _cgroup_memory(root):
         if limit < total:
             total, available = limit, min(available, max(0, limit - used))
@@ -52,6 +53,7 @@ def usable_cpus(root: Path = _SYSTEM) -> int:
         if not quota:
             quota = _read(directory / "cpu.cfs_quota_us")
             period = _read(directory / "cpu.cfs_period_us")
+        # Without a quota there is `max` in version 2, and -1 in version 1.
         if quota.isdigit() and period.isdigit() and int(period):
             count = min(count, max(1, int(quota) // int(period)))
     return count
@@ -88,6 +90,7 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
         ):
             limit = _read(directory / limit_file)
             used = _read(directory / used_file)
+            # Without a limit version 2 has `max`; version 1 has a number above any memory.
             if limit.isdigit() and used.isdigit():
                 stat = dict(
                     line.split(" ", 1)
@@ -109,6 +112,7 @@ def _cgroup_directories(root: Path, controller: str) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
+        # Version 2 has one hierarchy for all controllers, whose line names none: `0::/path`.
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         leaf = mount / path.strip("/")
         inside = [leaf, *(p for p in leaf.parents if p.is_relative_to(mount))]

@@ -129,6 +129,8 @@ class Nvml(Closeable):
         Raises:
             ProviderError: the driver does not report it.
         """
+        # If there is too little space, the driver writes the number that it needs into `count`.
+        # Processes may start in between, so ask again until it fits.
         count = ctypes.c_uint(64)
         while True:
             processes = (_Process * count.value)()
@@ -148,6 +150,7 @@ class Nvml(Closeable):
         memory, rates = _Memory(), _Utilization()
         celsius, milliwatts = ctypes.c_uint(), ctypes.c_uint()
         query, device = self._library, self._device
+        # NVML returns 0 on success. Not every GPU supports every query.
         has_memory = not query.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         has_rates = not query.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates))
         has_celsius = not query.nvmlDeviceGetTemperature(

@@ -177,6 +177,8 @@ class TextFeeder:
                 [prepare(text) if isinstance(text, str) else text for text in texts]
             )
         if self.width:
+            # The tokenizer truncates to the model's limit, which may be above the graph's fixed
+            # length.
             for encoding in encodings:
                 encoding.truncate(self.width)
         return encodings
@@ -297,6 +299,7 @@ class SoundFeeder:
         """
         rate = self.processor.sampling_rate
         features = self.processor([load_audio(sound, rate) for sound in sounds])
+        # All sounds of a batch have one length (`by_shape`), so nothing is masked.
         mask = np.ones(features[self.processor.input_name].shape[:2])
         return {spec.name: features.get(spec.name, mask).astype(spec.dtype) for spec in self.inputs}
 
@@ -420,6 +423,7 @@ def cast_array(array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:
     """
     dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
     if array.dtype.kind in "biuf":
+        # Values that do not fit are found by the comparison; numpy's warning would say less.
         with np.errstate(invalid="ignore", over="ignore"):
             converted = array.astype(dtype)
         if dtype.kind == "f" or np.array_equal(converted, array):

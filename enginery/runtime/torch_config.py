@@ -142,6 +142,7 @@ class Translation:
 
     def set(self, part: Document, source: str, **values: Any) -> None:
         """Set keys of the document or a part of it, and record what they are made from."""
+        # The name of another key stands for a key that is missing: no value equals it.
         changed = {key: value for key, value in values.items() if part.get(key, _ROPE) != value}
         part |= changed
         if changed:
@@ -187,6 +188,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> LoadedConfig:
         # `json_bytes` would write null for infinity.
         (folder / ModelConfig.FILE).write_text(json.dumps(translation.document), encoding="utf-8")
         config = AutoConfig.from_pretrained(str(folder), **options)
+    # Not the temporary folder, which is gone.
     config.name_or_path = str(path)
     notes = []
     if translation.changes:
@@ -327,6 +329,7 @@ def _rope_keys(part: Mapping[str, Any]) -> _RopeKeys:
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
+    # Older files call the type of scaling `type`.
     return str(parameters.get("rope_type", parameters.get("type", "default")))
 
 
@@ -383,6 +386,7 @@ def _full_attention_interval(part: Document) -> int:
     kinds = {"full_attention", "sliding_attention"}
     if isinstance(layers, list) and layers and set(map(str, layers)) <= kinds:
         full = [index for index, name in enumerate(layers) if name == "full_attention"]
+        # Layer 0 attends to the whole text, so the second such layer gives n.
         every = full[1] if len(full) > 1 else len(layers)
         if full == list(range(0, len(layers), every)):
             return every

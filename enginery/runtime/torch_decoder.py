@@ -44,6 +44,7 @@ class TorchDecoder:
         """
         self._model = model
         self._names = [spec.name for spec in record.outputs]
+        # Such a graph returns the logits of the last position alone.
         self._last_logits = any(s.name == LOGITS and s.dims[1:2] == (1,) for s in record.outputs)
         self._has_encoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
         self._cache: Any = None
@@ -91,8 +92,10 @@ class TorchDecoder:
         elif self._cache is None:
             raise ValueError("the tokens before were rejected")
         arguments = {self._argument(name): tensor for name, tensor in tensors.items()}
+        # The encoder runs in the first call; its states serve the others.
         if self._encoder_outputs is not None:
             arguments["encoder_outputs"] = self._encoder_outputs
+        # Without a cache during the run: a call that fails may have added positions to it.
         past, self._cache = self._cache, None
         output = self._model(**arguments, past_key_values=past, use_cache=True, return_dict=True)
         if output.get("past_key_values") is None:
@@ -112,6 +115,8 @@ class TorchDecoder:
         Args:
             tensors: the inputs of the encoder graph.
         """
+        # Any token will do: keys and values of cross-attention depend on the encoder's states
+        # alone.
         rows = next(iter(tensors.values())).shape[0]
         start = torch.zeros(rows, 1, dtype=torch.long, device=self._model.device)
         output = self._model(**tensors, decoder_input_ids=start, use_cache=True, return_dict=True)
@@ -134,6 +139,7 @@ class TorchDecoder:
         for name, past in tensors.items():
             if is_past(name) and not is_cross_attention(name):
                 expected = [*past.shape]
+                # Keys and values are (rows, heads, positions, width).
                 expected[-2] += tensors["input_ids"].shape[1]
                 actual = [*outputs[present_name(name)].shape]
                 if actual != expected:
@@ -170,6 +176,7 @@ def _make_cache(past: Tensors) -> Any:
     """Return a cache with these keys and values."""
     own, cross = DynamicCache(), DynamicCache()
     for name, keys in past.items():
+        # Each key comes with the value of the same layer.
         if name.endswith(".key"):
             cache = cross if is_cross_attention(name) else own
             values = past[f"{name.removesuffix('.key')}.value"]

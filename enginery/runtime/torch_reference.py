@@ -77,6 +77,8 @@ def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
     flat = (
         np.arange(size)
         if size <= _SAMPLES
+        # The same positions for all arrays of a shape, so that samples of two models can be
+        # compared.
         else np.sort(np.random.default_rng(0).integers(size, size=_SAMPLES))
     )
     return np.unravel_index(flat, tuple(shape))
@@ -261,6 +263,7 @@ class TorchReference(Closeable):
         worker = self._worker
         try:
             return worker.request(does, **values)
+        # The inputs were wrong, and the process is as before.
         except InputError:
             raise
         except BaseException as error:
@@ -308,6 +311,7 @@ def _keep_worker(worker: WorkerProcess) -> None:
 
 def _end_worker(worker: WorkerProcess) -> None:
     with _idle_lock:
+        # Another model may have taken the process in the meantime.
         if worker not in _idle:
             return
         _idle.remove(worker)
@@ -370,6 +374,7 @@ class _Child:
                 )
             )
             self._require_harmless()
+            # Only a model that is loaded stays open; any error above closes what was opened.
             self._held = stack.pop_all()
         return {"notes": self._runner.notes}
 

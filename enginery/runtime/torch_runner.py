@@ -127,6 +127,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
     """
     precision, device = options.precision, options.device
     keywords: dict[str, Any] = {
+        # FP64 weights are made from FP32 below, or as they are used.
         "torch_dtype": torch.float32 if precision == "fp64" else _DTYPES[precision],
         "trust_remote_code": options.trust_remote_code,
         "use_safetensors": not options.pickled,
@@ -141,6 +142,7 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
                 model = _from_timm(path, keywords["torch_dtype"], device)
             else:
                 model = _from_transformers(path, task, keywords, device)
+        # The errors of this package have their own messages and remedies.
         except EngineryError:
             raise
         except Exception as error:  # a bad config can cause any error, anywhere in transformers
@@ -189,6 +191,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     score = read_logit_score(path) if task == "text-classification" else None
     with torch.device(device):
         loader = AutoModelForCausalLM if score else model_class
+        # LogitScore models are language models; `as_classifier` turns their heads into classifiers.
         model, loaded = loader.from_pretrained(str(path), output_loading_info=True, **options)
     missing = set(loaded["missing_keys"])
     if read.is_newer:
@@ -251,6 +254,7 @@ class TorchRunner(Closeable):
         self._model_kwargs: dict[str, Any] = {"vocoder": str(vocoder)} if vocoder else {}
         self._submodels: dict[str, tuple[Any, Any]] | None = None
         self._submodel_obstacle = "does not make it"
+        # A graph that is the whole model runs through its own `forward`.
         self._run: _RunModel = self._run_whole
         if len(graphs) > 1 or is_decoder(self.record):
             self._run = self._choose_part()
@@ -300,6 +304,7 @@ class TorchRunner(Closeable):
         """
 
         def run(tensors: dict[str, Any]) -> dict[str, Any]:
+            # Of an encoder-decoder, the sequences begin with the decoder's start token.
             generate, prompt = self._model.generate, 1
             if not self._model.config.is_encoder_decoder:
                 prompt = tensors["input_ids"].shape[1]
@@ -313,6 +318,7 @@ class TorchRunner(Closeable):
             outputs = {"tokens": output.sequences[0, prompt:]}
             if "sequences_scores" in output:
                 return {**outputs, "score": output.sequences_scores[0]}
+            # Each step's scores are (1, vocabulary), since the batch is one.
             return {**outputs, "scores": torch.cat(output.scores)}
 
         with self._threads_for_steps():
@@ -362,6 +368,8 @@ class TorchRunner(Closeable):
         try:
             with torch.inference_mode(), _quiet(), self._precision():
                 return run(tensors)
+        # The errors that PyTorch's operators and the models' own checks raise for wrong inputs.
+        # Others are bugs and pass.
         except (RuntimeError, LookupError, ValueError, TypeError, AssertionError) as error:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in feeds.items())
             first = _first_line(error)
@@ -421,6 +429,8 @@ class TorchRunner(Closeable):
     def _cache_obstacle(self, decoder: TorchDecoder) -> str:
         """Return the reason why the model cannot be fed the graph's past; empty if it can."""
         names = dynamic_dims(self.record.inputs)
+        # Dims of the past are longer than the others, so that a cache of another layout does not
+        # fit by chance.
         sizes = {name: 3 if name.startswith("past_") else 2 for name in names}
         feeds = make_feeds(self.record.inputs, sizes, FeedLimits(vocab_size=1), seed=0)
         tensors = {name: self._tensor(array) for name, array in feeds.items()}
@@ -459,6 +469,8 @@ class TorchRunner(Closeable):
             torch.set_num_threads(before)
 
     def _tensor(self, array: NDArray[Any]) -> Any:
+        # A copy: PyTorch shares the memory of an array, warns if it is read-only, and models may
+        # write to their inputs.
         tensor = torch.from_numpy(np.array(array)).to(self._device)
         return tensor.to(self._float) if tensor.is_floating_point() else tensor
 
@@ -466,6 +478,7 @@ class TorchRunner(Closeable):
         if type(self._model).__module__.startswith("timm"):
             return {"logits": self._model(tensors["pixel_values"])}
         outputs = dict(self._model(**tensors, return_dict=True).items())
+        # Some models name outputs otherwise than Optimum's graphs do.
         lacking = [o.name for o in self.record.outputs if not torch.is_tensor(outputs.get(o.name))]
         if lacking and Path(self.record.file).stem in self._find_submodels():
             note = (
@@ -528,6 +541,7 @@ def _optimum_submodels(
     import optimum.exporters.onnx.model_configs  # noqa: F401  registers the model types
     from optimum.exporters.onnx.utils import _get_submodels_and_onnx_configs
 
+    # As at the export: it decides whether the graphs have outputs of the cache.
     model.config.use_cache = manifest.task.endswith("with-past")
     _, parts = _get_submodels_and_onnx_configs(
         model=model,
@@ -535,6 +549,7 @@ def _optimum_submodels(
         monolith=False,
         custom_onnx_configs={},
         custom_architecture=False,
+        # Only Optimum's dummy inputs have this type, and they know no FP64.
         float_dtype="fp32" if precision == "fp64" else precision,
         fn_get_submodels=None,
         preprocessors=None,
@@ -569,6 +584,7 @@ def _submodel_inputs(tensors: dict[str, Any], config: Any) -> dict[str, Any]:
 
 def _array(tensor: Any) -> NDArray[Any]:
     tensor = tensor.detach().cpu()
+    # numpy has no bfloat16, and comparisons in FP16 would overflow.
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
     array: NDArray[Any] = tensor.numpy()

@@ -48,6 +48,7 @@ def restore_head(model: Any, path: Path, missing: Iterable[str]) -> set[str]:
     for name, parameter in head.named_parameters():  # BERT's bias is tied, too
         own = _tensor(path, f"{names[0]}.{name}")
         if own is not None and own.shape == parameter.shape:
+            # In the type of the model's own parameter, and on its device.
             own = own.to(parameter)
             if not torch.equal(own, parameter):
                 setattr(head, name, torch.nn.Parameter(own, requires_grad=False))
@@ -124,6 +125,7 @@ class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
     def __init__(self, model: Any) -> None:
         super().__init__()
         weights = (*model.parameters(), *model.buffers())
+        # By identity, because comparing tensors compares their values.
         self._narrow = {id(tensor) for tensor in weights if tensor.dtype == torch.float32}
 
     def __torch_function__(
@@ -139,6 +141,7 @@ class UpcastWeights(TorchFunctionMode):  # type: ignore[misc]  # torch is not ty
     def _upcast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.double() if id(value) in self._narrow else value
+        # Exactly these types: a subclass such as a named tuple has another constructor.
         if type(value) in (list, tuple):
             return type(value)(self._upcast(item) for item in value)
         if type(value) is dict:

@@ -115,7 +115,9 @@ class ComparisonLimits:
             rms_limit = self.tolerance.rms_limit(noise_rms=noise.rms, rms=differences.rms)
             limits.append((differences.rms_error, rms_limit))
         if math.isfinite(limits[0][1]):
+            # With a limit of 0, every error is too large.
             return max(error / limit if limit else error and math.inf for error, limit in limits)
+        # A quantized graph has no limit of the error.
         shortfall = self.accuracy.shortfall if self.accuracy else 1 - (self.embedding_cosine or 0)
         return (1 - differences.cosine) / shortfall if shortfall else math.inf
 

@@ -101,6 +101,7 @@ class ScanResult:
         """Return the shapes that PyTorch should run: the worst, and some of the others."""
         ranked = sorted(self.deviating, key=lambda shape: -self.deviating[shape])
         half = _CONFIRMED // 2
+        # Not the worst alone: they may all have one cause, which PyTorch shares.
         others = ranked[half:]
         step = max(1, len(others) // half)
         return [*ranked[:half], *others[::step][:half]]
@@ -201,6 +202,7 @@ class ConsistencyScan:
         special = {size for size in self._special if size <= self._longest}
         lengths = _with_powers_of_two(_EVERY_LENGTH[effort], self._longest) | bounds | special
         short = max(min(_SHORT, self._longest), self._shortest)
+        # With one row, there would be no other to depend on.
         two = self._fixed or max(2, self._copies)
         by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
         return list(
@@ -365,6 +367,8 @@ class ConsistencyScan:
         for dim, positions, size, wide in zip(
             spec.dims[1:], row.positions, row.shape, together.shape[1:], strict=True
         ):
+            # Only padding makes an axis longer. Other sizes depend on values, and positions cannot
+            # be matched.
             if size != wide and not (size < wide and self._pads(dim)):
                 return None
             left = self._padded is not None and self._padded.left
@@ -407,6 +411,7 @@ class ConsistencyScan:
             sizes = self._sizes(_SHORT)
             if self._padded:
                 sizes[self._padded.name] = length
+            # By its length, so that a row is the same alone and in every batch.
             seed = self._seed + length
             self._rows[length] = make_feeds(self._record.inputs, sizes, self._limits, seed=seed)
         return self._rows[length]
@@ -426,8 +431,11 @@ class ConsistencyScan:
             row_outputs = {}
             for spec in self._outputs():
                 _check_rows(outputs[spec.name], spec, self._copies)
+                # All rows of the batch are copies of one.
                 values = outputs[spec.name][0]
                 positions = [
+                    # Fewer positions, but all of their features: the logits of every position take
+                    # too much memory.
                     _positions(size, _POSITIONS if self._pads(dim) else size)
                     for dim, size in zip(spec.dims[1:], values.shape, strict=True)
                 ]

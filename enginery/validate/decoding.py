@@ -77,7 +77,9 @@ class Sequences:
         """Return the inputs of a step without the past, as `TorchDecoder.decode` takes them."""
         prompt = self.ids.shape[1] - self.steps
         new = slice(0, prompt) if step == 0 else slice(prompt + step - 1, prompt + step)
+        # Counted from the first real token; the padding before it gets 0.
         positions = np.maximum(np.cumsum(self.mask, axis=1) - 1, 0)
+        # The mask covers the past as well.
         text = (self.ids[:, new], self.mask[:, : new.stop], positions[:, new])
         record = graphs.first if step == 0 else graphs.later
         dtypes = {spec.name: spec.dtype for spec in record.inputs}
@@ -125,7 +127,9 @@ def make_sequences(graphs: DecoderGraphs, limits: FeedLimits, *, seed: int) -> l
     ):
         sizes = {str(batch_dim): batch, str(length_dim): prompt + STEPS}
         drawn = make_feeds([spec], sizes, limits, seed=seed + index)[spec.name]
+        # From a row without padding to one of a single token.
         lengths = np.linspace(prompt, 1, batch).round().astype(int) if pads else [prompt] * batch
+        # bool (batch, positions): False for the padding on the left.
         mask = np.arange(prompt + STEPS) >= prompt - np.asarray(lengths)[:, None]
         encoder: Feeds = {}
         if graphs.encoder is not None:
@@ -259,6 +263,7 @@ class _FixedCacheDecoder(_Decoder):
         mask = feeds.get("attention_mask", np.ones_like(ids)).astype(bool)
         self._lengths = mask.sum(axis=1)
         shifted = np.zeros_like(ids)
+        # From padding on the left, as PyTorch has it, to padding on the right.
         for row, length in enumerate(self._lengths):
             shifted[row, :length] = ids[row, mask[row]]
         rows, width = ids.shape
@@ -272,6 +277,8 @@ class _FixedCacheDecoder(_Decoder):
         positions = self._lengths[:, None]
         self._lengths = self._lengths + 1
         last = np.zeros(len(ids), np.int64)
+        # GroupQueryAttention takes a run whose tokens are all there are for a prompt, so the total
+        # of a step is that of the buffer.
         return self._run_tokens(ids, positions, last, self._positions, feeds)
 
     def _run_tokens(
@@ -284,6 +291,7 @@ class _FixedCacheDecoder(_Decoder):
             "last_token": last,
             "rows": np.arange(len(ids)),
             "buffer_positions": np.arange(self._positions),
+            # By ONNX Runtime's definition, the number of a row's tokens minus 1.
             "seqlens_k": self._lengths - 1,
             "total_sequence_length": np.array([total]),
         }
@@ -295,6 +303,7 @@ class _FixedCacheDecoder(_Decoder):
         for spec in self._record.inputs:
             if (name := present_name(spec.name)) in outputs:
                 self._cache[spec.name] = outputs[name]
+        # The graph returns (batch, vocabulary), the decoder (batch, 1, vocabulary).
         return {LOGITS: outputs[LOGITS][:, None]}
 
     def _fixed_input(self, spec: TensorSpec, available: Feeds) -> Array:

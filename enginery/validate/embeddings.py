@@ -89,17 +89,19 @@ def _neighbour_agreement(
 ) -> float:
     """Return the share of rows whose nearest neighbour is the same one or ties with it, 0 to 1.
 
-    Two unit vectors with cosine c are sqrt(2 - 2c) apart. If every cosine is at least `min_cosine`,
-    a similarity between two rows changes by at most twice that, and the gap between two
-    similarities by at most four times: smaller gaps are ties. Duplicate texts tie exactly.
+    Neighbours tie if the gap between them is within rounding. Duplicate texts tie exactly.
     """
     if len(mine) < 2:
         return 1.0
     rows = np.arange(len(mine))
     similarity, expected = mine @ mine.T, theirs @ theirs.T
     for matrix in (similarity, expected):
+        # No sentence is its own neighbour.
         np.fill_diagonal(matrix, -np.inf)
     gap = expected.max(axis=1) - expected[rows, similarity.argmax(axis=1)]
+    # Two unit vectors with cosine c are sqrt(2 - 2c) apart. If every cosine is at least
+    # `min_cosine`, a similarity between two rows changes by at most twice that, and the gap between
+    # two similarities by at most four times.
     tie = 4 * math.sqrt(2 * max(0.0, 1 - min_cosine))
     # NaN is never a tie.
     return float(np.mean(gap <= tie))

@@ -125,6 +125,7 @@ class GeneratedTexts:
         ids = np.full((len(rows), longest + forced), self.inputs.pad_id, np.int64)
         mask = np.ones_like(ids)
         for index, (row, continuation) in enumerate(zip(rows, self.greedy, strict=True)):
+            # On the left, where decoders have their padding.
             start = longest - len(row.prompt)
             filled = [*continuation.tokens, *[continuation.tokens[-1]] * self.steps][
                 : self.steps - 1
@@ -263,6 +264,7 @@ class GeneratedTexts:
         margin = float(scores[expected] - scores[token]) if has_score else math.inf
         # A penalty multiplies logits, and their errors, by itself or its reciprocal.
         penalty = self.options.repetition_penalty
+        # Both logits may be off by the error, in opposite directions.
         allowed = 2 * errors[min(step, len(errors) - 1)] * max(penalty, 1 / penalty)
         if math.isfinite(margin) and margin <= allowed:
             compared.parted = True
@@ -287,7 +289,7 @@ class GeneratedTexts:
         total, allowed = self._beam_errors(mine, theirs, error)
         closest = search.closest if isinstance(search, BeamSearch) else math.inf
         difference = abs(score - theirs.score)
-        # `not <=` is true for NaN.
+        # Two beams that are each off by the total may change places. `not <=` is true for NaN.
         if not difference <= allowed and not closest <= 2 * total:
             step = next(
                 i for i, (a, b) in enumerate(zip_longest(mine.tokens, theirs.tokens)) if a != b
@@ -304,6 +306,7 @@ class GeneratedTexts:
         """Return the allowed error of a sum of log-probabilities, and that of a score."""
         lengths = len(mine.tokens), len(theirs.tokens)
         penalty = self.options.length_penalty
+        # transformers divides the sum of the log-probabilities by a power of the length.
         scores = [2 * error * length / length**penalty for length in lengths]
         return 2 * error * max(lengths), max(scores)
 
@@ -475,6 +478,7 @@ def _compare_options(
     mine, expected = (config.model_dump(mode="json") for config in (options, theirs))
     for config in (mine, expected):
         if graphs.encoder is not None and config["decoder_start_token_id"] is None:
+            # transformers starts a decoder so if the file names no other token.
             config["decoder_start_token_id"] = config["bos_token_id"]
     return [
         _case(

@@ -117,6 +117,7 @@ def _replace(model: ir.Model, node: ir.Node, name: str, rank: int) -> TensorSpec
     like = node.inputs[0].dtype if node.inputs and node.inputs[0] is not None else None
     number = node.attributes.get_int("dtype", None)
     dtype = ir.DataType(number) if number is not None else like or ir.DataType.FLOAT
+    # Names of their own: how the sizes follow from those of the other inputs is not known.
     dims = tuple(f"{name}.{axis}" for axis in range(rank))
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
     model.graph.inputs.append(value)

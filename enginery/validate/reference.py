@@ -416,6 +416,7 @@ def _noise_floors(
                         # errors on other inputs.
                         if case.kind != "real":
                             generated[output] = floor.wider(generated.get(output, floor))
+                    # The outputs of one case may take gigabytes.
                     shutil.rmtree(directory, ignore_errors=True)
                     advance()
         except (ExportError, ProviderError) as error:

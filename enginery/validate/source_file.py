@@ -12,11 +12,7 @@ For the noise floor it runs once more:
 - FP16, BF16: every value that a node computes is rounded to the precision, as `optimize` simulates
   it. ONNX Runtime itself would compute an FP16 graph in FP32 on the CPU.
 - FP32: every weight matrix and every float input is moved to a neighbouring FP32 number at random,
-  `DRAWS` times. A backward stable computation has an error that such a change of its data explains
-  (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5). FP64, which is
-  PyTorch's noise floor, is not possible here: ONNX Runtime has no convolution and no Erf in FP64,
-  and onnx's own evaluator in numpy computes other results for some graphs (PaddleOCR's classifier
-  and recognizer: 0.41 and 0.029 off) and fails on others (Magika).
+  `DRAWS` times.
 
 Largest error of a graph with ONNX Runtime's optimizations, its largest noise floor, and for
 comparison the rule of 16 roundings of the largest value, which is used without a noise floor:
@@ -91,6 +87,7 @@ class SourceFile(Closeable):
         self._noise, self._seed = noise, seed
         with temporary_directory("source") as scratch:
             file = _with_noise(path, scratch / "model.onnx", noise, seed)
+            # Without optimizations: a fusion that is wrong would be wrong on both sides.
             self._session: Any = open_session(file, choose_providers("cpu"), optimize=False)
         specs = [tensor_spec(value) for value in self._session.get_inputs()]
         self._types = {spec.name: spec.dtype for spec in specs}
@@ -154,6 +151,11 @@ def _with_noise(path: Path, file: Path, noise: Noise | None, seed: int) -> Path:
     model = read_graph(path)
     widened = widen(model)
     if noise == "fp32":
+        # A backward stable computation has an error that such a change of its data explains
+        # (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.5). FP64, which
+        # is PyTorch's noise floor, is not possible here: ONNX Runtime has no convolution and no Erf
+        # in FP64, and onnx's own evaluator in numpy computes other results for some graphs
+        # (PaddleOCR's classifier and recognizer: 0.41 and 0.029 off) and fails on others (Magika).
         _move_weights(model, np.random.default_rng(seed))
     elif noise is not None:
         simulate_cast(model, noise)

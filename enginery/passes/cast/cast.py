@@ -104,6 +104,8 @@ class _GraphCaster:
             for value in self.model.graph.inputs:
                 if value.dtype == FLOAT:
                     self._lower(value)
+        # Types before Casts: a Cast belongs where the type of a value and that of its reader
+        # differ.
         for node in all_nodes(self.model):
             self._retype(node)
         for graph in graphs:
@@ -131,6 +133,7 @@ class _GraphCaster:
     def _retype(self, node: ir.Node) -> None:
         """Change the types of a low-precision node's outputs, and the attributes that name them."""
         ports = self.plan.ports[node]
+        # Not strict: the ports of a node that stays FP32 are empty.
         for value, follows in zip(node.outputs, ports.outputs, strict=False):
             if follows:
                 self._lower(value)
@@ -190,6 +193,7 @@ class _GraphCaster:
 
     def _cast_value(self, value: ir.Value, dtype: ir.DataType, graph: ir.Graph) -> ir.Value:
         """Return the value in another type; its consumers in one graph share one Cast."""
+        # One for each graph: what a branch computes is not visible outside of it.
         key = (value, dtype, graph)
         if key not in self.cast_values:
             suffix = "fp32" if dtype == FLOAT else self.precision
@@ -221,6 +225,7 @@ class _GraphCaster:
                 continue
             result = self._cast_value(value, self.low if low else FLOAT, graph)
             graph.outputs[index] = result
+            # An input that is returned as it is keeps its name, by which callers feed it.
             if value.graph is graph and value.producer() is not None:
                 name, suffix = value.name, "fp32" if low else self.precision
                 value.name = self.new_name(f"{name}_{suffix}")
@@ -232,6 +237,7 @@ def _remove_redundant_casts(graphs: list[ir.Graph]) -> None:
     for node in [node for graph in graphs for node in graph if node.op_type == "Cast"]:
         source, result, graph = node.inputs[0], node.outputs[0], node.graph
         idle = source is not None and source.dtype is not None and source.dtype == result.dtype
+        # A graph output needs a node of its own, which gives it its name.
         if idle and source is not None and not result.is_graph_output() and graph is not None:
             result.replace_all_uses_with(source)
             graph.remove(node, safe=True)

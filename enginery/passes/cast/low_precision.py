@@ -3,10 +3,7 @@
     >>> cast_tensor(ir.tensor(np.float32([-3.4e38, 1e-12, np.inf])), ir.DataType.FLOAT16).numpy()
     array([-6.55e+04,  5.96e-08,       inf], dtype=float16)
 
-A finite number stays finite: attention masks are filled with the lowest FP32 number, which becomes
-the lowest number of the low-precision type. As -inf it would make Softmax return NaN for a row that
-is masked as a whole. A nonzero number stays nonzero, because an epsilon keeps a divisor from
-being 0.
+A finite number stays finite, and a nonzero one nonzero: attention masks and epsilons need that.
 """
 
 from __future__ import annotations
@@ -59,8 +56,11 @@ def cast_array(values: NDArray[Any], dtype: ir.DataType) -> NDArray[Any]:
         with np.errstate(over="ignore", under="ignore"):
             low = part.astype(result.dtype)
         wide = low.astype(np.float32)
+        # Attention masks are filled with the lowest FP32 number. As -inf, it would make Softmax
+        # return NaN for a row that is masked as a whole.
         over = np.isinf(wide) & np.isfinite(part)
         low[over] = np.copysign(largest, part[over]).astype(result.dtype)
+        # An epsilon keeps a divisor from being 0, and must not become 0 itself.
         under = (wide == 0) & (part != 0)
         low[under] = np.copysign(smallest, part[under]).astype(result.dtype)
         result[start : start + _CHUNK] = low
@@ -71,6 +71,7 @@ def overflow_limits(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
     """Return the lowest and the highest finite element if one is beyond FP16's range, else None."""
     low, high = 0.0, 0.0
     for part in _chunks(tensor):
+        # An infinity stays one in FP16, so it does not overflow.
         finite = part[np.isfinite(part)]
         if finite.size:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
@@ -80,6 +81,7 @@ def overflow_limits(tensor: ir.TensorProtocol) -> tuple[float, float] | None:
 def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
     """Return True if one negative number is all that is beyond FP16's range, as in masks."""
     limits = overflow_limits(tensor)
+    # A mask only lowers scores: large positive numbers are data.
     if limits is None or limits[1] > FP16_MAX:
         return False
     return all(
@@ -89,13 +91,11 @@ def is_mask_constant(tensor: ir.TensorProtocol) -> bool:
 
 
 def read_values(tensor: ir.TensorProtocol) -> NDArray[Any]:
-    """Read the values of a tensor. External data is read from its file each time.
-
-    `tensor.numpy()` would map the whole file and keep it mapped as long as the graph exists.
-    """
+    """Read the values of a tensor. External data is read from its file each time."""
     if not isinstance(tensor, ir.ExternalTensor):
         return np.asarray(tensor.numpy())
     shape = tuple(tensor.shape.numpy())
+    # `tensor.numpy()` would map the whole file, and keep it mapped as long as the graph exists.
     values: NDArray[Any] = np.fromfile(
         tensor.path, tensor.dtype.numpy(), count=tensor.size, offset=tensor.offset or 0
     )
@@ -111,5 +111,6 @@ def _chunks(tensor: ir.TensorProtocol) -> Iterator[NDArray[Any]]:
 def _extremes(dtype: ir.DataType) -> tuple[float, float]:
     """Return the largest finite number and the smallest positive one. BF16 has FP32's exponents."""
     if dtype == ir.DataType.FLOAT16:
+        # The smallest subnormal numbers are 2**-14 / 2**10, and for BF16 2**-126 / 2**7.
         return FP16_MAX, 2.0**-24
     return (2.0 - 2.0**-7) * 2.0**127, 2.0**-133

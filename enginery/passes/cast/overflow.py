@@ -19,12 +19,7 @@ Each node is checked on its own, and stays FP32 in these cases:
   few bits (subnormal numbers).
 - Its range is unknown: no input took its branch of an If, or it is in the body of a Loop or a Scan.
 
-Sums inside MatMul, Gemm and Conv are assumed to be FP32, so only their output is checked. ONNX
-Runtime's CUDA provider computes FP16 products with CUBLAS_COMPUTE_32F unless the environment
-variable ORT_CUDA_GEMM_OPTIONS changes that (github.com/microsoft/onnxruntime/pull/7253). TensorRT's
-strong typing fixes the types of tensors, but its documentation does not name the accumulator type
-of a kernel, and the kernel is chosen on the GPU. Validation of the engine detects a sum that
-overflows there; `keep_fp32` repairs it.
+Sums inside MatMul, Gemm and Conv are assumed to be FP32, see `_range_problem`.
 """
 
 from __future__ import annotations
@@ -164,6 +159,7 @@ def _unmeasurable(graph: ir.Graph, outer: ir.Node) -> Iterator[Fp32Node]:
 
 def _range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Return the node if its inputs, outputs or inner values do not fit FP16."""
+    # Outputs first: of two tensors that are too large, the report names the node's own.
     for role, values in (("output", node.outputs), ("input", node.inputs)):
         for value in values:
             if value is None or value.dtype != FLOAT:
@@ -174,6 +170,13 @@ def _range_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node
             if tensor_range is not None and tensor_range.largest * HEADROOM > FP16_MAX:
                 reason = f"its {role} reaches {tensor_range.largest:.3g}, {_LIMIT}"
                 return _fp32_node(node, value, tensor_range, reason)
+    # Sums inside MatMul, Gemm and Conv are assumed to be FP32, so only their output is checked.
+    # ONNX Runtime's CUDA provider computes FP16 products with CUBLAS_COMPUTE_32F unless the
+    # environment variable ORT_CUDA_GEMM_OPTIONS changes that
+    # (github.com/microsoft/onnxruntime/pull/7253). TensorRT's strong typing fixes the types of
+    # tensors, but its documentation does not name the accumulator type of a kernel, and the kernel
+    # is chosen on the GPU. Validation of the engine detects a sum that overflows there; `keep_fp32`
+    # repairs it.
     return _sum_problem(node, ranges) or _small_problem(node, ranges)
 
 
@@ -192,9 +195,11 @@ def _sum_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node |
         if total > FP16_MAX:
             reason = f"the sum of its mean reaches {total:.3g}, {_LIMIT}"
             return _fp32_node(node, source, before, reason)
+    # Its result is the root of the sum that has to fit.
     if node.op_type == "ReduceL2" and after.largest**2 * HEADROOM > FP16_MAX:
         reason = f"its sum of squares reaches {after.largest**2:.3g}, {_LIMIT}"
         return _fp32_node(node, source, before, reason)
+    # The sum is the exponential of the result, so the result has the logarithm of the limit.
     if node.op_type in _LOG_SUMS and after.largest > _LOG_SUM_MAX:
         reason = (
             f"its logarithm of a sum has the magnitude {after.largest:.3g}; FP16 holds sums with "
@@ -221,6 +226,7 @@ def _width(value: ir.Value) -> int:
 def _small_problem(node: ir.Node, ranges: Mapping[str, TensorRange]) -> Fp32Node | None:
     """Return the node if it is sensitive to values below FP16's normal range, and has them."""
     index = _SENSITIVE.get(node.op_type)
+    # A negative power divides by its base.
     if node.op_type == "Pow" and _is_negative(node.inputs[1]):
         index = 0
     if index is None or index >= len(node.inputs):
@@ -254,6 +260,7 @@ def _constants(graph: ir.Graph) -> Iterable[ir.TensorProtocol]:
         if value.dtype == FLOAT and value.const_value is not None:
             yield value.const_value
     for node in graph:
+        # Constant and ConstantOfShape hold their tensor as an attribute.
         attribute = node.attributes.get("value")
         if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
             tensor = attribute.as_tensor()

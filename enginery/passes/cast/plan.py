@@ -6,8 +6,7 @@ The plan is made in three steps:
    it computes positions or angles (`passes/cast/positions.py`), or if the schema does not allow the
    type (Range, the scales of Resize).
 2. A cheap node whose producers and consumers all stay FP32 stays FP32 too: the two Casts around it
-   would cost more than FP16 saves. This repeats until nothing changes, because each such node can
-   enclose the next.
+   would cost more than FP16 saves. This repeats until nothing changes.
 3. A node without float outputs (a comparison, Shape) reads its inputs in the type in which they are
    computed, so that it needs no Cast. A QuantizeLinear uses the low precision like its
    DequantizeLinear, because both share one scale.
@@ -56,6 +55,7 @@ class CastPlan:
     def is_low_input(self, node: ir.Node, index: int) -> bool:
         """Return True if the node reads this input in the low precision."""
         ports = self.ports[node]
+        # `any` first, because the ports of a node that stays FP32 are empty.
         return ports.any and ports.inputs[index]
 
     def is_low_output(self, value: ir.Value, low_inputs: Collection[ir.Value]) -> bool:
@@ -63,6 +63,7 @@ class CastPlan:
         producer, index = value.producer(), value.index()
         if producer is None or index is None:
             return value in low_inputs
+        # A slice, because the ports of a node that stays FP32 are empty.
         return any(self.ports[producer].outputs[index : index + 1])
 
 
@@ -115,6 +116,7 @@ def _fill_gaps(plan: CastPlan, graphs: Iterable[ir.Graph]) -> None:
     """Keep cheap nodes between FP32 nodes in FP32 (step 2)."""
     nodes = [node for graph in graphs for node in graph]
     changed = True
+    # Each node that becomes FP32 may enclose the next.
     while changed:
         changed = False
         for node in nodes:
@@ -156,5 +158,6 @@ def _float_sources(plan: CastPlan, node: ir.Node) -> list[ir.Value]:
     return [
         value
         for value, follows in zip(node.inputs, plan.ports[node].inputs, strict=True)
+        # A constant is stored in the type of its readers, so it never needs a Cast.
         if follows and value is not None and value.const_value is None
     ]

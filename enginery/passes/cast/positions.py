@@ -38,6 +38,7 @@ def find_position_nodes(graph: ir.Graph) -> dict[str, str]:
     data = _data_values(graph, nodes)
     reasons_by_node: dict[str, str] = {}
     outputs = set(graph.outputs)
+    # Backwards: whether a node is kept follows from its consumers.
     for node in reversed(nodes):
         floats = [value for value in node.outputs if value.dtype == FLOAT]
         if not floats or has_subgraph(node):
@@ -64,6 +65,7 @@ def _data_values(graph: ir.Graph, nodes: Iterable[ir.Node]) -> set[ir.Value]:
             and node.inputs[0].dtype == FLOAT
             and node.inputs[0].is_initializer()
         )
+        # A branch may read values of this graph that are not among the node's inputs.
         unknown = has_subgraph(node)
         if looks_up or unknown or any(value in data for value in node.inputs):
             data.update(value for value in node.outputs if value.dtype == FLOAT)
@@ -75,6 +77,7 @@ def _reason(value: ir.Value, data: set[ir.Value], reasons_by_node: dict[str, str
     reason = ""
     for use in value.uses():
         node = use.node
+        # The nodes of a branch are searched on their own, so their reasons are not known here.
         if has_subgraph(node) or node.graph is not value.graph:
             return ""
         if node.name in reasons_by_node:

@@ -88,6 +88,7 @@ def simulate_cast(
             if node.op_type == "ConstantOfShape" and attribute and any(plan.ports[node].outputs):
                 rounded = round_tensor(attribute.as_tensor(), low)
                 node.attributes["value"] = ir.AttrTensor("value", rounded)
+            # Filled up, because the ports of a node that stays FP32 are empty.
             low_outputs = [*plan.ports[node].outputs, *[False] * len(node.outputs)]
             for value, follows in zip(node.outputs, low_outputs, strict=False):
                 if follows or (low_io and value.dtype == FLOAT and value.is_graph_output()):
@@ -114,6 +115,7 @@ def simulate_low_precision(model: ir.Model) -> None:
         rounded = up.outputs[0]
         producer.graph.insert_after(producer, [down, up])
         value.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        # The first Cast was one of the uses, and would read its own result.
         down.replace_input_with(0, value)
         if rounded.is_graph_output():
             name, value.name = value.name, new_name(f"{value.name}_exact")

@@ -59,6 +59,7 @@ def find_attention(keys: ir.Value, values: ir.Value) -> Attention:
     query = scores.inputs[0]
     if query is None or scores.inputs[1] is None:
         raise UnsuitableGraphError(f"{scores.name}, whose second input are not the keys")
+    # PyTorch's export multiplies queries and keys by the root of the scale each.
     while (scaled := _scaled(query)) is not None:
         query, scale = scaled
         scales.append(scale)
@@ -101,6 +102,7 @@ def _only_user(value: ir.Value) -> ir.Node:
 def _scalar_operand(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """Return the other input of Mul or Div if it is a scalar by its shape or its computation."""
     other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+    # A number that is divided by the value does not scale it.
     if other is None or (node.op_type == "Div" and node.inputs[0] is not value):
         return None
     return other if is_scalar(other) else None
@@ -114,9 +116,11 @@ def is_scalar(value: ir.Value, depth: int = 12) -> bool:
     node = value.producer()
     if node is None or depth == 0:
         return False
+    # PyTorch's export computes the scale from the size of the queries' last dim.
     if node.op_type == "Shape":
         return True
     inputs = [operand for operand in node.inputs if operand is not None]
+    # Their other inputs are indices, axes or shapes.
     if node.op_type in ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape"):
         inputs = inputs[:1]
     return all(is_scalar(operand, depth - 1) for operand in inputs)
@@ -170,6 +174,8 @@ def _product_after(softmax: ir.Node) -> ir.Node:
     """Return the MatMul that reads the probabilities; NaN of masked rows may be replaced before."""
     value = softmax.outputs[0]
     for _ in range(_MAX_STEPS):
+        # PyTorch's export replaces the NaN of rows that are masked as a whole by 0:
+        # Where (IsNaN (p), 0, p).
         nodes = [node for node in users(value) if node.op_type != "IsNaN"]
         if len(nodes) != 1:
             break

@@ -90,4 +90,5 @@ class Builder:
     def merge_heads(self, value: ir.Value, hidden: int) -> ir.Value:
         """Return (batch, heads, sequence, head_dim) as (batch, sequence, hidden)."""
         by_position = self("Transpose", value, perm=(0, 2, 1, 3))
+        # 0 keeps a dim, so that no shape has to be computed.
         return self("Reshape", by_position, self.ints(0, 0, hidden))

@@ -38,6 +38,7 @@ def add_cross_attention(
     added_outputs = []
     for name in outputs:
         value = copy.value(by_name[name])
+        # The new name would take the states' own away.
         if value.is_graph_output():
             raise UnknownPathError(f"{name} is the encoder's states themselves")
         value.name, value.type, value.shape = name, by_name[name].type, by_name[name].shape

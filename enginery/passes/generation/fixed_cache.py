@@ -226,13 +226,16 @@ class _Rewriter:
             self._cross_attention(key, attention, self.facts.visibility[key])
         self._take_last_tokens(*head)
         self._clean()
+        # After the clean-up: what only masks have looked up is neither ids nor positions.
         self._replace_lookups()
         self._clean()
         SizeFolder(self.model, self.facts.sizes, self.position, self.positions).run()
         self._clean()
         cancel_views(self.model)
+        # Only without views between them does a Split feed the attention directly.
         self._pack_queries()
         fuse_norms(self.model, self.build)
+        # `fuse_residuals` goes by ranks, which the rewritten graph does not have yet.
         self._infer_shapes()
         fuse_residuals(self.model, self.build)
         self._drop_inputs()
@@ -270,6 +273,7 @@ class _Rewriter:
         heads = self._size(attention.query, 1)
         if heads % kv_heads:
             raise UnsuitableGraphError(f"{attention.scores.name}, {heads} heads on {kv_heads}")
+        # GroupQueryAttention rejects heads whose size is no multiple of 8, and gets no bias here.
         fits = self.grouped and width % 8 == 0 and visibility.is_plain
         emit = self._grouped if fits else self._scattered
         self.counts[GROUPED if fits else SCATTERED] += 1
@@ -318,6 +322,7 @@ class _Rewriter:
             "scale": visibility.scale,
         }
         if visibility.window is not None:
+            # Either window includes the position of the query itself.
             attributes["local_window_size"] = visibility.window
         if visibility.cap:
             attributes["softcap"] = visibility.cap
@@ -394,6 +399,7 @@ class _Rewriter:
         row = build("Unsqueeze", self._input(ROWS, _INT64, ["batch"]), build.ints(1, 2, 3))
         head = np.arange(heads, dtype=np.int64).reshape(1, 1, heads, 1)
         position = build("Unsqueeze", self.positions, build.ints(2, 3))
+        # Broadcast by adding zeros: an Expand would need a shape, which the CPU computes.
         positions = build("Add", position, build.constant(np.zeros_like(head)))
         zero = build("Sub", positions, positions)
         rows, heads_of_rows = (build("Add", x, zero) for x in (row, build.constant(head)))
@@ -417,6 +423,7 @@ class _Rewriter:
         build = self.build
         distance = self._once("distance", self._distance)
         zero = build.constant(np.array(0, np.int64))
+        # Positions behind the query lie in the future, and may not be written yet.
         visible = build("GreaterOrEqual", distance, zero)
         if visibility.window is not None:
             limit = build.constant(np.array(visibility.window, np.int64))
@@ -425,6 +432,7 @@ class _Rewriter:
         if visibility.distance_bias is not None:
             table = build.constant(np.asarray(visibility.distance_bias, np.float32))
             last = build.constant(np.array(len(visibility.distance_bias) - 1, np.int64))
+            # Negative distances are hidden below; as indices, they would count from the end.
             flat = build("Squeeze", distance, build.ints(1))
             # The last row stands for all greater distances.
             index = build("Min", build("Max", flat, zero), last)
@@ -446,6 +454,7 @@ class _Rewriter:
             raise UnsuitableGraphError(f"{attention.scores.name}, whose heads or cap do not fit")
         bias = self._once("encoder bias", self._encoder_bias) if visibility.masks_encoder else None
         query = self.build.merge_heads(attention.query, heads * width)
+        # With four dims, keys and values are read as they are: (batch, heads, positions, head_dim).
         (context,) = self.build.node(
             SCATTERED,
             [query, keys, values, None, None, bias],
@@ -585,9 +594,11 @@ class _Rewriter:
             split = None if parts[0] is None else parts[0].producer()
             if split is None or split.op_type != "Split" or list(split.outputs) != parts:
                 continue
+            # Another reader of a part would keep the Split alive.
             if split.attributes.get_int("axis", 0) in (2, -1) and all(
                 len(part.uses()) == 1 for part in split.outputs
             ):
+                # Without keys and values, the operator reads all three from its first input.
                 for index, value in enumerate((split.inputs[0], None, None)):
                     node.replace_input_with(index, value)
         RemoveUnusedNodesPass()(self.model)

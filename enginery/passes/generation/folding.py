@@ -104,7 +104,9 @@ class SizeFolder:
         reads = []
         for node in self._model.graph:
             inputs = [kinds.get(value, "") if value is not None else "" for value in node.inputs]
+            # What is computed from both is data; what is computed from neither is constant.
             kind = "data" if "data" in inputs else "sizes" if "sizes" in inputs else ""
+            # The shape of data follows from sizes.
             if node.op_type == "Shape":
                 kind = "sizes"
             elif kind == "data":
@@ -122,10 +124,12 @@ class SizeFolder:
             node.replace_input_with(index, self._build.constant(first))
         elif node.op_type == "Reshape" and index == 1:
             self._reshape(node, arrays)
+        # Its readers broadcast by themselves.
         elif node.op_type == "Expand" and index == 1 and _may_broadcast(node.outputs[0]):
             node.outputs[0].replace_all_uses_with(_input(node))
         elif (position := self._position(arrays, _ALL_RUNS)) is not None:
             node.replace_input_with(index, position)
+        # An array that only repeats itself along the axes that change broadcasts from size 1 there.
         elif node.op_type in _BROADCASTING and (common := _repeated(arrays)) is not None:
             node.replace_input_with(index, self._build.constant(common))
         else:
@@ -246,6 +250,7 @@ def _before_views(node: ir.Node) -> ir.Value | None:
         return source if both == list(range(len(first_perm))) else None
     if node.op_type != "Reshape" or source is None or source.shape is None:
         return None
+    # From (batch, sequence, hidden) to heads and back; 0 and -1 keep the first two dims.
     split, merged = (_numbers(n.inputs[1]) or [] for n in (first, node))
     ranks = [len(source.shape), len(split), len(merged)]
     same = ranks == [3, 4, 3] and all(t[0] == 0 and t[1] in (0, -1) for t in (split, merged))

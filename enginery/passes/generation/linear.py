@@ -54,6 +54,7 @@ def remove_row_reshapes(model: ir.Model) -> int:
 
 def _states_before_rows(gemm: ir.Node) -> ir.Value | None:
     """Return the value of shape (batch, sequence, features) that a plain Gemm reads as rows."""
+    # MatMul and Add have neither factors nor transposed operands.
     scaled = any(gemm.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta"))
     transposed = any(gemm.attributes.get_int(name, 0) for name in ("transA", "transB"))
     if scaled or transposed or len(gemm.inputs) != 3:

@@ -38,6 +38,7 @@ def fuse_norms(model: ir.Model, build: Builder) -> int:
         if parts is None:
             continue
         source, weight, epsilon, chain = parts
+        # stash_type 1: the statistics stay FP32, also after a cast to FP16.
         (new,) = build.node(
             _NORM, [source, weight], {"axis": -1, "epsilon": epsilon, "stash_type": 1}
         )
@@ -65,6 +66,7 @@ def _normalized(node: ir.Node) -> tuple[ir.Value, ir.Value, float, list[ir.Node]
         if weight is None or tensor is None or len(tensor.shape) != 1 or ratio is None:
             continue
         source = ratio.inputs[0]
+        # Backwards along the divisor: x / Sqrt (Add (ReduceMean (Pow (x, 2)), epsilon)).
         chain = _chain_before(ratio, 1, ("Div", "Sqrt", "Add", "ReduceMean", "Pow"))
         if chain is None or source is None or chain[-1].inputs[0] is not source:
             continue

@@ -48,6 +48,7 @@ def find_rotation(value: ir.Value) -> Rotation | None:
     products = [None if part is None else part.producer() for part in total.inputs]
     if any(node is None or node.op_type != "Mul" for node in products):
         return None
+    # The two products may be added in either order.
     for straight, turned in (products, products[::-1]):
         if straight is None or turned is None:
             continue
@@ -96,6 +97,7 @@ def read_tables(
         return None
     names = [rotation.cosines.name or "", rotation.sines.name or ""]
     try:
+        # A prompt of so many tokens has each position once, in order.
         values = sizes.evaluate(names, Sizes(1, count, 0, 1))
     except UnsuitableGraphError:
         return None

@@ -87,6 +87,7 @@ def solve_size(values: Sequence[int], runs: Sequence[Sizes] = RUNS) -> Size | No
         units = [of(sizes) for sizes in runs]
         pairs = list(zip(values, units, strict=True))
         ratios = {value / unit for value, unit in pairs if unit}
+        # A run without a past has no ratio to it, but a multiple of the past is 0 there.
         if len(ratios) == 1 and all(unit or not value for value, unit in pairs):
             (ratio,) = ratios
             if ratio == int(ratio) and ratio > 0:

@@ -141,6 +141,7 @@ def _scores(
             condition = _array(step.operand, arrays).astype(bool)
             added = np.where(condition != step.inverted, added, -np.inf)
     if cap:
+        # So far cap * tanh (before * x), which is cap * tanh (scale * x / cap) with this scale.
         cap = scale
         scale = before * cap
     try:
@@ -181,6 +182,7 @@ def _own_visibility(
     visible = last > _MASKED
     count = int(visible[0].sum())
     length = last.shape[1]
+    # What a query sees must be the nearest positions, as many for all heads.
     if not (visible == (np.arange(length) < count)).all() or not count:
         raise UnsuitableGraphError(
             f"{where}, whose last query does not see the positions before it"
@@ -211,6 +213,8 @@ def _require_table(where: str, bias: NDArray[Any], table: NDArray[Any]) -> None:
     distance = queries - np.arange(_SHORT.total)[None]
     visible = (distance >= 0) & (distance < len(table))
     expected = table[np.clip(distance, 0, len(table) - 1)].transpose(2, 0, 1)
+    # Softmax ignores what is added to a whole row of scores: rows are compared relative to the
+    # score of the query's own position, where the table is 0.
     diagonal = np.take_along_axis(bias, np.broadcast_to(queries, (*bias.shape[:3], 1)), axis=3)
     right = ((bias > _MASKED) == visible).all()
     difference = np.where(visible, bias - diagonal - expected, 0.0)

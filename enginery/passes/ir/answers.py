@@ -69,6 +69,7 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         return value
 
     def positions() -> ir.Value:
+        # Made from the mask, because shapes are computed on the CPU.
         ones = op("Add", op("Mul", weights, constant(0.0)), constant(1.0))
         return op("CumSum", ones, constant(1))  # from 1: (batch, sequence)
 
@@ -84,8 +85,10 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
     # One token is taken by a sum as well: GatherND copies from the host, which a CUDA graph cannot
     # repeat. With padding on the left, the first token is not at position 0.
     if mode == "cls":
+        # Of equal values, ArgMax takes the first.
         weights = at(op("ArgMax", weights, axis=1, keepdims=1))
     elif mode == "lasttoken":
+        # The running count of tokens reaches its maximum at the last one.
         last = op("ArgMax", op("CumSum", weights, constant(1)), axis=1, keepdims=1)
         weights = op("Mul", weights, at(last))
     elif mode == "weightedmean":

@@ -87,6 +87,7 @@ def convert_opset(
     except Exception as error:  # the converter raises RuntimeError, ValueError and its own types
         first = str(error).strip().partition("\n")[0]
         raise ExportError(f"{failed}: onnx.version_converter: {first}", do=_DO) from error
+    # Else its weights would stay in memory beside the converted ones.
     del model
     # A later opset may require a later version of the file format.
     min_ir_version = onnx.helper.find_min_ir_version_for(list(converted.opset_import))
@@ -117,6 +118,7 @@ def _difference(before: NDArray[Any], noisy: NDArray[Any], after: NDArray[Any]) 
     """Return how an output has changed by more than rounding explains; empty if it has not."""
     if (before.shape, before.dtype) != (after.shape, after.dtype):
         return f"from {before.dtype} {before.shape} to {after.dtype} {after.shape}"
+    # Integers and booleans are not rounded, so all must be equal.
     if before.dtype.kind != "f":
         unequal = int(np.not_equal(before, after).sum())
         return f"in {unequal} of {before.size} elements" if unequal else ""

@@ -54,6 +54,7 @@ class _Packing:
         hidden = _input_of(first, _INPUT)
         counts = _input_of(first, _COUNTS)
         removed = self._append("RemovePadding", [hidden, counts], hidden, outputs=4)
+        # RemovePadding returns the tokens, token_offset, cumulated_seq_len and max_seq_len.
         self._offsets, self._lengths = removed[1], removed[2]
         self._packed: dict[ir.Value, ir.Value] = {hidden: removed[0]}
         self._restored: dict[ir.Value, ir.Value] = {hidden: hidden}
@@ -112,6 +113,7 @@ class _Packing:
         # With the tokens on its right side, a product sums over them.
         if node.op_type == "MatMul" and first not in self._packed:
             return False
+        # A weight of three dims could have a row for each position.
         return all(v.const_value is not None and len(v.const_value.shape) <= 2 for v in others)
 
     def _restore(self, value: ir.Value) -> ir.Value:
@@ -161,9 +163,11 @@ def _can_be_packed(node: ir.Node, first: ir.Node) -> bool:
     counts = _input_of(node, _COUNTS)
     return (
         len(first.inputs) > _COUNTS
+        # The tokens are packed once, so all attentions must agree on which they are.
         and counts is first.inputs[_COUNTS]
         and _has_one_dim(counts)
         and all(value is None for value in inputs[_COUNTS + 1 :])
+        # PackedAttention has neither attribute.
         and not any(_flag(node, name) for name in ("unidirectional", "do_rotary"))
     )
 

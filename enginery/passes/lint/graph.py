@@ -128,6 +128,7 @@ def dtype_of(value: ir.Value | None) -> str:
     producer = value.producer()
     if producer is None:
         return ""
+    # Nothing infers types here, but Q and DQ nodes say what they return.
     if producer.op_type == QUANTIZE:
         return quantized_dtype(producer)
     return dtype_of(input_at(producer, 1)) if producer.op_type == DEQUANTIZE else ""

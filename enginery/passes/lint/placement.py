@@ -157,6 +157,8 @@ def _output_axis(node: ir.Node, index: int, rank: int) -> int | None:
     """Return the weight's axis of output channels; None if this input is not a weight."""
     if index != 1 or node.op_type not in PRODUCTS:
         return None
+    # Weights are (out, in, …) for Conv, (in, out, …) for ConvTranspose, and (in, out) for products,
+    # with transB (out, in).
     if node.op_type == "Conv":
         return 0
     if node.op_type == "ConvTranspose":

@@ -56,6 +56,7 @@ def _is_table(value: ir.Value, graph: ir.Graph, min_elements: int) -> bool:
     if not uses or not all(_reads_rows(use.node, graph) and use.idx == 0 for use in uses):
         return False
     clashes = {f"{value.name}{suffix}" for suffix in _SUFFIXES} & graph.initializers.keys()
+    # The scale of a row with an infinity would be infinite, too.
     return not clashes and bool(np.isfinite(tensor.numpy()).all())
 
 

@@ -102,11 +102,13 @@ def _float_layer(
     nodes: Mapping[str | None, ir.Node], layer: Layer, floats: FloatOperands
 ) -> FloatLayer:
     starts = ("scale_channels", "shift_channels", "quantize")
+    # The first node that `insert_qdq` put before it; only the QuantizeLinear is always there.
     first = next(nodes[n] for step in starts if (n := f"{layer.activation}/{step}") in nodes)
     ends: tuple[str, ...] = (f"{layer.name}/add_bias", floats.biased, layer.name)
     if floats.biased == layer.name:  # there is no bias, or it is inside the node
         steps = ("add_bias", "separate_bias", "scale_output")
         ends = (*(f"{layer.name}/{step}" for step in steps), layer.name)
+    # The last node behind it; the layer itself if nothing was added.
     last = next(nodes[name] for name in ends if name in nodes)
     source = first.inputs[0]
     assert source is not None  # noqa: S101  `insert_qdq` has set it

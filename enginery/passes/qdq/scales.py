@@ -45,6 +45,7 @@ class ActivationQuantParams:
     @classmethod
     def of_range(cls, smallest: float, largest: float) -> ActivationQuantParams:
         """Return the parameters with which uint8 covers a range, and 0 is exact."""
+        # The padding of a convolution and what a ReLU cuts off are exact only if 0 is in the range.
         smallest, largest = min(smallest, 0.0), max(largest, 0.0)
         scale = float(fp16_scale((largest - smallest) / _UINT8))
         return cls(scale, zero_point=round(min(-smallest / scale, _UINT8)))
@@ -124,6 +125,7 @@ def has_shared_scale(layer: Layer, scheme: Scheme) -> bool:
 
 def split_scales(scales: Vector) -> tuple[Vector, Vector]:
     """Split scales (N,) into a shared one () and the factor of each channel (N,)."""
+    # The geometric mean, so that the factors lie around 1, far from FP16's limits.
     shared = fp16_scale(np.exp(np.log(scales).mean()))
     return shared, (scales / shared).astype(np.float16).astype(np.float32)
 
@@ -145,6 +147,7 @@ def scale_weight(layer: Layer, weight: Vector, params: ActivationQuantParams) ->
     """Return W[k] / multiplier[k], with which the scaled activation yields the same product."""
     if params.multiplier is None:
         return weight
+    # The multiplier goes along the input channels: (N, K) if outputs come first, else (K, N).
     shape = (1, -1) if layer.weight_axis == 0 else (-1, 1)
     return np.asarray(weight / params.multiplier.reshape(shape), dtype=np.float32)
 

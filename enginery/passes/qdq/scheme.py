@@ -61,6 +61,7 @@ class Scheme:
         """Round values to the nearest numbers of the type, clipped to its range, as float32."""
         clipped = np.clip(values, -self.largest, self.largest, dtype=np.float32)
         if self.name == "int8":
+            # Half to even, as QuantizeLinear rounds.
             return np.asarray(np.rint(clipped), dtype=np.float32)
         return np.asarray(clipped.astype(ml_dtypes.float8_e4m3fn), dtype=np.float32)
 

@@ -83,6 +83,7 @@ def measure_ranges(
             tensor_range = array_range(array, mask_floor=mask_floor)
             ranges[key] = ranges[key].merge(tensor_range) if key in ranges else tensor_range
         for feeds in part:
+            # The graph's own inputs are measured here: no segment computes them.
             for name in names.keys() & feeds.keys():
                 tensor_range = array_range(feeds[name], mask_floor=mask_floor)
                 key = (name, -1, "")
@@ -111,6 +112,7 @@ def make_value_names_unique(model: ir.Model) -> bool:
     for graph in all_graphs(model.graph):
         node_outputs = [value for node in graph for value in node.outputs if value.name]
         for value in (*graph.inputs, *graph.initializers.values(), *node_outputs):
+            # An input with a default value is both, and comes twice.
             if value.name in seen and not (value.is_graph_input() and value.is_initializer()):
                 value.name = new_name(value.name)
                 changed = True

@@ -90,6 +90,7 @@ def peak_live_bytes(segments: Sequence[Segment], sizes: Mapping[str, int]) -> in
     for index, segment in enumerate(segments):
         for name in segment.outputs:
             alive += sizes.get(name, 0)
+            # A value is kept until the last segment that reads it has run.
             freed[last_reader[name]] += sizes.get(name, 0)
         peak = max(peak, alive)
         alive -= freed[index]
@@ -138,6 +139,7 @@ def input_names(node: Any) -> set[str]:
     """Return the values that a node reads from its graph, also through its subgraphs."""
     names = {name for name in node.input if name}
     for graph in _subgraphs(node):
+        # What a subgraph defines itself, it does not read from outside.
         local = {value.name for value in graph.input} | {
             tensor.name for tensor in graph.initializer
         }

@@ -66,6 +66,7 @@ def array_range(values: NDArray[Any], *, mask_floor: float = -math.inf) -> Tenso
         if nonfinite:
             counted = np.nan_to_num(counted, nan=0.0, posinf=3.4e38, neginf=-3.4e38)
         low, high = float(counted.min()), float(counted.max())
+    # A quantile sorts, so it is taken over an evenly spread sample.
     step = max(1, counted.size // _SAMPLE)
     sample = np.abs(counted.ravel()[::step])
     sample = sample[sample > 0]
@@ -94,6 +95,7 @@ def _row_moments(array: NDArray[Any]) -> tuple[float, float]:
         exact[...] = part
         mean = exact @ ones / width
         square = np.einsum("ij,ij->i", exact, exact) / width
+        # mean(x²) - mean(x)² loses most digits where the mean is large, hence FP64.
         variance = max(variance, float((square - mean * mean).max()))
         mean_square = max(mean_square, float(square.max()))
     return variance, mean_square

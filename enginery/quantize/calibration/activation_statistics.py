@@ -66,11 +66,7 @@ class ChannelStatistics:
         return self._sample
 
     def add(self, rows: Vector) -> None:
-        """Add rows (n, width) to the statistics.
-
-        Reservoir sampling: each row gets a random key, and the rows with the smallest keys are
-        kept. This is a uniform sample, although the number of rows is not known in advance.
-        """
+        """Add rows (n, width) to the statistics."""
         if len(rows) == 0:
             return
         np.minimum(self.smallest, rows.min(axis=0), out=self.smallest)
@@ -78,7 +74,10 @@ class ChannelStatistics:
         self.rows += len(rows)
         if self.width == 1:
             return
+        # Reservoir sampling: each row gets a random key, and the rows with the smallest keys are
+        # kept. This is a uniform sample, although the number of rows is not known in advance.
         keys = np.concatenate([self._keys, self._generator.random(len(rows))])
+        # Sorted, so that the keys stay in the order of `_sample`: kept rows first, then new ones.
         chosen = np.sort(np.argsort(keys, kind="stable")[: self.capacity])
         old = chosen[chosen < len(self._keys)]
         new = chosen[chosen >= len(self._keys)] - len(self._keys)
@@ -156,6 +155,7 @@ class ChannelMeans:
         axes = (0, *range(2, images.ndim))
         count = images.size // images.shape[1]
         rounded = params.fake_quantize(images, scheme)
+        # The mean over all batches, moved by this one's share: no sum grows with the data.
         share = count / (self.count + count)
         self.exact += share * (images.mean(axis=axes, dtype=np.float64) - self.exact)
         self.quantized += share * (rounded.mean(axis=axes, dtype=np.float64) - self.quantized)
@@ -180,6 +180,7 @@ def collect_channel_means(
             # Popped, so that the activations are freed one after the other.
             for name in list(values):
                 images = np.asarray(values.pop(name), dtype=np.float32)
+                # One array for each mean, because both are updated in place.
                 zeros = np.zeros(images.shape[1])
                 means = means_by_name.setdefault(name, ChannelMeans(zeros, zeros.copy()))
                 means.add(images, ranges[name], scheme)

@@ -179,6 +179,7 @@ def _generation_batches(
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for row, shape in zip(rows, feeder.shapes([items[row] for row in rows]), strict=True):
         by_shape.setdefault(shape, []).append(row)
+    # Steps count from 0, so the last one is one below the number of positions.
     last = (feeder.max_steps or max(_STEPS) + 1) - 1
     batches = []
     for shape, same_shape in by_shape.items():

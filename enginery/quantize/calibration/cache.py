@@ -104,6 +104,7 @@ class CalibrationCache:
         """
         names = {layer.name for layer in layers}
         nodes = {node.name for node in model.graph}
+        # All that any target may have recorded; the cache says which of them are there.
         tensors = {*quantized_tensors(layers, outputs=True), *joining_tensors(model, layers)}
         return replace(
             self,

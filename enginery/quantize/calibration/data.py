@@ -212,6 +212,7 @@ def _content(kind: Kind, items: Iterable[Any], labels: Sequence[int] = ()) -> st
 
 def _feed_bytes(item: Mapping[str, Any]) -> bytes:
     arrays = {name: np.asarray(array) for name, array in sorted(item.items())}
+    # With types and shapes, because the same bytes may be other numbers.
     head = json.dumps([[n, a.dtype.str, a.shape] for n, a in arrays.items()]).encode()
     return head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
 

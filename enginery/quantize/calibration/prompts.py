@@ -85,12 +85,14 @@ class PromptFeeder:
     def _feeds(self, ids: NDArray[np.int64], past: Feeds) -> Feeds:
         """Return the inputs of the tokens behind a cache; an empty one if none is given."""
         rows, length = ids.shape
+        # A cache is (batch, heads, positions, head_dim).
         start = next(iter(past.values())).shape[-2] if past else 0
         text = {
             "input_ids": ids[:, start:],
             "attention_mask": np.ones_like(ids),
             "position_ids": np.broadcast_to(np.arange(start, length), (rows, length - start)),
         }
+        # What is not provided is an empty cache: all its dims but the batch are 0.
         sizes = {**dict.fromkeys(dynamic_dims(self._record.inputs), 0), "batch": rows}
         provided = {**text, **past}
         empty = {

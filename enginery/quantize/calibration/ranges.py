@@ -49,6 +49,7 @@ class Histogram:
                 "range.",
                 do="Validate the model first: enginery validate ARTIFACT",
             )
+        # Bins need a width, also for an activation of zeros.
         return cls(max(float(largest), 1e-12), np.zeros(BINS, dtype=np.int64))
 
     def add(self, values: NDArray[np.float32]) -> None:
@@ -58,8 +59,10 @@ class Histogram:
         magnitudes = np.abs(values).ravel()
         top = float(magnitudes.max())
         index = (magnitudes * np.float32(BINS / self.largest)).astype(np.int32)
+        # The largest magnitude itself is the upper edge of the last bin.
         np.minimum(index, BINS - 1, out=index)
         self.counts += np.bincount(index, minlength=BINS)
+        # The first batch has no average before it.
         weight = _MOMENTUM if self.batches else 0.0
         self.moving_average = weight * self.moving_average + (1 - weight) * top
         self.batches += 1
@@ -108,8 +111,10 @@ def choose_range(
 def _minimize_squared_error(
     histogram: Histogram, params_of: Callable[[float], ActivationQuantParams], scheme: Scheme
 ) -> float:
+    # (2, BINS): magnitudes have lost their signs, and a range for uint8 need not be symmetric.
     signed = np.asarray([histogram.centres, -histogram.centres], dtype=np.float32)
     counts = histogram.counts.astype(np.float64)
+    # Steps of 1 % of the largest magnitude.
     candidates = histogram.largest * np.linspace(0.02, 1.0, 99)
 
     def error(limit: float) -> float:
@@ -130,11 +135,13 @@ def _minimize_divergence(histogram: Histogram, *, levels: int) -> float:
     """
     counts = histogram.counts.astype(np.float64)
     best, best_divergence = BINS, np.inf
+    # A step of 16 bins is one level of INT8 over the whole range.
     for bins in range(levels, BINS + 1, 16):
         counted = counts[:bins].copy()
         target = counted.copy()
         target[-1] += counts[bins:].sum()
         merged = np.arange(bins) * levels // bins
+        # Bins that are empty in the original get nothing of their group's count.
         filled = (counted > 0).astype(np.float64)
         totals = np.bincount(merged, counted, levels)
         members = np.maximum(np.bincount(merged, filled, levels), 1.0)

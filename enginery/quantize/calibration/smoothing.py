@@ -4,13 +4,11 @@ An activation has one scale for all its channels. In transformers a few channels
 larger than the others; they set the scale, and little precision is left for the rest.
 
 Scaling divides channel k of the activation by s_k and multiplies row k of the weights by it, which
-leaves the product unchanged: s_k = max|x_k|^a / max|W_k|^(1-a), normalized to a geometric mean of
-1 (Xiao et al., "SmoothQuant", 2023, eq. 4). The strength a says how much of the outliers the
-weights take over.
+leaves the product unchanged. The strength says how much of the outliers the weights take over.
 
-Shifting subtracts the midpoint of each channel and corrects the bias (Wei et al., "Outlier
-Suppression+", 2023, eq. 3). The output of a GELU or ReLU is almost one-sided; centered, it uses
-both halves of a symmetric INT8 range. For the CPU, the range itself need not be symmetric.
+Shifting subtracts the midpoint of each channel and corrects the bias. The output of a GELU or ReLU
+is almost one-sided; centered, it uses both halves of a symmetric INT8 range. For the CPU, the range
+itself need not be symmetric.
 
 Every strength is tried with and without the shift on a sample of rows, and the candidate with the
 smallest squared error in the layers' outputs wins. Scaling and shifting are pointwise, and TensorRT
@@ -103,6 +101,7 @@ def choose_smoothing(
         error = 0.0
         for (layer, weight), output in zip(layer_weights, exact, strict=True):
             simulated = simulate_layer(channels.sample, layer, weight, params, scheme)
+            # Of the outputs: an error of the activation counts by what the layers make of it.
             error += float(np.square(simulated - output).sum())
         choices.append(SmoothingChoice(params, tried, params.offset is not None, error / total))
     return min(choices, key=lambda choice: choice.error)
@@ -169,6 +168,8 @@ def mean_convolution_error(
         scheme: the quantized type.
     """
     kernel = tuple(range(2, weight.ndim))
+    # Each element of the kernel multiplies its channel once for each output, so the mean output is
+    # the kernel's sum times the channel's mean. Groups (g) have n outputs and c inputs each.
     exact = weight.sum(axis=kernel, dtype=np.float64)
     rounded = fake_quantize_weight(layer, weight, scheme).sum(axis=kernel, dtype=np.float64)
     groups = len(means.exact) // exact.shape[1]
@@ -191,10 +192,13 @@ def _smoothed(
     activation_max = np.maximum(channels.largest - middle, middle - channels.smallest)
     # Channels of zeros would have no logarithm.
     activation_max = np.maximum(activation_max, 1e-5 * max(float(activation_max.max()), 1e-12))
+    # (K,): over the output channels of all layers, which share the activation.
     weight_max = np.max(
         [np.abs(_as_matrix(layer, w)).max(axis=1) for layer, w in layer_weights], axis=0
     )
     weight_max = np.maximum(weight_max, 1e-5 * max(float(weight_max.max()), 1e-12))
+    # s_k = max|x_k|^a / max|W_k|^(1-a) with the strength a, normalized to a geometric mean of 1
+    # (Xiao et al., "SmoothQuant", 2023, eq. 4).
     logarithm = strength * np.log(activation_max) - (1 - strength) * np.log(weight_max)
     factor = np.exp(logarithm - logarithm.mean())
     # Rounded to FP16, so that casting the graph changes neither the activation nor the weight.
@@ -208,6 +212,7 @@ def _shifted(channels: ChannelStatistics) -> ActivationQuantParams:
 
 
 def _midpoints(channels: ChannelStatistics) -> Vector:
+    # Wei et al., "Outlier Suppression+", 2023, eq. 3.
     return np.asarray((channels.smallest + channels.largest) / 2, dtype=np.float32)
 
 

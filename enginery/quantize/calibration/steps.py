@@ -56,6 +56,7 @@ class StepFeeder:
         self.encoder_record = encoder
         self._decoder = decoder
         self._arguments = generator.task.reader.fallback(generator.task.defaults)
+        # The beginning of a text that is too long calibrates as well.
         generator.task.reader.truncates = True
 
     @property
@@ -105,6 +106,7 @@ class StepFeeder:
                 "num_beams": 1,
                 "num_return_sequences": 1,
                 "do_sample": False,
+                # A text that ends before would not reach the step.
                 "min_new_tokens": step + 1,
                 "max_new_tokens": step + 1,
                 "stop_strings": (),

@@ -87,6 +87,8 @@ class CtcDecoder:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the most likely token of each frame."""
         tokens = (self.tokens.get(int(token_id), self.unknown) for token_id in ids)
+        # Repeats are joined before blanks are dropped, so that a blank between two equal letters
+        # keeps both.
         letters = [token for token, _ in groupby(tokens) if token != self.blank]
         text = "".join(
             self.space if letter == self.delimiter else letter for letter in letters

@@ -3,8 +3,8 @@
 Files are decoded by libsndfile, which the package soundfile contains, and resampled by soxr, as by
 `librosa.load`. Integer samples are scaled to [-1, 1); channels are averaged. After its header was
 checked, a file is decoded, averaged and resampled block by block, so memory depends on the seconds
-of audio alone. Only the formats in `FORMATS` are read: libsndfile has rarely tested
-parsers for others. A WAV file that was cut off is read up to its end; other files are an error.
+of audio alone. Only the formats in `FORMATS` are read. A WAV file that was cut off is read up to
+its end; other files are an error.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def _decode(
 ) -> NDArray[np.float32]:
     if size > MAX_BYTES:
         raise InputError(f"{name} has {size:,} bytes, expected at most {MAX_BYTES:,}.")
+    # The first bytes decide, before libsndfile looks at the file: it has rarely tested parsers for
+    # formats beyond `FORMATS`.
     head = file.read(12)
     file.seek(0)
     if not _is_supported(head):
@@ -120,6 +122,7 @@ def _decode(
         raise missing_packages("Reading audio", ["soundfile"]) from error
     try:
         with soundfile.SoundFile(file) as opened:
+            # Behind an ID3 tag there may be another format.
             if opened.format not in _LIBSNDFILE_FORMATS:
                 raise _unsupported(name)
             _check_rate(opened.samplerate, name)
@@ -158,6 +161,7 @@ def _blocks(opened: SoundFile, name: str) -> Iterator[NDArray[np.float32]]:
     while len(block := opened.read(frames, dtype="float32", always_2d=True)):
         read += len(block)
         yield block[:, 0] if opened.channels == 1 else block.mean(axis=1)
+    # A compressed file that was cut off ends like a whole one.
     if read < opened.frames:
         raise InputError(
             f"{name} is not a complete audio file: it has {read:,} samples, and its header "
@@ -178,6 +182,7 @@ def _resampled(
     stream = soxr.ResampleStream(rate, target, num_channels=1, dtype="float32")
     for block in blocks:
         yield stream.resample_chunk(np.ascontiguousarray(block))
+    # The filter holds back the last samples until the stream ends.
     yield stream.resample_chunk(np.empty(0, np.float32), last=True)
 
 

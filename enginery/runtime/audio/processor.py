@@ -101,6 +101,7 @@ _BY_MODEL_TYPE = {
 # Kaldi's filter banks: frames of 25 ms every 10 ms at 16 kHz, padded to a power of two.
 _KALDI_RATE, _KALDI_FRAME, _KALDI_HOP, _KALDI_FFT = 16_000, 400, 160, 512
 _KALDI_PREEMPHASIS = 0.97
+# `mel_floor` of transformers, the epsilon of float32.
 _KALDI_FLOOR = 2.0**-23
 
 _WHISPER_MAX_FREQUENCY = 8000.0
@@ -215,6 +216,7 @@ class AudioProcessor:
         settings = self.settings
         rate, bins, n_fft = self.sampling_rate, settings["feature_size"], settings["n_fft"]
         samples = self.fixed_samples
+        # torch.stft's periodic Hann window: a symmetric one with one more sample, less its last.
         window = np.hanning(n_fft + 1)[:-1]
         filters = _whisper_filters(bins, n_fft, rate)
         frames = _whisper_frames(settings)
@@ -225,9 +227,12 @@ class AudioProcessor:
                 # Always the same noise, so that the same audio gives the same result.
                 noise = np.random.default_rng(0).standard_normal(samples)
                 chunk = chunk + settings["dither"] * noise
+            # Frames are centred on their samples: half a frame of mirrored samples is added at both
+            # ends, as by torch.stft with `center=True`.
             padded = np.pad(chunk, n_fft // 2, mode="reflect").astype(np.float64)
             windows = sliding_window_view(padded, n_fft)[:: settings["hop_length"]][:frames]
             mels = _mel_energies(_blocks(windows), window, n_fft, filters, _WHISPER_FLOOR)
+            # (bins, frames); the chunk's loudest value sets the floor of all.
             log = np.log10(mels).astype(np.float32).T
             log = np.maximum(log, log.max() - np.float32(_WHISPER_RANGE))
             row[:] = (log + np.float32(4)) / np.float32(4)
@@ -243,6 +248,7 @@ class AudioProcessor:
             if settings["do_normalize"]:
                 # Without a mask, the mean and the variance are those of the padded waveform.
                 part = row[: wave.size] if masked else row
+                # transformers adds 1e-7, so that silence, whose variance is 0, stays finite.
                 part[:] = (part - part.mean()) / np.sqrt(part.var() + 1e-7)
         if not masked:
             return {"input_values": values}
@@ -251,11 +257,14 @@ class AudioProcessor:
     def _ast(self, waveforms: Sequence[Waveform]) -> NDArray[np.float32]:
         settings = self.settings
         bins, length = settings["num_mel_bins"], settings["max_length"]
+        # Frames behind the end of the audio are 0 before they are normalized, like transformers'
+        # padding.
         features = np.zeros((len(waveforms), length, bins), np.float32)
         for row, wave in zip(features, waveforms, strict=True):
             frames = _kaldi_features(wave[: self.fixed_samples], np.hanning(_KALDI_FRAME), bins)
             row[: len(frames)] = frames
         if settings["do_normalize"]:
+            # Twice the deviation, as in transformers.
             features = (features - settings["mean"]) / (settings["std"] * 2)
         return features.astype(np.float32, copy=False)
 
@@ -314,10 +323,12 @@ def mel_filters(
         first, last = _kaldi_mels(np.array([low, high]))
         edges = np.linspace(first, last, bins + 2)
         positions = _kaldi_mels(np.arange(frequencies) * np.float64(sampling_rate / n_fft))
+    # Filter i rises from edge i to edge i + 1 and falls to edge i + 2: (frequencies, bins).
     rising = (positions[:, None] - edges[:-2]) / np.diff(edges)[:-1]
     falling = (edges[2:] - positions[:, None]) / np.diff(edges)[1:]
     filters = np.maximum(0, np.minimum(rising, falling))
     if slaney:
+        # The area of a triangle is half its width times its height.
         filters *= 2 / (edges[2:] - edges[:-2])
     return filters
 
@@ -338,6 +349,7 @@ def _slaney_hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _kaldi_mels(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
+    # Source: `MelScale` in Kaldi's feat/mel-computations.h.
     return np.asarray(1127 * np.log(1 + hertz / 700))
 
 
@@ -364,6 +376,8 @@ def _kaldi_features(
             if dither:
                 values += dither * generator.standard_normal(values.shape)
             values -= values.mean(axis=1, keepdims=True)
+            # Pre-emphasis subtracts a part of the sample before. The first sample of a frame has
+            # none, and Kaldi takes the sample itself in its place.
             emphasized = values.copy()
             emphasized[:, 1:] -= _KALDI_PREEMPHASIS * values[:, :-1]
             emphasized[:, 0] *= 1 - _KALDI_PREEMPHASIS
@@ -381,6 +395,7 @@ def _mel_energies(
     floor: float,
 ) -> NDArray[np.float64]:
     """Return the energy of frames in each mel filter, at least `floor`: (frames, bins)."""
+    # rfft pads frames that are shorter than n_fft with zeros: (frames, n_fft // 2 + 1).
     energies = [
         np.abs(np.fft.rfft(block * window, n_fft, axis=1)) ** 2 @ filters for block in blocks
     ]

@@ -53,6 +53,7 @@ def incompatibility(
     if record.flavor != flavor.name:
         return f"it is for the flavor {record.flavor}"
     for name in (record.plan, record.wrapper):
+        # What the manifest does not list was not verified when the artifact was opened.
         if f"{ENGINES}/{engine.name}/{name}" not in artifact.manifest.files:
             return f"its {name} is not listed in the artifact's manifest"
     if record.graph_sha256 != graph_sha256(graph, artifact.manifest.files):
@@ -73,6 +74,7 @@ def _gpu_incompatibility(record: EngineRecord, flavor: Flavor, gpu: CudaGpu) -> 
         return "a portable plan needs compute capability 8.0 or newer"
     if record.capabilities and gpu.compute_capability not in record.capabilities:
         return f"it is not for compute capability {gpu.compute_capability}"
+    # Classic TensorRT chose the kernels by timing them on that model of GPU.
     bound_to_model = flavor.needs_gpu and record.hardware_compatibility == "none"
     if bound_to_model and record.gpu.name and record.gpu.name != gpu.name:
         return f"it was built on {record.gpu.name} and runs only there"

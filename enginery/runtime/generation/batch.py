@@ -108,6 +108,7 @@ class RunningBatch:
         prompts = [search.prompt for search in searches]
         need, offset = _joined(searches), 0
         state, candidates = self._decoder.begin(prompts, need, inputs)
+        # Other needs come with scores, in which the searches see NaN themselves.
         undefined = self._decoder.undefined(state) if need == Need() else []
         if self._running and self._state is not None:
             self._drop_rows()
@@ -134,6 +135,7 @@ class RunningBatch:
             self._step_greedy(self._greedy)
             return
         running, state = self._running, self._state
+        # A step that fails may have changed the decoder's state, which nobody can use any more.
         self._running, self._state = [], None
         if state is None:
             return
@@ -180,6 +182,7 @@ class RunningBatch:
         except BaseException:
             self._running, self._state, self._greedy = [], None, None
             raise
+        # The usual step: no sequence can have ended, so the searches are not asked.
         if not greedy.append(candidates.tokens[:, 0].tolist()):
             return
         for search in greedy.searches:

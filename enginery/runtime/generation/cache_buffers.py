@@ -87,6 +87,7 @@ def width_rung(width: int, limit: int | None) -> int:
     (16, 48, 60)
     """
     power = max(_SHORTEST_PROMPT, row_rung(width))
+    # Widths half-way between the powers keep padding below a third of a row.
     if power > _SHORTEST_PROMPT and width <= power // 4 * 3:
         power = power // 4 * 3
     return power if limit is None else min(power, limit)
@@ -186,8 +187,10 @@ class CacheBuffers:
         self.turns = (self._new_turn(), self._new_turn())
         self.logits = self._new([self._outputs[LOGITS]])[LOGITS]
         rows, device = self.sizes.rows, self.device
+        # Constants of these sizes, at fixed addresses for recorded runs.
         self._rows = device_value(np.arange(rows), device)
         self._positions = device_value(np.arange(self.sizes.length), device)
+        # A step has one token in each row, and that is its last.
         self._first = device_value(np.zeros(rows, np.int64), device)
         first, second = self.turns
         ids = self.graph_ids or (NO_GRAPH, NO_GRAPH)
@@ -256,6 +259,7 @@ class CacheBuffers:
             operators: chooses them.
             count: the number of tokens; there may be more.
         """
+        # Rounded up to a few counts, since each is a graph of its own.
         rung = min(max(row_rung(count), _FEWEST_BEST), self.logits.shape()[1])
         if rung not in self._best:
             self._best[rung] = operators.best_tokens(self.logits, rung)
@@ -313,6 +317,7 @@ class CacheBuffers:
             "next_position_ids": after.positions,
             f"next_{_LENGTHS}": after.lengths,
             LOGITS: self.logits,
+            # The cache is written in place: each output is bound to the buffer of its input.
             **{present_name(name): value for name, value in self.cache.items()},
         }
         for name in self._names:
@@ -358,6 +363,7 @@ def bytes_per_row(record: GraphRecord, sizes: BufferSizes) -> int:
     single_row = BufferSizes(1, sizes.length, sizes.encoder)
     return sum(
         math.prod(buffer_shape(spec, single_row))
+        # numpy does not have bfloat16.
         * (2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize)
         for spec in record.inputs
         if is_past(spec.name) or is_encoded(spec.name)

@@ -158,6 +158,7 @@ class CachedDecoder:
         ids = np.full((len(prompts), longest), self._pad_id, np.int64)
         mask = np.zeros_like(ids)
         for row, prompt in enumerate(prompts):
+            # On the left, so that the last column has each row's last token.
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
         cache = {spec.name: _empty(spec, len(prompts)) for spec in self._past}
@@ -190,6 +191,7 @@ class CachedDecoder:
 
         Shorter rows get padding on the left, and padding that all rows have is taken away.
         """
+        # The first column that holds a token of any row.
         own = [int(state.mask.any(axis=0).argmax()) for state in (above, below)]
         lengths = [
             state.mask.shape[1] - padding
@@ -201,6 +203,7 @@ class CachedDecoder:
             for state, shift in zip((above, below), shifts, strict=True)
         ]
         cache = self._operators.join(above.cache, below.cache, (shifts[0], shifts[1]))
+        # The inputs of `below` are numbered behind those of `above`.
         first = max(above.sources) + 1
         sources = (*above.sources, *(first + source for source in below.sources))
         return DecoderState(np.concatenate(masks), cache, {}, sources)
@@ -220,6 +223,7 @@ class CachedDecoder:
         self, ids: NDArray[np.int64], state: DecoderState, need: Need
     ) -> tuple[DecoderState, Candidates]:
         new = ids.shape[1]
+        # (rows, new). Padding does not count as a position, and gets 0 itself.
         positions = np.maximum(np.cumsum(state.mask, axis=1) - 1, 0)[:, -new:]
         arrays = {"input_ids": ids, "attention_mask": state.mask, "position_ids": positions}
         feeds = {
@@ -268,6 +272,7 @@ class CachedDecoder:
         """
         rows, _, vocabulary = logits.shape()
         on_gpu = self._runner.device.kind != "cpu"
+        # On a GPU the choice runs there: only the tokens are copied, and not the whole vocabulary.
         if not need.logits and (need.best > 1 or on_gpu):
             log_probs, tokens = self._operators.best(logits, min(need.best, vocabulary))
             return Candidates(tokens, log_probs), _nan_rows(log_probs[:, 0])
@@ -297,6 +302,7 @@ def encoded_inputs(graphs: DecoderGraphs, record: GraphRecord) -> dict[str, str]
     if graphs.encoder is None:
         return {}
     sources = {of_encoder(spec.name): spec.name for spec in graphs.encoder.inputs}
+    # An encoder's states are its first output, whatever its name.
     sources[ENCODER_STATES] = graphs.encoder.outputs[0].name
     names = [spec.name for spec in record.inputs]
     sources |= {name: present_name(name) for name in names if is_cross_attention(name)}
@@ -307,6 +313,7 @@ def _empty(spec: TensorSpec, rows: int) -> Any:
     """Return a past of no positions."""
     from onnxruntime import OrtValue
 
+    # A past of length 0: of its named dims only the batch is not.
     shape = [
         dim if isinstance(dim, int) else rows if canonical_dim(dim) == "batch" else 0
         for dim in spec.dims

@@ -192,12 +192,16 @@ class FixedCacheDecoder:
         longest, rows = int(lengths.max()), row_rung(len(prompts))
         encoded = self._encode(self._encoder, inputs or {}) if self._encoder else {}
         encoder_length = self._encoder_length(encoded)
+        # The mask leaves out the positions that are added. Without one, attention would read them,
+        # so the encoder's length stays as it is.
         if self._masks_encoder:
             encoder_length = max(row_rung(encoder_length), _SHORTEST_ENCODER)
         sizes = BufferSizes(rows, length_rung(longest + _ROOM, self._limit), encoder_length)
         buffers = self._take(sizes)
+        # Each row of the batch has the slot of the same number at first.
         state = FixedCacheState(buffers, list(range(len(prompts))), np.zeros(rows, np.int64))
         # A caller may drop a batch before its end; its buffers are used again then.
+        # At the exit of the process nobody needs the buffers any more.
         weakref.finalize(state, self._reclaim, state.lease).atexit = False
         if encoded:
             self._copy(encoded, buffers.encoded, [(row, row) for row in range(rows)])
@@ -235,6 +239,7 @@ class FixedCacheDecoder:
         Raises:
             InputError: the graph fails.
         """
+        # Beams change places, and rows that ended are gone.
         if parents != state.identity:
             self._select(state, parents)
         # Without another position, the next token would be written behind the end of the buffers.
@@ -250,6 +255,7 @@ class FixedCacheDecoder:
             with self._device_work():
                 state.buffers.write_turn(state.turn, ids, state.positions if state.moved else None)
             state.moved = False
+        # The turns alternate: what this step writes is what the next one reads.
         run = state.buffers.steps[state.turn]
         state.turn = 1 - state.turn
         state.steps += 1
@@ -269,6 +275,8 @@ class FixedCacheDecoder:
         )
         if sizes != mine:
             self._resize(above, sizes)
+        # The states have made different numbers of steps. `settle` adds them to the positions of
+        # `above`, so that both count from now on.
         above.settle()
         used_slots = set(above.slots)
         # Rows that leave do not move the others, so that free slots may lie between used ones.
@@ -278,6 +286,7 @@ class FixedCacheDecoder:
         pairs = list(zip(below.slots, free, strict=True))
         self._copy(source, target, pairs)
         above.positions[free] = below.positions[below.index] + below.steps
+        # The inputs of `below` are numbered behind those of `above`.
         first = max(above.sources) + 1
         above.sources += [first + row for row in below.sources]
         # The tokens of the rows that join are not on the device.
@@ -313,6 +322,7 @@ class FixedCacheDecoder:
         encoder = _SHORTEST_ENCODER if self._masks_encoder else 0
         if self._encoder is not None and not encoder:
             return  # the size of its outputs is known after a run
+        # The largest buffers come last, so that those that small batches use are recorded first.
         free_bytes = _IDLE_BYTES
         for length in sorted({length_rung(length, self._limit) for length in _USUAL_LENGTHS}):
             count = 1
@@ -334,6 +344,7 @@ class FixedCacheDecoder:
         buffers = self._take(sizes)
         try:
             zeros = np.zeros(sizes.rows, np.int64)
+            # Each turn has addresses of its own, so there is a CUDA graph for each.
             for turn, step in enumerate(buffers.steps):
                 with self._device_work():
                     buffers.write_turn(turn, zeros, zeros)
@@ -364,6 +375,8 @@ class FixedCacheDecoder:
             if not self._on_gpu:
                 self._runner.session.run_with_iobinding(run.bound)
                 return None if read is None else read()
+            # One run at a time: what it wrote is read before the next one starts. The second lock
+            # keeps other CUDA work of this process out of a recording.
             with self._running, self._recorded.lock(run.graph_id):
                 self._runner.session.run_with_iobinding(run.bound, run.options)
                 self._recorded.add(run.graph_id)
@@ -388,12 +401,17 @@ class FixedCacheDecoder:
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
         """Reorder the rows so that each continues its parent; copy a parent of several rows."""
+        # Of several rows that continue the same one, the first keeps its slot and the others get
+        # copies of it in free slots. A slot is free if no row continues it, so that beams that were
+        # dropped make room for those that were doubled.
         slots, pairs = [state.slots[parent] for parent in parents], []
         first_of: dict[int, int] = {}
         repeated = []
         for row, slot in enumerate(slots):
             if first_of.setdefault(slot, row) != row:
                 repeated.append(row)
+        # More rows than slots: the move to larger buffers copies each row from its parent's slot,
+        # which reorders them as well.
         if len(slots) > state.buffers.sizes.rows:
             self._resize(state, replace(state.buffers.sizes, rows=row_rung(len(slots))), slots)
             state.sources = [state.sources[parent] for parent in parents]
@@ -408,6 +426,8 @@ class FixedCacheDecoder:
             free.remove(slot)
             reads_another = reads_another or old.get(slot) != sources[row]
             pairs.append((slots[row], slot))
+            # A slot that was free has positions of another row, or none. Equal ones are on the
+            # device already.
             if state.positions[slot] != state.positions[slots[row]]:
                 state.positions[slot] = state.positions[slots[row]]
                 state.moved = True
@@ -416,12 +436,15 @@ class FixedCacheDecoder:
             with _copy_errors():
                 state.buffers.copy_within(self._operators, pairs, encoded=reads_another)
         state.sources = sources
+        # A copied row's token is in the ids of its parent's slot, not in its own.
         if pairs or state.chosen is None:
             state.chosen = None
         else:
             state.chosen = [state.chosen[parent] for parent in parents]
         state.place(slots)
         rows = row_rung(len(slots))
+        # Not as soon as half of the slots are free: a batch whose size changes between two steps
+        # would copy its cache each time.
         if rows * _FEWER <= state.buffers.sizes.rows:
             self._resize(state, replace(state.buffers.sizes, rows=rows))
 
@@ -455,12 +478,15 @@ class FixedCacheDecoder:
                 {**new.cache, **new.encoded},
                 [(slot, row) for row, slot in enumerate(slots)],
             )
+        # The new buffers are not in the state yet, so nobody else would give them back.
         except BaseException:
             self._give_back(new)
             raise
+        # Slots without a row begin at 0, like those of buffers that nobody has used.
         positions = np.zeros(sizes.rows, np.int64)
         positions[: len(slots)] = state.positions[np.array(slots)] + state.steps
         state.buffers, state.positions, state.steps = new, positions, 0
+        # The finalizer of the state gives back what the lease holds when the state is dropped.
         state.lease[0] = new
         state.turn, state.chosen, state.moved = 0, None, True
         state.place(list(range(len(slots))))
@@ -481,17 +507,21 @@ class FixedCacheDecoder:
         count = len(next(iter(inputs.values())))
         extra = row_rung(count) - count
         feeds = {
+            # The added rows repeat the last one: any input that the encoder takes will do, nobody
+            # reads their outputs.
             name: np.concatenate([array, np.repeat(array[-1:], extra, axis=0)])
             for name, array in inputs.items()
         }
         if "attention_mask" in feeds:
             length = feeds["attention_mask"].shape[1]
+            # An input may be longer than the decoder's limit; it is padded to its own length then.
             limit = None if self._limit is None else max(length, self._limit)
             padding = ((0, 0), (0, width_rung(length, limit) - length))
             feeds = {
                 name: np.pad(array, padding, constant_values=self._pad_id * (name == "input_ids"))
                 for name, array in feeds.items()
             }
+        # What the decoder reads of the encoder's own inputs, such as its mask, is not an output.
         computed = {name: output for name, output in self._encoded.items() if output not in feeds}
         outputs = encoder.run_values(feeds, list(dict.fromkeys(computed.values())))
         encoded = {name: outputs[output] for name, output in computed.items()}
@@ -538,7 +568,11 @@ class FixedCacheDecoder:
         with self._lock:
             for index in reversed(range(len(self._idle))):
                 if self._idle[index].sizes == sizes:
+                    # From the back: those in front have not been used for the longest time and are
+                    # freed first.
                     return self._idle.pop(index)
+            # Two numbers of CUDA graphs, one for each turn. Buffers that are used again keep
+            # theirs, with the recordings.
             first = self._graphs = self._graphs + 2
         try:
             return self._new_buffers(sizes, first)
@@ -574,6 +608,8 @@ class FixedCacheDecoder:
             if self._closed:
                 return
             self._idle.append(buffers)
+            # At least one stays, even if it alone is too large: the next batch will likely want the
+            # same size.
             while len(self._idle) > 1 and sum(idle.bytes for idle in self._idle) > _IDLE_BYTES:
                 del self._idle[0]
 

@@ -196,6 +196,7 @@ class SourceTexts(GenerationInputs):
         for encoding in encodings:
             ids = np.asarray(encoding.ids, np.int64)
             if self._positions is not None and len(ids) > self._positions:
+                # The last token ends the text for the encoder, so it stays.
                 ids = np.concatenate([ids[: self._positions - 1], ids[-1:]])
             yield GenerationRow((start,), {"input_ids": ids})
 
@@ -208,6 +209,7 @@ class SourceTexts(GenerationInputs):
     def join(self, rows: Sequence[GenerationRow]) -> Feeds | None:
         """Pad texts on the right."""
         longest = max(len(row.arrays["input_ids"]) for row in rows)
+        # Any token will do without a padding token: the mask leaves it out.
         ids = np.full((len(rows), longest), self._tokenizer.pad_id or 0, np.int64)
         mask = np.zeros_like(ids)
         for row_index, row in enumerate(rows):
@@ -264,6 +266,7 @@ class SourceImages(GenerationInputs):
         ids: list[int] = encoding.ids
         if not ids:
             raise InputError("prompt has no tokens.", do="Leave it out, or give it some text.")
+        # A prompt may name the start token itself, which must not come twice.
         return [start, *ids] if self._keeps_start and ids[0] != start else ids
 
     @override
@@ -381,6 +384,7 @@ def require_prepared(encoder: GraphRecord) -> set[str]:
 
 def _require_features(artifact: Artifact, spec: TensorSpec, processor: AudioProcessor) -> None:
     """Raise ArtifactError if the feature extractor does not make what the encoder takes."""
+    # One sample gives the shape of all, because this extractor pads to a fixed length.
     made_shape: tuple[int, ...] = ()
     if processor.fixed_samples:
         made_shape = processor([np.zeros(1, np.float32)])[processor.input_name].shape[1:]

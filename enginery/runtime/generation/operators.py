@@ -97,6 +97,7 @@ class Operators:
         session = self._session(_join_graph, *_kinds(above))
         feeds = {f"{name}.above": value for name, value in above.items()}
         feeds |= {f"{name}.below": value for name, value in below.items()}
+        # What Pad takes for one axis: the positions in front, and none behind.
         for name, shift in zip(("above", "below"), shifts, strict=True):
             feeds[name] = ortvalue(np.array([shift, 0], np.int64))
         return run_values(session, self._placed(feeds), list(above))
@@ -111,6 +112,7 @@ class Operators:
                 `source` itself.
             records: on a GPU, record the copy as a CUDA graph, for one that is run many times.
         """
+        # The graph depends on these alone, so that one session serves all sizes.
         kinds = [
             _CopyKind(
                 name,
@@ -318,6 +320,8 @@ class RowCopy(_BoundGraph):
         bound = self._bound
         bound.bind_ortvalue_input("rows", self._rows)
         for rank in {len(value.shape()) for value in target.values()}:
+            # The same memory is bound once for each rank, as (count, 1, …), so that it is broadcast
+            # over the values of that rank.
             address = self._is_copied.data_ptr()
             shape = [count, *[1] * (rank - 1)]
             name = f"is_copied.{rank}"
@@ -329,6 +333,8 @@ class RowCopy(_BoundGraph):
             _bind(bound.bind_output, name, target[name], device, written)
             longer = np.subtract(target[name].shape(), value.shape())
             if longer[1:].any():
+                # Pad's order: in front of each axis, then behind each. The rows, axis 0, are never
+                # padded.
                 pads = [*[0] * (len(longer) + 1), *longer[1:]]
                 bound.bind_ortvalue_input(f"{name}.pads", ortvalue(np.array(pads, np.int64)))
 
@@ -338,6 +344,7 @@ class RowCopy(_BoundGraph):
         Args:
             pairs: the row that is read and the one that is written.
         """
+        # Where keeps each row of the target that is not written.
         rows, is_copied = np.zeros(self._count, np.int64), np.zeros(self._count, np.bool_)
         for read, written in pairs:
             rows[written], is_copied[written] = read, True
@@ -385,6 +392,7 @@ def _copied_types(source: Any, target: Any) -> tuple[int, int]:
     not take bfloat16, and the CPU has hardly any operator for float16.
     """
     read, written = ELEMENTS[dtype_of(source)], ELEMENTS[dtype_of(target)]
+    # Two numbers make one float32, so the last dims have to be even.
     is_even = not source.shape()[-1] % 2 and not target.shape()[-1] % 2
     if read == written and read in _TWO_BYTES and is_even:
         return _FLOAT, _FLOAT
@@ -430,6 +438,8 @@ def _best_graph(element: int, rank: int) -> Any:
     at_last = "logits" if rank == 2 else "at_last"
     nodes = [
         helper.make_node("Gather", ["logits", "last"], ["at_last"], axis=1),
+        # In FP32, whatever the type of the logits: beam search adds up log-probabilities over a
+        # sequence.
         helper.make_node("Cast", [at_last], ["scores"], to=_FLOAT),
         helper.make_node("LogSoftmax", ["scores"], ["all"], axis=-1),
         helper.make_node("TopK", ["all", "count"], ["log_probs", "tokens"], axis=-1),
@@ -472,6 +482,7 @@ def _join_graph(*values: tuple[str, int, int]) -> Any:
             for part, output in zip(parts, shifted, strict=True)
         ]
         nodes.append(helper.make_node("Concat", shifted, [name], axis=0))
+    # Axis 2 has the positions.
     axis = helper.make_tensor("axis", _INT64, [1], [2])
     return helper.make_graph(nodes, "join", inputs, [_info(*value) for value in values], [axis])
 
@@ -526,6 +537,8 @@ def _sum_graph(element: int) -> Any:
     outputs = [helper.make_tensor_value_info("sums", _FLOAT, ["rows"])]
     axes = helper.make_tensor("axes", _INT64, [1], [1])
     nodes = [
+        # In FP32: a sum in FP16 could overflow to infinity, and infinities of both signs add up to
+        # NaN although no logit is NaN.
         helper.make_node("Cast", ["logits"], ["scores"], to=_FLOAT),
         helper.make_node("ReduceSum", ["scores", "axes"], ["sums"], keepdims=0),
     ]

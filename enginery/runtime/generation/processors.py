@@ -93,13 +93,16 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
     if (shortest := options.shortest(prompt)) and ends:
         processors.append(Forbid(lambda tokens: ends if len(tokens) < shortest else ()))
     if (first := options.forced_bos_token_id) is not None:
+        # `ForcedBOSTokenLogitsProcessor` of transformers acts behind a single token.
         processors.append(Force([first], length=1))
     if last := list(options.forced_eos_token_id):
+        # `ForcedEOSTokenLogitsProcessor` of transformers acts at the last place.
         processors.append(Force(last, length=longest - 1))
     if options.suppress_tokens:
         suppressed = list(options.suppress_tokens)
         processors.append(Forbid(lambda _: suppressed))
     if options.begin_suppress_tokens:
+        # As in transformers: a first token that is forced still belongs to the prompt.
         begin = prompt + (1 if prompt == 1 and options.forced_bos_token_id is not None else 0)
         at_begin = list(options.begin_suppress_tokens)
         processors.append(Forbid(lambda tokens: at_begin if len(tokens) == begin else ()))
@@ -108,6 +111,8 @@ def make_processors(options: GenerationOptions, *, prompt: int, longest: int) ->
 
 def make_warpers(options: GenerationOptions) -> list[Warper]:
     """Return the functions that change the scores before a draw."""
+    # `min_tokens_to_keep` of transformers: beams need a continuation even if each end token is
+    # among those that are kept.
     keep = 1 if options.num_beams == 1 else len(options.eos_token_id) + 1
     if options.num_beams > 1 and not options.eos_token_id:
         keep = 2
@@ -131,6 +136,8 @@ def _penalize(tokens: Tokens, scores: Scores, *, penalty: float) -> Scores:
     present = np.unique(np.asarray(tokens))
     seen_scores = scores[present]
     scores = scores.copy()
+    # Both signs become less likely: a negative logit is multiplied (arXiv:1909.05858, as in
+    # transformers).
     scores[present] = np.where(
         seen_scores < 0, seen_scores * np.float32(penalty), seen_scores / np.float32(penalty)
     )

@@ -194,6 +194,8 @@ class SequentialSearch(Search):
     def advance(self, candidates: Candidates) -> Move:
         """Append a token to each running sequence."""
         rows = list(range(len(self._running)))
+        # The prompt was run once, whatever the number of sequences. From the second step on, each
+        # sequence has a row.
         if len(self._sequences[0]) == len(self.prompt):  # the prompt's row starts all sequences
             rows = [0] * len(self._sequences)
             self._running = list(range(len(self._sequences)))
@@ -268,6 +270,7 @@ class SequentialSearch(Search):
         for warp in self._warpers:
             scores = warp(scores)
         _require_candidates(scores)
+        # In float64, as numpy's `choice`, so that the same seed draws the same token.
         shares = np.exp(log_softmax(scores).astype(np.float64))
         # What numpy's Generator.choice does, without its checks, which take longer.
         sums = (shares / shares.sum()).cumsum()
@@ -302,6 +305,8 @@ class BeamSearch(Search):
     @property
     def need(self) -> Need:
         """The best tokens of each beam; all logits for a draw, or if many or all would change."""
+        # A banned token may be among the best, so as many more are fetched as there are banned
+        # ones.
         banned = [banned_tokens(self._processors, beam.tokens) for beam in self._running]
         counts = [_MAX_BANNED + 1 if tokens is None else len(tokens) for tokens in banned]
         if self.options.do_sample or max(counts) > _MAX_BANNED:
@@ -311,6 +316,7 @@ class BeamSearch(Search):
     @property
     def _kept(self) -> int:
         """Continuations that are kept of a step: enough if all beams end with each end token."""
+        # `beams_to_keep` in transformers' `_beam_search`.
         return max(2, 1 + len(self.options.eos_token_id)) * self.options.num_beams
 
     def advance(self, candidates: Candidates) -> Move:
@@ -327,10 +333,14 @@ class BeamSearch(Search):
             if beam.finish
         ]
         following = (going + ended)[:beams]
+        # Both what goes on and what may end are chosen by rank, so a small gap in either can decide
+        # differently with another rounding.
         for ranked in (going, continuations if ended else []):
             if len(ranked) > beams:
                 gap = ranked[beams - 1][1].score - ranked[beams][1].score
                 self.closest = min(self.closest, gap)
+        # In the order of transformers' loop: sequences that ended count before the heuristic is
+        # asked.
         self._update_finished([beam for _, beam in continuations])
         self._running = [beam for _, beam in following]
         self._may_improve = self._may_improve and self._can_improve()
@@ -351,6 +361,7 @@ class BeamSearch(Search):
     def _continuations(self, candidates: Candidates) -> list[tuple[int, _Beam]]:
         """Return the best continuations of all beams, each with the row that it continues."""
         scores, tokens = self._log_probs(candidates)
+        # (beams, candidates), in float32 as in transformers: near ties depend on the rounding.
         scores = scores + np.array([[beam.score] for beam in self._running], np.float32)
         flat = scores.ravel()
         count = min(self._kept, len(flat))
@@ -358,10 +369,13 @@ class BeamSearch(Search):
             raise undefined_logits()
         if self.options.do_sample:
             _require_candidates(flat)
+            # Sampling draws continuations without replacement from all beams together, as
+            # transformers does with torch.multinomial.
             shares = np.exp(log_softmax(flat).astype(np.float64))
             count = min(count, int(np.count_nonzero(shares)))
             best = self._random.choice(len(flat), count, replace=False, p=shares / shares.sum())
         else:
+            # Only the best few are sorted: sorting all beams' vocabularies would take longer.
             best = np.argpartition(-flat, count - 1)[:count]
             best = best[np.argsort(-flat[best], kind="stable")]
         rows, columns = np.unravel_index(best, scores.shape)
@@ -381,12 +395,15 @@ class BeamSearch(Search):
                 if banned := banned_tokens(self._processors, beam.tokens):
                     scores[row, np.isin(candidates.tokens[row], banned)] = -np.inf
             return scores, candidates.tokens
+        # (beams, vocabulary). transformers changes the log-probabilities of a beam search, not its
+        # logits.
         scores = log_softmax(np.asarray(candidates.logits))
         for row, beam in enumerate(self._running):
             for processor in self._processors:
                 scores[row] = processor(beam.tokens, scores[row])
             for warp in self._warpers:
                 scores[row] = warp(scores[row])
+        # Without a copy: all rows share one range of tokens.
         tokens = np.broadcast_to(np.arange(scores.shape[1], dtype=np.int64), scores.shape)
         return scores, tokens
 
@@ -395,6 +412,8 @@ class BeamSearch(Search):
         full = all(beam.finish for beam in self._finished)
         if (full and self.options.early_stopping is True) or not self._may_improve:
             return
+        # transformers' `top_num_beam_mask`: the continuations behind the first `num_beams` are
+        # there to go on, and do not end.
         just_ended = [
             _Beam(beam.tokens, beam.score / self._divisor(len(beam.tokens)), beam.finish)
             for beam in beams[: self.options.num_beams]
@@ -409,11 +428,16 @@ class BeamSearch(Search):
         if not all(beam.finish for beam in self._finished):
             return True
         to_the_end = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        # `_check_early_stop_heuristic` of transformers: with a positive penalty a longer sequence
+        # has a better score, so that "never" assumes the largest length. It compares the best beam
+        # alone.
         length = self.longest if to_the_end else len(self._running[0].tokens)
         best_possible = self._running[0].score / self._divisor(length)
         return best_possible > min(beam.score for beam in self._finished)
 
     def _divisor(self, length: int) -> float:
+        # The prompt does not count: `(cur_len - decoder_prompt_len) ** length_penalty` in
+        # transformers.
         return float((length - len(self.prompt)) ** self.options.length_penalty)
 
 
@@ -445,6 +469,7 @@ class PromptedSearch(Search):
             self.done = self._search.done
             return move
         tokens = self.rest[len(self._chosen)]
+        # A place with one token needs no logits.
         best = 0 if candidates.logits is None else int(candidates.logits[0, list(tokens)].argmax())
         self._chosen.append(tokens[best])
         if len(self._chosen) == len(self.rest):

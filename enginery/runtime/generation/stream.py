@@ -53,6 +53,7 @@ class TextStream:
         if any(stop in text for stop in self._stops):  # it has ended, and others go on
             return ""
         ready = text[: len(text) - self._held(text)]
+        # What was sent cannot be taken back: wait until the text begins with it again.
         if ready.endswith(_UNFINISHED) or not ready.startswith(self.sent):
             return ""
         piece = ready[len(self.sent) :]
@@ -73,9 +74,11 @@ class TextStream:
         stops = [stop for stop in self._stops if stop in text]
         if not stops:
             return text
+        # Generation ended at the first stop string that was complete.
         end = min(text.index(stop) + len(stop) for stop in stops)
         if self._keep_stop:
             return text[:end]
+        # Of several that end at the same place, the longest is left out.
         return text[: min(end - len(stop) for stop in stops if text[:end].endswith(stop))]
 
     def _held(self, text: str) -> int:

@@ -186,6 +186,7 @@ class WhisperPrompts(BaseModel):
     def time_stamps(self) -> range:
         """The tokens of time stamps, which the text leaves out."""
         last = self.no_timestamps_token_id
+        # All tokens behind it, whatever the size of the vocabulary.
         return range(0) if last is None else range(last + 1, 2**31)
 
     def after_start(self, *, language: str | None = None, task: str | None = None) -> Places:
@@ -249,6 +250,7 @@ class WhisperPrompts(BaseModel):
             return self.lang_to_id[token]
         codes = [token.removeprefix("<|").removesuffix("|>") for token in self.lang_to_id]
         names = [name for code in codes for name in LANGUAGES.get(code, ())]
+        # A word longer than every code is the name of a language.
         choices = codes if len(language) <= max(map(len, codes)) else names
         closest = difflib.get_close_matches(lowered[:_LONGEST_NAME], choices, n=3, cutoff=0.0)
         raise InputError(

@@ -196,6 +196,7 @@ class ImageProcessor:
         config = PreprocessorConfig.read(directory)
         name = config.image_processor_type or config.feature_extractor_type
         kind = name
+        # In this order, for `ViTImageProcessorFast`.
         for ending in ("Fast", "ImageProcessor", "FeatureExtractor"):
             kind = kind.removesuffix(ending)
         # Another processor's arithmetic may differ in any step, so that nothing is guessed.
@@ -259,6 +260,7 @@ class ImageProcessor:
             return self._normalize(_pad(pixels, settings["size"], name)).transpose(2, 0, 1)
         if self.kind == "ConvNext" and settings["do_resize"]:
             edge = settings["size"]["shortest_edge"]
+            # No effect from 384 pixels on, where the image was resized to this square.
             pixels = center_crop(pixels, edge, edge, name)
         elif settings.get("do_center_crop"):
             crop = settings["crop_size"]
@@ -285,6 +287,7 @@ class ImageProcessor:
             return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="symmetric")
         if self.kind == "DPT":
             divisor = self.settings["size_divisor"] or 1
+            # An odd row or column goes to the end, as in transformers' DPT processor.
             halves = [divmod(-length % divisor, 2) for length in (rows, columns)]
             (top, odd_row), (left, odd_column) = halves
             return np.pad(pixels, ((top, top + odd_row), (left, left + odd_column), (0, 0)))
@@ -300,12 +303,14 @@ class ImageProcessor:
             # In float64 and then rounded to float32, as in transformers.
             scaled = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
             if settings.get("rescale_offset"):
+                # With a factor of 1 / 127.5 this gives -1 to 1.
                 scaled = scaled - np.float32(1)
         mean = np.asarray(settings["image_mean"], dtype=np.float32)
         std = np.asarray(settings["image_std"], dtype=np.float32)
         if settings["do_normalize"]:
             scaled = (scaled - mean) / std
         if settings.get("include_top"):
+            # EfficientNet's processor normalizes once more here, with a mean of 0.
             scaled = scaled / std
         return np.asarray(scaled, dtype=np.float32)
 
@@ -353,6 +358,8 @@ def _thumbnail(image: Image, size: Mapping[str, int]) -> Image:
         width = int(image.width * height / image.height)
     elif image.width > image.height:
         height = int(image.height * width / image.width)
+    # `reducing_gap` lets Pillow shrink by a whole number first, which changes pixels: it is the one
+    # of transformers' Donut processor.
     return image.resize((max(width, 1), max(height, 1)), resample=_BICUBIC, reducing_gap=2.0)
 
 

@@ -76,6 +76,7 @@ def _levit(settings: Settings, size: PixelSize) -> PixelSize:
     target = settings["size"]
     if "height" in target:
         return _plain(settings, size)
+    # LeViT crops 224 of 256 pixels; other sizes keep this proportion, as in transformers.
     return _by_shortest_edge(size, int(256 / 224 * target["shortest_edge"]))
 
 
@@ -130,6 +131,7 @@ def _yolos(settings: Settings, size: PixelSize) -> PixelSize:
         return _detector(settings, size)
     edges = target["shortest_edge"], target["longest_edge"]
     width, height = _between_edges(size, *edges, keep_upright=False)
+    # `mod_size` of transformers' Yolos processor.
     return width - width % 16, height - height % 16
 
 
@@ -169,6 +171,7 @@ def _glpn(settings: Settings, size: PixelSize) -> PixelSize:
 
 def _sam(settings: Settings, size: PixelSize) -> PixelSize:
     scale = settings["size"]["longest_edge"] * 1.0 / max(size)
+    # transformers rounds halves up here, where Python's `round` takes the even number.
     return int(size[0] * scale + 0.5), int(size[1] * scale + 0.5)
 
 

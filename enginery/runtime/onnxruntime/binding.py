@@ -10,8 +10,7 @@ once, and inputs from the host are copied into existing buffers. The most recent
 kept.
 
 With `capture`, the run of a bucket is recorded as a CUDA graph and replayed. Then every input is
-copied, because a replay uses the addresses of the recording. ONNX Runtime keeps the graphs of each
-thread separately, so the first run of a bucket in another thread records it again.
+copied, because a replay uses the addresses of the recording.
 """
 
 from __future__ import annotations
@@ -93,6 +92,8 @@ class BindingOptions(CaptureOptions):
     """Entries of ONNX Runtime's run options, such as `memory.enable_memory_arena_shrinkage`."""
 
 
+# ONNX Runtime's CUDA provider keeps its CUDA graphs in a context of each thread, so the first run
+# of a bucket in another thread records it again.
 class _Recorded(threading.local):
     """The CUDA graphs that the current thread has recorded."""
 
@@ -165,8 +166,12 @@ class DeviceBinding(Closeable):
             InputError, ShapeError, ProviderError: see `run`; or an output is bfloat16, which numpy
                 does not have.
         """
+        # The copies to the host belong to the run: the next one on the same shapes overwrites the
+        # buffers.
         with self._lock:
             values = self._run(feeds)
+            # A copy from the GPU would break a recording in another thread, even of another
+            # session.
             with CAPTURE_LOCK.running():
                 return {name: self._copied(value) for name, value in values.items()}
 
@@ -228,6 +233,7 @@ class DeviceBinding(Closeable):
             InputError: the graph fails.
         """
         captured = self._captured
+        # `_dtypes` lacks inputs of bfloat16, so graphs with such inputs always take the long way.
         if not captured or len(feeds) != len(self._dtypes):
             return None
         shapes = []
@@ -238,20 +244,26 @@ class DeviceBinding(Closeable):
             shapes.append(array.shape)
         key = tuple(shapes)
         bucket = captured.get(key)
+        # ONNX Runtime would record the graph in this thread, which has to happen under the other
+        # lock.
         if bucket is None or bucket.graph not in self._recorded.graphs:
             return None
         with self._lock, CAPTURE_LOCK.running():
+            # `close` may have come between the look-up above and the lock.
             if self._session is None:
                 raise ProviderError("the binding is closed.")
             bound = bucket.bound
             for name, buffer in bucket.inputs.items():
                 array = feeds[name]
+                # Token types of single texts are all 0, and so is the buffer until anything else is
+                # written. Once it was, zeros are copied like other values.
                 if name in bucket.zeros:
                     if not array.any():
                         continue
                     bucket.zeros.remove(name)
                 buffer.update_inplace(np.asarray(array, order="C"))
                 bound.bind_ortvalue_input(name, buffer)  # see `_bind_input`
+            # Copies to the device may still be under way; the graph must not read before they end.
             bound.synchronize_inputs()
             try:
                 self._session.run_with_iobinding(bound, bucket.options)
@@ -284,6 +296,7 @@ class DeviceBinding(Closeable):
             if self._options.lenient and bucket.graph != _NO_CAPTURE:
                 # Other CUDA work in the process breaks a recording, and so do nodes that wait.
                 self._failure(key, error)
+                # The second call runs it without a CUDA graph.
                 self._policy.refuse(key)
                 return self._run(feeds)
             if self._try_without_buffers(bucket):
@@ -309,6 +322,8 @@ class DeviceBinding(Closeable):
         if records and not self._policy.thread_may_record():
             records, options = False, self._unrecorded
         started = time.perf_counter()
+        # The recording must see no other CUDA work of this process. Outputs are waited for inside
+        # the lock, because that is CUDA work as well.
         with CAPTURE_LOCK.capturing() if records else CAPTURE_LOCK.running():
             self._session.run_with_iobinding(bucket.bound, options)
             bucket.bound.synchronize_outputs()
@@ -316,6 +331,7 @@ class DeviceBinding(Closeable):
             recorded.add(bucket.graph)
             statistics.recorded += 1
             statistics.seconds += time.perf_counter() - started
+        # Counts runs that `lenient` has just refused to record, too.
         statistics.unrecorded_runs += bucket.graph not in recorded
 
     def _outputs_of(self, bucket: _Bucket) -> dict[str, Any]:
@@ -349,6 +365,8 @@ class DeviceBinding(Closeable):
         bucket = _Bucket(self._session.io_binding(), bytes=self._bytes(key, sizes))
         self._bind_outputs(bucket, sizes, required=captures)
         if captures:
+            # ONNX Runtime replays a CUDA graph by this number and does not look at shapes or
+            # addresses, so each bucket has its own. 0 would be the number of runs that name none.
             self.statistics.graphs += 1
             bucket.graph = str(self.statistics.graphs)
             bucket.zeros = {
@@ -364,6 +382,8 @@ class DeviceBinding(Closeable):
             return bucket
         bucket.options = self._run_options(bucket)
         self._buckets[key] = bucket
+        # The limit is that of recorded buckets, which a ladder may set to hundreds; buffers of
+        # other shapes need not be kept that long.
         limit = min(self._limit, BUCKETS) if self.capture else self._limit
         # The least recently used buckets go first; the present one stays even if it alone is too
         # large.
@@ -378,9 +398,11 @@ class DeviceBinding(Closeable):
         import onnxruntime as ort
 
         if is_on(value, self.device) and bucket.graph == _NO_CAPTURE:
-            # Bind the caller's memory without a copy.
+            # Bind the caller's memory without a copy. A recording would go on reading the address
+            # of this one array, so only plain runs do this.
             on_host = isinstance(value, np.ndarray)
             held = ort.OrtValue.ortvalue_from_numpy(value) if on_host else value
+            # The caller's memory has to outlive the run: keep the value that refers to it.
             bucket.held[spec.name] = held
             bucket.bound.bind_ortvalue_input(spec.name, held)
             return
@@ -449,6 +471,7 @@ class DeviceBinding(Closeable):
 
     def _try_without_buffers(self, bucket: _Bucket) -> bool:
         """Run without output buffers, in case the graph declares wrong dims; True if it runs."""
+        # A recording needs its buffers, and without buffers the first failure had another cause.
         if bucket.graph != _NO_CAPTURE or not bucket.outputs:
             return False
         bucket.outputs.clear()
@@ -459,6 +482,8 @@ class DeviceBinding(Closeable):
             self._run_bound(bucket)
         except Exception:  # the caller reports the first failure
             return False
+        # The dims in the graph were wrong for one shape, so they are not believed for others,
+        # either.
         self._shapes_vary = True
         return True
 
@@ -488,6 +513,7 @@ def run_options(config: Mapping[str, str]) -> Any:
 
 def _known_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """Return the shape of an output, computed from the inputs' sizes; None if that is unknown."""
+    # -1 stands for a dim that the exporter did not declare.
     dims = tuple(dim if isinstance(dim, int) else canonical_dim(dim) for dim in spec.dims)
     if any(isinstance(dim, int) and dim < 0 for dim in dims):
         return None

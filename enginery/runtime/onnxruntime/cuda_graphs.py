@@ -112,6 +112,8 @@ class CapturePolicy:
         if candidate.graphs >= self._max_graphs or candidate.key in self._unrecordable:
             return False
         size, limit = candidate.buffer_bytes, self._options.max_captured_bytes
+        # Shapes that are unknown before the run cannot have the fixed addresses of a recording.
+        # A single shape may not take the memory that many smaller ones share, either.
         if self._options.lenient and (not candidate.has_fixed_outputs or size > limit / 16):
             return False
         return self._statistics.buffer_bytes + size <= limit
@@ -122,7 +124,11 @@ class CapturePolicy:
             return False
         if self._options.capture_at > 1:
             key = candidate.key
+            # Moves the shape to the end, so that the first one is that which was not seen for
+            # longest.
             self._runs[key] = self._runs.pop(key, 0) + 1
+            # Clients choose the shapes: without a limit, the counts would grow as long as they send
+            # new ones.
             if len(self._runs) > _COUNTED_SHAPES:
                 self._runs.popitem(last=False)
             return self._runs[key] >= self._options.capture_at

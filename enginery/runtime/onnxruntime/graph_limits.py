@@ -97,6 +97,8 @@ def check_allocations(
             for inside in map(PurePosixPath, record.data_files)
             if inside.is_relative_to(folder)
         }
+    # A function's body sees nothing of the graph that calls it (ONNX IR specification), so each
+    # starts without outer tensors.
     for graph in (model.graph, *model.functions):
         check.sources = _sources(graph)
         check.graph(graph, ChainMap())
@@ -116,6 +118,7 @@ class _Check:
         """Check a graph; `outer` has the tensors of the graphs around it."""
         known = outer.new_child()
         for value in graph.inputs:
+            # -1 stands for a dim with a name.
             if all(dim >= 0 for dim in value.dims):
                 dims = self._dims(f"input '{value.name}'", value.dims)
                 known[value.name] = _Known(value.data_type, dims)
@@ -123,11 +126,14 @@ class _Check:
             known[tensor.name] = self._stored(f"initializer '{tensor.name}'", tensor)
         for sparse in graph.sparse:
             known[sparse.name] = self._sparse(f"initializer '{sparse.name}'", sparse)
+        # In topological order, what a node reads is known before it. Subgraphs come first, because
+        # they read tensors of this graph and their sizes do not depend on the node's own output.
         for node in self._sorted(graph):
             for attribute in node.attributes.values():
                 for subgraph in attribute.graphs:
                     self.graph(subgraph, known)
             first_output = self._first_output(node, known)
+            # Each operator of `_RULES` has one output. What others return is unknown.
             for name in node.outputs[:1]:
                 known[name] = first_output
             for name in node.outputs[1:]:
@@ -139,6 +145,7 @@ class _Check:
         for attribute in node.attributes.values():
             for tensor in attribute.tensors:
                 self._stored(where, tensor)
+        # Operators of other domains may share a name with ONNX's and mean something else.
         rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
         if rule is None:
             return _UNKNOWN
@@ -151,6 +158,8 @@ class _Check:
             return _UNKNOWN  # ONNX Runtime rejects such a node, or its sizes are unknown
         if output.dims is not None:
             self._dims(where, output.dims)
+        # A node whose output is no larger than its largest input, such as Reshape, is bounded by
+        # that one, which has been checked.
         if output.elements > max((value.elements for value in inputs), default=0):
             self._require_fit(where, output, output.elements)
         return output
@@ -182,6 +191,8 @@ class _Check:
         """Raise if a tensor that the graph computes is too large."""
         needed = _bytes(tensor.data_type, elements)
         limit, of_what = self.memory_bytes, "of this machine's memory"
+        # A constant is computed while the graph is loaded and counts against the sum; other tensors
+        # exist only during a run.
         if tensor.constant:
             limit, of_what = min(MAX_CONSTANT_BYTES, limit), "for a constant"
         if needed > limit:
@@ -211,12 +222,15 @@ class _Check:
         dims = self._dims(where, tensor.dims)
         elements = math.prod(dims)
         bits = BITS.get(tensor.data_type, 0)
+        # Rounded up: two 4-bit numbers share a byte, of which the last one may be half empty.
         needed = -(-elements * bits // 8)
         if tensor.external is not None:
             held = self._external_bytes(where, tensor.external, needed)
         elif tensor.raw_bytes is not None:
             held = tensor.raw_bytes
         else:
+            # Typed fields hold one number per element whatever its size (INT8 in `int32_data`), so
+            # elements are compared, not bytes.
             held = (
                 needed if tensor.typed_elements >= elements else tensor.typed_elements * bits // 8
             )
@@ -228,12 +242,14 @@ class _Check:
                 f"found {held}.",
                 do=_DO,
             )
+        # Only short vectors can be shapes or factors of them; long ones are not followed.
         values = tensor.values
         all_known = values is not None and len(values) == elements <= _MAX_KNOWN
         return _Known(tensor.data_type, dims, values if all_known else None, constant=True)
 
     def _external_bytes(self, where: str, entries: dict[str, str], needed: int) -> int:
         name = entries.get("location", "")
+        # ONNX defines `location` as a relative POSIX path, on every system.
         inside = PurePosixPath(name)
         outside = (
             f"{self.path}: {where} has its data in {name!r}, expected a file beside the graph."
@@ -262,10 +278,12 @@ class _Check:
         # The name was inside the folder, but a link may lead out of it.
         if not file.is_relative_to(self.path.parent.resolve()) or not file.is_file():
             raise self.error(outside)
+        # An offset may point behind the end of the file, which leaves no bytes.
         return max(0, min(length, size_bytes - offset)) if offset >= 0 else 0
 
     def _sorted(self, graph: Graph) -> list[Node]:
         """Return the nodes in topological order."""
+        # Almost every exporter writes nodes in order, so sorting is left to the other files.
         order = dict(enumerate(self.sources[id(graph)]))
         if all(source < index for index, sources in order.items() for source in sources):
             return graph.nodes
@@ -290,8 +308,11 @@ def _sources(top: Graph) -> dict[int, list[list[int]]]:
     def enter(graph: Graph) -> None:
         sources: list[list[int]] = [[] for _ in graph.nodes]
         sources_of[id(graph)] = sources
+        # Tensors that no node computes have the index -1. They still hide an outer tensor of their
+        # name.
         own_names = {tensor.name: -1 for tensor in (*graph.initializers, *graph.inputs)}
         own_names |= {name: i for i, node in enumerate(graph.nodes) for name in node.outputs}
+        # The empty name stands for an optional output that is left out.
         own_names.pop("", None)
         for name, index in own_names.items():
             producers.setdefault(name, []).append((len(enclosing), index))
@@ -299,6 +320,8 @@ def _sources(top: Graph) -> dict[int, list[list[int]]]:
             enclosing.append((sources, index))
             for name in node.inputs:
                 if stack := producers.get(name):
+                    # The innermost graph that has the name. There, the node whose subgraphs contain
+                    # this one depends on the producer.
                     depth, producer = stack[-1]
                     if producer >= 0:
                         outer_sources, consumer = enclosing[depth]
@@ -307,6 +330,7 @@ def _sources(top: Graph) -> dict[int, list[list[int]]]:
                 for subgraph in attribute.graphs:
                     enter(subgraph)
             enclosing.pop()
+        # Names of this graph are unknown outside it.
         for name in own_names:
             producers[name].pop()
 
@@ -372,6 +396,7 @@ def _window(node: Node, inputs: list[_Known]) -> _Known:
 
 def _range(_node: Node, inputs: list[_Known]) -> _Known:
     start, limit, delta = (value.values[0] for value in inputs if value.values)
+    # The formula of ONNX's Range: max(ceil((limit - start) / delta), 0).
     count = max(0, math.ceil((limit - start) / delta))
     return _Known(inputs[0].data_type, (count,), constant=True)
 
@@ -379,6 +404,7 @@ def _range(_node: Node, inputs: list[_Known]) -> _Known:
 def _one_hot(_node: Node, inputs: list[_Known]) -> _Known:
     depth = max(0, _sizes(inputs[1])[0])
     constant = inputs[0].constant
+    # Where the indices' sizes are unknown, there is at least one of them.
     least = depth * max(1, inputs[0].elements)
     return _Known(inputs[2].data_type, constant=constant, least=least)
 
@@ -394,6 +420,7 @@ def _expand(_node: Node, inputs: list[_Known]) -> _Known:
     # Some exporters write -1 for a size that does not change.
     shape = tuple(1 if size == -1 else size for size in _sizes(inputs[1]))
     dims = _broadcast_dims([source.dims, shape]) if source.dims is not None else None
+    # A size of 0 makes the result empty, whatever the other sizes are.
     return _grown(source, shape if 0 not in shape else (), dims)
 
 
@@ -409,6 +436,8 @@ def _pad(node: Node, inputs: list[_Known]) -> _Known:
     source = inputs[0]
     attribute = node.attributes.get("pads")
     pads = attribute.ints if attribute else _sizes(inputs[1])
+    # ONNX's order: the padding before each axis, then the padding behind each. With the input
+    # `axes` (opset 18) there may be fewer than the rank, and the dims stay unknown.
     half = len(pads) // 2
     grown = [before + after for before, after in zip(pads[:half], pads[half:], strict=True)]
     dims = source.dims
@@ -426,11 +455,14 @@ def _resize(node: Node, inputs: list[_Known]) -> _Known:
         rank_is_known = source.dims is not None and len(source.dims) == len(sizes)
         return _grown(source, sizes, sizes if rank_is_known else None)
     attribute = node.attributes.get("scales")
+    # Resize takes X, roi, scales and sizes; Resize of opset 10 and Upsample take X and scales;
+    # Upsample of opset 7 has an attribute.
     scales = inputs[2 if len(inputs) > 2 else 1].values if attribute is None else attribute.floats
     if not scales:
         raise ValueError
     dims = source.dims
     if dims is not None and len(dims) == len(scales):
+        # ONNX's formula: floor(size * scale). Sizes are positive, so that `int` rounds down.
         dims = tuple(int(size * scale) for size, scale in zip(dims, scales, strict=True))
     else:
         dims = None
@@ -455,6 +487,8 @@ def _elementwise(node: Node, inputs: list[_Known]) -> _Known:
     if first is None or second is None:
         return output
     count = output.elements
+    # Only scalars and operands of the full size are combined, which is what exporters write for
+    # shapes. Broadcasting of other kinds leaves the values unknown.
     if any(len(values) not in (1, count) for values in (first, second)) or count > _MAX_KNOWN:
         return output
     pairs = zip(first * (count // len(first)), second * (count // len(second)), strict=True)
@@ -465,6 +499,7 @@ def _elementwise(node: Node, inputs: list[_Known]) -> _Known:
 
 
 def _divide(a: Number, b: Number) -> Number:
+    # ONNX divides integers as C does, towards zero; Python's // rounds down.
     return int(a / b) if isinstance(a, float) else abs(a) // abs(int(b)) * (1 if a * b >= 0 else -1)
 
 
@@ -482,8 +517,10 @@ def _same_values(node: Node, inputs: list[_Known]) -> _Known:
     """Return the same values in another shape or type."""
     source = inputs[0]
     kind = node.attributes["to"].number if "to" in node.attributes else source.data_type
+    # Reshape, Squeeze and their like keep the number of elements; their dims are not computed.
     dims = source.dims if node.op_type in ("Identity", "Cast") else None
     values = source.values
+    # INT32 and INT64: a cast of floats drops their fractions.
     if values is not None and kind in (6, 7):
         values = tuple(int(value) for value in values)
     least = source.elements
@@ -491,6 +528,7 @@ def _same_values(node: Node, inputs: list[_Known]) -> _Known:
 
 
 def _concat(_node: Node, inputs: list[_Known]) -> _Known:
+    # A shape is a vector, put together from vectors; only their values are needed.
     if any(value.values is None or len(value.dims or ()) > 1 for value in inputs):
         return _UNKNOWN
     values = tuple(number for value in inputs for number in value.values or ())
@@ -501,6 +539,7 @@ def _concat(_node: Node, inputs: list[_Known]) -> _Known:
 
 def _shape(node: Node, inputs: list[_Known]) -> _Known:
     dims = inputs[0].dims
+    # A Shape of opset 15 may return a slice of the dims.
     if dims is None or {"start", "end"} & set(node.attributes):
         return _UNKNOWN
     return _Known(_INT64, (len(dims),), dims, constant=True)

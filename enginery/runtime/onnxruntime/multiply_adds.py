@@ -114,6 +114,7 @@ def profile_multiply_adds(model: Path, feeds: Mapping[str, NDArray[Any]]) -> dic
     types, shapes = _profiled(graph.SerializeToString(), model.parent, feeds)
     tensor_shapes: dict[str, Shape] = {name: array.shape for name, array in feeds.items()}
     nodes = list(_nodes(graph.graph, tensor_shapes))
+    # An input's shape is known from the output that it comes from.
     for node in nodes:
         names = (name for name in node.output if name)
         tensor_shapes.update(zip(names, shapes.get(node.name, ()), strict=False))
@@ -153,6 +154,7 @@ def _matmul(inputs: list[Shape], output: Shape) -> int:
         return math.prod(output) * math.prod(left)
     if len(right) == 1:
         return math.prod(output) * right[0]
+    # The left operand may be transposed, so the summed dim is what remains of its elements.
     inner = math.prod(left) // (math.prod(left[:-2]) * output[-2])
     return math.prod(output) * inner
 
@@ -164,11 +166,13 @@ def _quantized_matmul(inputs: list[Shape], output: Shape) -> int:
 
 def _convolution(weight: int) -> Callable[[list[Shape], Shape], int]:
     """Count output elements times the size of the kernel over the channels of a group."""
+    # Weights are (output channels, input channels of a group, kernel …).
     return lambda inputs, output: math.prod(output) * math.prod(inputs[weight][1:])
 
 
 def _transposed_convolution(inputs: list[Shape], _output: Shape) -> int:
     """Count input elements times the size of the kernel over the output channels of a group."""
+    # Weights are (input channels, output channels of a group, kernel …).
     return math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
@@ -215,6 +219,8 @@ _COUNTED: dict[str, Callable[[list[Shape], Shape], int]] = {
     ),
     "QLinearConv": _convolution(3),
     "ConvTranspose": _transposed_convolution,
+    # ONNX and com.microsoft both have an Attention: the second input of the latter is a matrix of
+    # weights, and that of the former the keys, of rank 3 or 4.
     "Attention": lambda i, o: _attention(i, o) if len(i[1]) > 2 else _projected_attention(i, o),
     "QAttention": _projected_attention,
     **dict.fromkeys(
@@ -231,7 +237,9 @@ def _profiled(
 
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors come back as exceptions
+    # Without optimization the nodes are those of the file, by their names.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    # A model that is passed as bytes has no folder, where its external data would be found.
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )
@@ -290,5 +298,6 @@ def _nodes(graph: Any, shapes: dict[str, Shape]) -> Iterator[Any]:
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
                 yield from _nodes(inner, shapes)
+            # The profiler does not report constants, which have become initializers.
             if node.op_type == "Constant" and attribute.name == "value":
                 shapes[node.output[0]] = tuple(attribute.t.dims)

@@ -34,6 +34,7 @@ _LINE = re.compile(
     rb"(?:\x1b\[[\d;]*m)?\d{4}-\d\d-\d\d [\d:.]+ "
     rb"\[(?P<severity>[VIWEF]):onnxruntime:[^,\]]*, (?P<source>[^\]]*)\] (?P<text>.*?)(?:\x1b\[m)?$"
 )
+# What ends a message in color, on a line of its own.
 _CONTINUED = re.compile(rb"^\x1b\[m$")
 _NAMES = re.compile(r"\([^)]*\)|'[^']*'|\d+")
 """What differs between warnings of one kind."""
@@ -136,8 +137,10 @@ def _redirected(file: IO[bytes], original: int) -> Iterator[None]:
     """Write standard error into a file, with the logger's warnings."""
     import onnxruntime as ort
 
+    # What Python has buffered so far belongs to the old standard error.
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
+    # The file descriptor itself, because native code does not write through `sys.stderr`.
     os.dup2(file.fileno(), _STDERR)
     ort.set_default_logger_severity(_WARNING)
     try:

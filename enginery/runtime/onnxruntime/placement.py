@@ -227,12 +227,14 @@ def add_multiply_adds(placement: Placement, work: Mapping[str, NodeWork]) -> Pla
     nodes = []
     for node in placement.nodes:
         name = node.name
+        # A node that was fused twice has two such endings.
         while name not in work and _FUSED in name:
             name = name.rpartition(_FUSED)[0]
         node_work = work.get(name)
         if node_work is None:
             nodes.append(node)
             continue
+        # Each node's work counts once, even if several placed nodes bear its name.
         counted_work = unmatched.pop(name, None)
         count = counted_work.multiply_adds if counted_work else 0
         nodes.append(replace(node, multiply_adds=count, for_shapes=node_work.for_shapes))

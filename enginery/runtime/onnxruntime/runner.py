@@ -191,6 +191,8 @@ class OrtRunner(Closeable):
         self.notes: list[str] = []
         """Choices made for this session, with their reasons."""
         if not self.engines:
+            # The kernels of an engine are fixed; CUDA's provider may search for those of
+            # convolutions at each new shape.
             self.providers = with_dynamic_shapes(
                 self.providers, dynamic=bool(dynamic_dims(self.record.inputs))
             )
@@ -235,6 +237,7 @@ class OrtRunner(Closeable):
             session = self._open_recording(path) if records or has_steps else None
             self._capture = session is not None and not has_steps
             self.records_steps = session is not None and has_steps
+            # A recording session has the graph's own file: only the CPU has an optimized one.
             session = session or self._open(
                 optimized or path, self.providers, optimize=optimized is None
             )
@@ -290,6 +293,8 @@ class OrtRunner(Closeable):
         if not self._sessions:
             raise ProviderError("the runner is closed.")
         outputs = tuple(outputs)
+        # The steady state of a server on CUDA: these shapes have been recorded by this thread.
+        # `replay` returns None in any other case, and the checks below report what is wrong.
         if self._capture and not self.profiles and (0, outputs) in self._bindings:
             replayed = self._bindings[0, outputs].replay(feeds)
             if replayed is not None:
@@ -311,6 +316,8 @@ class OrtRunner(Closeable):
         try:
             with (
                 self._choose_session(index) as session,
+                # Without binding, ONNX Runtime allocates on the GPU and copies in this run, which
+                # would break the recording of a CUDA graph in another thread.
                 CAPTURE_LOCK.running() if self._on_gpu else nullcontext(),
             ):
                 # A session does not accept None as run options.
@@ -328,6 +335,8 @@ class OrtRunner(Closeable):
             yield self._sessions[index]
             return
         with self._running_lock:
+            # Gaps between requests under load are short: a run that is alone after one that was not
+            # would compete with the next ones for the cores, so it does not switch sessions yet.
             alone = not self._running and not self._overlapped
             self._overlapped = bool(self._running)
             self._running += 1
@@ -347,6 +356,7 @@ class OrtRunner(Closeable):
         finally:
             with self._running_lock:
                 self._running -= 1
+                # These runs were made to look concurrent, which says nothing about the next one.
                 self._overlapped = False
 
     def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,6 +375,7 @@ class OrtRunner(Closeable):
         """
         if not self._sessions:
             raise ProviderError("the runner is closed.")
+        # Several sessions exist only with engines, one for each; the shapes choose among them.
         index = 0
         if self.profiles:
             device = device_of(self._sessions[0])
@@ -492,6 +503,7 @@ class OrtRunner(Closeable):
         """
         if self.ladder is None:
             return 0
+        # Dims without rungs get the size of the model's config, such as an image's edges, or 1.
         others = dict.fromkeys(dynamic_dims(self.record.inputs), 1) | dict(self._limits.sizes)
         count, until = 0, time.monotonic() + seconds
         for rung in self.ladder.rungs(max_rows=max_rows, longest=longest):
@@ -537,8 +549,11 @@ class OrtRunner(Closeable):
     def _choose_binding(self, index: int, arrays: Feeds, outputs: tuple[str, ...]) -> DeviceBinding:
         """Return the binding for these inputs and outputs."""
         binding = self._binding(index, outputs)
+        # Shapes with buffers are the usual case, and are found without computing their rung.
         if self.ladder is None or binding.has_buffers(arrays):
             return binding
+        # A rung is recorded by its first run. Any other shape may never come again, so it goes to
+        # the session beside the ladder.
         if self.ladder.is_rung(dim_sizes(self.record.inputs, arrays)):
             return binding
         return self._binding(_OFF_LADDER, outputs)
@@ -548,6 +563,8 @@ class OrtRunner(Closeable):
         binding = self._bindings.get((index, outputs))
         if binding is not None:
             return binding
+        # Look again under the lock: two threads may ask for the same binding at first, and each
+        # would allocate all of its buffers.
         with self._binding_lock:
             if (index, outputs) not in self._bindings:
                 self._bindings[index, outputs] = self._bind(index, outputs)
@@ -561,6 +578,7 @@ class OrtRunner(Closeable):
         shares_session = session is self._sessions[0]
         captures = self._capture and not off_ladder
         config = self._run_config(session)
+        # A session that has CUDA graphs switched on records every run that does not say otherwise.
         if self._capture and off_ladder and shares_session:
             config |= UNRECORDED
         return DeviceBinding(
@@ -590,6 +608,7 @@ class OrtRunner(Closeable):
         if head.name != CUDA or "sdpa_kernel" in head.options or not has_attention(path):
             return self._sessions[0]
         option, _ = CUDA_GRAPH_OPTIONS[CUDA]
+        # Without recordings: a shape that comes once would cost a capture and never be replayed.
         options = {name: value for name, value in head.options.items() if name != option}
         options["sdpa_kernel"] = _KERNELS_WITHOUT_PLANS
         providers = [replace(head, options=options), *below]
@@ -649,6 +668,7 @@ class OrtRunner(Closeable):
         Return 0 if no profile covers them, the number of rows is fixed, or there are neither
         engines nor a ladder.
         """
+        # The rows are always the first dim of an input.
         rows, *names = (_dim_name(dim) for dim in spec.dims)
         sizes = {name: size for name, size in zip(names, others, strict=True) if name}
         if self.ladder:
@@ -675,6 +695,8 @@ class OrtRunner(Closeable):
 
     def close(self) -> None:
         """Free the sessions and their memory."""
+        # Take the bindings under the lock, so that no run makes one meanwhile, but close them
+        # outside of it: each waits for its run in progress.
         with self._binding_lock:
             bindings, self._bindings = list(self._bindings.values()), {}
         for binding in bindings:
@@ -692,6 +714,8 @@ def run_values(session: Any, values: Mapping[str, Any], outputs: Sequence[str]) 
     binding = session.io_binding()
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
+    # Only the device is bound, no buffer: ONNX Runtime allocates each output anew, so that no later
+    # run overwrites it.
     for name in outputs:
         binding.bind_output(name, device.kind, device.index)
     with CAPTURE_LOCK.running():

@@ -57,6 +57,7 @@ def new_session(
         ArtifactError: the file is damaged, or the graph would allocate too much memory.
         ProviderError: a provider did not register, or the graph cannot be loaded.
     """
+    # Before ONNX Runtime sees the file: it computes constants while it loads a graph.
     check_allocations(path, record=record)
 
     options.log_severity_level = 4  # errors come back as exceptions
@@ -102,6 +103,7 @@ def _opened(path: Path, options: Any, requested: list[tuple[str, dict[str, str]]
     import onnxruntime as ort
 
     try:
+        # Without `enable_fallback=0` the constructor would try again on other providers.
         return ort.InferenceSession(str(path), options, providers=requested, enable_fallback=0)
     except Exception as error:
         # ONNX Runtime's fusions pass FP8 tensors to kernels that only support INT8.
@@ -150,6 +152,7 @@ def tensor_spec(value: Any) -> TensorSpec:
     """Return the spec of an `onnxruntime.NodeArg`; `?` stands for an unnamed dim."""
     kind = value.type.removeprefix("tensor(").removesuffix(")")
     dims: list[Dim] = [
+        # ONNX Runtime has None or an empty name for a dim without a name.
         dim if isinstance(dim, int) and dim >= 0 else (isinstance(dim, str) and dim) or "?"
         for dim in value.shape or ()
     ]

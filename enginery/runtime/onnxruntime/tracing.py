@@ -73,6 +73,7 @@ class GraphTracer(Closeable):
         present = {value.name for value in graph.graph.output}
         for name in self._fetched:
             if name not in present:
+                # ONNX Runtime infers the type of an output that has only a name.
                 graph.graph.output.add().name = name
         self._session: Any = open_in_memory(
             graph.SerializeToString(),
@@ -99,6 +100,7 @@ class GraphTracer(Closeable):
         results = {}
         for name in self.tensors:
             sources = [values[source] for source in self._sources.get(name, ())]
+            # Outputs of a branch that did not run are empty.
             filled = next((array for array in sources if array.size), None)
             results[name] = feeds[name] if not sources else sources[0] if filled is None else filled
         return results
@@ -146,8 +148,10 @@ def _expose(graph: Any, names: frozenset[str], numbers: count[int]) -> dict[str,
             own = {name: [name] for n in branch.node for name in n.output if name in names}
             for name, sources in (*own.items(), *inner.items()):
                 for source in sources:
+                    # The number keeps names apart that occur in several branches or depths.
                     outside = f"{name}:fetched:{next(numbers)}"
                     _add_output(branch, source, f"{outside}:inside")
+                    # All branches of an If need the same number of outputs.
                     for other in branches:
                         if other is not branch:
                             _add_empty(other, f"{outside}:empty")
@@ -208,6 +212,7 @@ def open_in_memory(
     use_exact_int8(options)
     # Outputs are compared or counted between the runs, which busy threads would slow down.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # A graph in memory has no folder, where its external data would be found.
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(directory.resolve())
     )

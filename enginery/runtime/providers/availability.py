@@ -367,6 +367,8 @@ def _not_compiled(name: str) -> Unavailable:
     builds = installed_onnxruntimes()
     provider = known_provider(name)
     package = provider.package
+    # The builds in the first folder of the import path are the ones that are imported. If there are
+    # several, each has overwritten files of the others.
     imported = [build for build in builds if build.directory == builds[0].directory]
     listed = ", ".join(map(str, imported))
     if len(imported) > 1 and package in [build.name for build in imported]:

@@ -31,8 +31,10 @@ def needed_libraries(path: Path) -> list[str]:
     try:
         with path.open("rb") as stream:
             header = stream.read(64)
+            # An ELF file of 64 bits, little-endian.
             if header[:6] != b"\x7fELF\x02\x01":
                 return []
+            # e_phoff; e_phentsize and e_phnum.
             table, entry_size, entries = (
                 *struct.unpack_from("<Q", header, 32),
                 *struct.unpack_from("<HH", header, 54),
@@ -43,8 +45,11 @@ def needed_libraries(path: Path) -> list[str]:
             segments = [struct.unpack_from("<IIQQQQ", raw, i * entry_size) for i in range(entries)]
             dynamic = next(s for s in segments if s[0] == _PT_DYNAMIC)
             stream.seek(dynamic[2])
+            # The dynamic section consists of pairs (tag, value) of 16 bytes, up to DT_NULL.
             pairs = list(struct.iter_unpack("<qQ", stream.read(dynamic[5] // 16 * 16)))
             end = next((i for i, pair in enumerate(pairs) if pair[0] == _DT_NULL), len(pairs))
+            # The string table is given by its virtual address. The segment that is loaded there
+            # tells its place in the file.
             address = next(value for tag, value in pairs[:end] if tag == _DT_STRTAB)
             load = next(s for s in segments if s[0] == _PT_LOAD and s[3] <= address < s[3] + s[5])
             strings = address - load[3] + load[2]
@@ -92,6 +97,7 @@ def _is_loaded(name: str) -> bool:
     if sys.platform == "win32":
         return False
     try:
+        # With RTLD_NOLOAD this opens only what is loaded already.
         ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
         return False

@@ -62,6 +62,7 @@ def choose_providers(requested: Providers, *, allow_fallback: bool = False) -> l
         # Two providers may lack the same library, which is reported once.
         refused.setdefault(unavailable.reason, []).append(short_name(name))
         remedies.append(unavailable.do)
+        # Strict: the reason is that of the first provider alone.
         if not allow_fallback:
             break
     alternative = "" if allow_fallback or len(options) == 1 else " Or pass --allow-fallback."

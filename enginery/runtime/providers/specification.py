@@ -274,6 +274,7 @@ def _from_file(path: Path) -> list[ProviderSpec]:
             do="Name an existing file, or providers such as cuda,cpu.",
         )
     try:
+        # Editors on Windows put a byte order mark in front.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"providers: the file {path} cannot be read: {error}.") from error
@@ -330,6 +331,7 @@ def _from_rapidocr_engines(document: Mapping[str, Any]) -> list[ProviderSpec]:
     engine_types = {
         name: _section(document, name).get("engine_type") for name in _RAPIDOCR_SECTIONS
     }
+    # From Python, these are members of RapidOCR's enums.
     engine_types = {
         name: getattr(kind, "value", kind) for name, kind in engine_types.items() if kind
     }

@@ -170,8 +170,10 @@ def best_answers(
         null_score = min(null_score, float(start[0] * end[0]))
         # The first token stands for "no answer", so no span may start or end there.
         start[0] = end[0] = 0.0
+        # `top_k * 2 + 10` candidates, as in transformers' pipeline: several may be the same words.
         for first, last, score in _candidates(start, end, allowed, 2 * top_k + 10, max_tokens):
             span = _characters(window.encoding, first, last)
+            # The pipeline also adds up the scores of answers that differ in case only.
             key = context[slice(*span)].lower()
             spans.setdefault(key, span)
             scores[key] = scores.get(key, 0.0) + score

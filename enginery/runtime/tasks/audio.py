@@ -94,6 +94,7 @@ class AudioTask(MediaTask):
         rate = self.processor.sampling_rate
         samples = load_audio(item, rate, name=f"audio {index}", max_seconds=self.max_seconds)
         fixed = self.processor.fixed_samples
+        # A shorter waveform would leave the encoder's convolutions without a frame.
         least = 1 if fixed else self.config.audio_frame_samples
         if samples.size < least:
             raise InputError(
@@ -168,6 +169,7 @@ class Transcribe(AudioTask):
         best = logits.argmax(axis=-1)
         with np.errstate(all="ignore"):  # NaN or infinity, see `is_finite`
             shifted = logits - logits.max(axis=-1, keepdims=True)
+            # The best token's exp(0) = 1 is the numerator of its softmax.
             scores = (1 / np.exp(shifted).sum(axis=-1)).mean(axis=-1)
         return list(zip(best, scores, strict=True))
 
@@ -189,6 +191,7 @@ def example_wav(sampling_rate: int = 16_000) -> bytes:
         file.setnchannels(1)
         file.setsampwidth(1)
         file.setframerate(sampling_rate)
+        # WAV samples of 8 bits are unsigned, with silence at 128.
         samples = 128 + 100 * _tone(_EXAMPLE_SECONDS, sampling_rate)
         file.writeframes(samples.astype(np.uint8).tobytes())
     return content.getvalue()

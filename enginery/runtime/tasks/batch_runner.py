@@ -137,6 +137,7 @@ class BatchRunner:
             InputError, ShapeError: the graph does not accept the rows.
         """
         feeds = self.feeds(rows)
+        # Rows of one batch read the same outputs, since `reads_raw` is in their key.
         outputs = self.runner(feeds, self.task.outputs_read(raw=rows[0].reads_raw))
         return list(self.split(rows, feeds, outputs))
 

@@ -124,6 +124,7 @@ class Embed(TextTask):
         if options.dimensions:
             require_dimensions(options, self.graph_dim)
         texts = [item for item in inputs if isinstance(item, str)]
+        # Texts only, or a single string, which is refused. Token ids are checked one by one below.
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
         name = options.prompt_name or self.default_prompt
@@ -221,6 +222,8 @@ def finish_vectors(
     if not len(vectors):
         return np.empty((0, dim), np.float32)
     finished = np.asarray(vectors, np.float32)
+    # The model's own normalization is part of its vectors and comes before they are cut; one that
+    # is asked for comes last, so that the result has length 1.
     if options.normalize is None and model_normalizes:
         finished = unit_vectors(finished)
     if options.dimensions:

@@ -393,6 +393,8 @@ class Generate(Task):
             InputError: the prompt alone reaches the largest length.
         """
         longest = options.longest(row.prompt_length, self.positions)
+        # A length in the request was refused above the limit; one of the model's files is cut to
+        # it.
         limit = self.limits.max_new_tokens
         if limit and longest - row.prompt_length > limit:
             options = options.model_copy(update={"max_new_tokens": limit})

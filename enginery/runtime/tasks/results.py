@@ -305,6 +305,7 @@ def _structs(value: Any) -> Any:
 def _tensor(values: Sequence[Any], dtype: Dtype, shape: tuple[int, ...]) -> NDArray[Any]:
     if dtype != "string":
         return np.array(values, dtype).reshape(shape)
+    # np.array would make bytes of a fixed size, which lose trailing zeros.
     array = np.empty(len(values), dtype=object)
     array[:] = [text.encode() for text in values]
     return array.reshape(shape)

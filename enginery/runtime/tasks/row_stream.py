@@ -125,6 +125,8 @@ class RowStream:
                     window.preprocess_seconds = time.perf_counter() - started
                 rows = window.work.rows
                 plan = self.plan(rows) if rows else []
+                # The last batch is prepared below, because each window yields exactly one that is
+                # the last, even without rows or after an error.
                 for indices in plan[:-1]:
                     if window.error is not None:  # a batch that failed in the meantime
                         break
@@ -159,6 +161,7 @@ class RowStream:
                     window.run_seconds += seconds
                     window.padded_tokens += int(batch.feeds[first_input].size)
                 except InputError as error:
+                    # The first error stays; other batches may have been under way already.
                     window.error = window.error or error
             if batch.is_last:
                 yield window
@@ -269,6 +272,7 @@ def read_ahead(items: Generator[Item], *, ahead: int, name: str) -> Generator[It
             del value
     finally:
         is_closed.set()
+        # The thread may be waiting for a slot; it sees the event then, and ends.
         slots.release()
         thread.join()
     if value is not None:

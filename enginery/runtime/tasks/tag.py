@@ -150,8 +150,11 @@ def _split_pieces(
             # A token that continues a word is longer than its text, by its prefix: "##ing".
             continues = len(token) != end - start
         else:
+            # transformers' rule for tokenizers without such a prefix: no space before the token or
+            # at its start.
             continues = start > 0 and " " not in text[start - 1 : start + 1]
         if encoding.ids[index] == tokenizer.unk_id:
+            # As in transformers' pipeline, an unknown token begins a word.
             continues = False
         pieces.append(_Piece(start, end, scores[index], continues))
     return pieces

@@ -75,6 +75,7 @@ class TaskOptions(BaseModel):
             return cls.model_validate(present)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=True)[0]
+        # Outside of the handler, so that pydantic's error is not shown beside this one.
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             names = tuple(cls.model_fields)

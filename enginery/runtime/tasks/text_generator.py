@@ -110,6 +110,7 @@ class TextGenerator(Closeable):
         prepared: GenerationRow = row.content.row
         same_length = len(prepared.prompt) if self.task.graphs.counts_padding else 0
         arrays = prepared.arrays.items()
+        # An encoder's texts are padded, but images and sounds are stacked as they are.
         return same_length, *(array.shape for name, array in arrays if name != "input_ids")
 
     def padded_length(self, row: Row) -> int:

@@ -3,9 +3,7 @@
     key_fields(RTX, BuildOptions(), ("8.9",), ["batch=1:8:32,sequence=8:128:512"])
     # {'flavor': 'tensorrt-rtx', 'tensorrt': '1.7.1.116', 'capabilities': '8.9', …}
 
-A plan of TensorRT for RTX 1.7 depends on the version and build, the profiles and their order, the
-set of capabilities, the workspace, the verbosity and weight streaming. Classic TensorRT selects
-kernels by timing them, so the GPU, its driver and the options of the search matter as well.
+The key has everything that a plan depends on.
 """
 
 from __future__ import annotations
@@ -54,8 +52,12 @@ def key_fields(
         "verbosity": _VERBOSITY,
     }
     counted = option_fields(options, timing_cache=timing_cache_content(options))
+    # A plan of TensorRT for RTX 1.7 depends on the version and build, the profiles and their order,
+    # the set of capabilities, the workspace, the verbosity and weight streaming.
     if flavor is RTX:
         return fields | {n: value for n, value in counted.items() if n not in CLASSIC_ONLY}
+    # Classic TensorRT selects kernels by timing them, so the GPU, its driver and the options of the
+    # search matter as well.
     return fields | counted | {"gpu": current_gpu(flavor).name, "driver": _driver()}
 
 

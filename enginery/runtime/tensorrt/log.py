@@ -89,6 +89,7 @@ def read_layer(line: str) -> LayerRecord | None:
 
 def layer_kind(name: str, kind_name: str) -> LayerKind:
     """Return the kind of a layer, from its name and TensorRT's layer type."""
+    # A fused attention has `mha` in its name, whatever its type.
     if "mha" in name.lower():
         return "attention"
     if kind_name in _KINDS:

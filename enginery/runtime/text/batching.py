@@ -115,9 +115,12 @@ def _cheapest_sizes(
     least = np.zeros(count + 1, np.int64)  # cost of the inputs from this one on
     best = np.ones(count, np.int64)  # size of the batch that begins with this input
     rows = np.arange(1, count + 1)
+    # From the shortest input to the longest: `least` is known for all that follow, so each input
+    # tries every size of the batch that it begins, at once.
     for first in range(count - 1, -1, -1):
         tokens = int(longest[first])
         largest = largest_size(first, tokens)
+        # A batch is padded to its first input, which is the longest.
         costs = least[first + 1 : first + 1 + largest] + rows[:largest] * tokens
         # The largest batch of those that cost the same.
         size = largest - int(np.argmin(costs[::-1]))
@@ -142,6 +145,8 @@ def _sizes_on_rungs(
     costs: list[float] = [0.0] + [math.inf] * count  # of the inputs before this one
     sizes = [0] * (count + 1)  # size of the batch that ends before this input
     start_cost = batch_cost or 1 / (count + 1)  # of those with equal padding, the fewest batches
+    # From the longest input to the shortest: each number of inputs that can be reached exactly by
+    # rungs keeps its cheapest batches.
     for first in range(count):
         if costs[first] == math.inf:
             continue

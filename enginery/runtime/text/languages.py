@@ -129,6 +129,8 @@ class Languages:
             # As MBartTokenizer does.
             placement = Placement.BACK
         source = settings.src_lang or convention.source
+        # mBART's translations start with the language; the other classes force it as the first
+        # token after the start token.
         starts = name == "MBartTokenizer"
         return cls(dict(sorted(tokens.items())), placement, source, eos_id, starts)
 

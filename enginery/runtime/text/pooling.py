@@ -152,14 +152,18 @@ def _read_pooling_config(directory: Path) -> Pooling:
 def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
     weights = mask.astype(np.float32)
     if mode == "cls":
+        # The first 1 of the mask is the first real token, also with padding on the left.
         return _at(tokens, np.argmax(mask, axis=1))
     if mode == "lasttoken":
         width = mask.shape[1]
         last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
+        # Multiplied with the mask as in sentence-transformers: a text without tokens gives zeros.
         return _at(tokens * weights[:, :, None], last)
     if mode == "max":
+        # -1e9 for padding, as in sentence-transformers, and not infinity.
         return np.asarray(np.where(weights[:, :, None] > 0, tokens, np.float32(-1e9)).max(axis=1))
     if mode == "weightedmean":
+        # Weights are 1, 2, 3, … by position, as in sentence-transformers.
         positions = np.arange(1, mask.shape[1] + 1, dtype=np.float32)
         weights = weights * positions[None, :]
     # A matrix product needs no second array of the size of `tokens`.

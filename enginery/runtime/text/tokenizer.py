@@ -120,6 +120,7 @@ class FastEncoder:
         from tokenizers import Tokenizer, normalizers
 
         normalizer = tokenizer.normalizer
+        # Other normalizers change ASCII texts in ways that `str.lower` does not know.
         if not (isinstance(normalizer, normalizers.BertNormalizer) and normalizer.lowercase):
             return cls(tokenizer, None, ())
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
@@ -129,6 +130,7 @@ class FastEncoder:
         is_short = len(added) <= _MAX_ADDED_TOKENS and sum(map(len, added)) <= _MAX_ADDED_CHARACTERS
         if not (is_short and all(text.isascii() and text.isprintable() for text in added)):
             return cls(tokenizer, None, ())
+        # The model, with its vocabulary, is shared and not copied.
         plain = Tokenizer(tokenizer.model)
         plain.pre_tokenizer = tokenizer.pre_tokenizer
         plain.post_processor = tokenizer.post_processor
@@ -146,6 +148,7 @@ class FastEncoder:
         encodings: list[Any] = [None] * len(texts)
         plain = [index for index, text in enumerate(lowercased) if text is not None]
         others = [index for index, text in enumerate(lowercased) if text is None]
+        # Texts of both kinds are encoded in two lists, and come back in their places.
         for encoder, indices, items in (
             (self.plain, plain, lowercased),
             (self.tokenizer, others, texts),
@@ -160,6 +163,8 @@ class FastEncoder:
 
         That is a pair, or a text that is not ASCII, or has control characters or added tokens.
         """
+        # A control character or a line break is not printable; BERT's normalizer removes it or
+        # makes it a space.
         if not (isinstance(text, str) and text.isascii() and text.isprintable()):
             return None
         lowercased = text.lower()
@@ -231,6 +236,7 @@ class TextTokenizer:
             try:
                 apply_settings(tokenizer, settings)
                 tokenizer.enable_truncation(**truncation)
+            # A panic of `tokenizers` is raised as an exception that derives from BaseException.
             except BaseException as error:
                 raise ArtifactError(
                     f"{directory / 'tokenizer.json'} rejects the settings of "
@@ -246,7 +252,9 @@ class TextTokenizer:
             # Truncation is a setting of the whole tokenizer, so the windows of pairs need one of
             # their own, which only question answering loads.
             window = min(limit, _WINDOW)
+            # The overlap is at most half of a window, so that each window advances.
             stride = min(window // 2, _WINDOW_OVERLAP)
+            # Only the context is split: each window has the whole question.
             configure(tokenizer, max_length=window, stride=stride, strategy="only_second")
             return tokenizer
 
@@ -302,6 +310,8 @@ class TextTokenizer:
                 else text
                 for text in items
             ]
+            # A single text is encoded in the calling thread in any case, so no other threads are
+            # asked.
             return (
                 encode_batch(shortened)
                 if len(shortened) == 1
@@ -331,6 +341,7 @@ class TextTokenizer:
                 [*prompts, template.suffix],
             )
         )
+        # The end of the prompt asks the question, so it stays, and the document before it is cut.
         max_body = max(self.limit - len(suffix), 0)
         pairs = (
             TokenIds(prompt)
@@ -415,6 +426,7 @@ class TextTokenizer:
         if self.unk_id is None or self.unk_id not in encoding.ids:
             return encoding
         ids = list(encoding.ids)
+        # Every unknown token has the same id, so the text of the token says which one it is.
         for index, token in enumerate(encoding.tokens):
             if ids[index] == self.unk_id:
                 hidden = self.backend.token_to_id(HIDDEN + token)
@@ -445,6 +457,7 @@ class TextTokenizer:
         inner = inner[len(inner) - max_inner :] if is_cut and keeps_end else inner[:max_inner]
         size = self.backend.get_vocab_size(with_added_tokens=True)
         for token_id in inner:
+            # bool is a subclass of int, but True is no token id.
             if (
                 isinstance(token_id, bool)
                 or not isinstance(token_id, int)
@@ -481,6 +494,7 @@ class TextTokenizer:
     def _special_tokens_around(self) -> tuple[list[int], list[int]]:
         """The ids of the special tokens that the model adds before and after a text."""
         try:
+            # Any text of one plain token would do: all that comes around it is special.
             (encoding,) = self.backend.encode_batch(["a"])
         except BaseException as error:
             raise InputError(
@@ -508,6 +522,7 @@ class TextTokenizer:
         while characters < min(len(text), max_characters):
             beginning = text[:characters]
             (encoding,) = self.backend.encode_batch([beginning])
+            # The overflowing tokens belong to the same beginning.
             if len(encoding) + sum(len(e) for e in encoding.overflowing) > self.limit + _MARGIN:
                 return beginning
             characters *= 4
@@ -533,6 +548,7 @@ class TextTokenizer:
         try:
             return self._encode_list(tokenizer.encode_batch, list(pairs))
         except BaseException as error:
+            # Usually one pair is the cause, and its own error names it.
             reason = failure_reason(error)
             for index, pair in enumerate(pairs):
                 self._require_pair(tokenizer, pair, index)
@@ -581,6 +597,7 @@ class TextTokenizer:
             )
         lengths = list(map(len, encodings))
         longest = max(lengths)
+        # A graph of fixed length takes nothing else, so `width` is ignored.
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
             raise InputError(f"a text has {longest} tokens, but the graph takes exactly {width}.")

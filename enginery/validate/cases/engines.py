@@ -105,6 +105,7 @@ def _split_rows(
     sizes = dim_sizes(record.inputs, feeds)
     count = len(next(iter(feeds.values())))
     others = {name: size for name, size in sizes.items() if name != _ROWS}
+    # 0 if no profile takes the other sizes: then single rows show which of them fit.
     rows = count if fixed_batch(record) else max_rows(profiles, _ROWS, others) or 1
     parts = []
     for start in range(0, count, rows):
@@ -124,6 +125,7 @@ def _take_rows(
     mask = next((spec for spec in record.inputs if is_padding_mask(spec)), None)
     columns = mask.dims[1] if mask else None  # all inputs of a text graph are (batch, sequence)
     if mask and isinstance(columns, str):
+        # The other columns are padding that only rows of another part needed.
         used = feeds[mask.name].any(axis=0)
         feeds = {
             spec.name: feeds[spec.name][:, used] if columns in spec.dims else feeds[spec.name]

@@ -31,9 +31,7 @@ def find_padding_mask(
 ) -> PaddingMask | None:
     """Return the padding mask of an output; None if it has no padding.
 
-    An output has padding if it shares the batch and sequence dims with an attention mask. Dims are
-    compared by name, not by size: three labels are not a sequence of three positions. The last
-    columns of a mask over `past_sequence + sequence` are those of `sequence`.
+    An output has padding if it shares the batch and sequence dims with an attention mask, by name.
     """
     for spec in inputs:
         if not is_padding_mask(spec) or spec.name not in feeds or len(output.dims) < 2:
@@ -43,12 +41,14 @@ def find_padding_mask(
             continue
         mask = np.asarray(feeds[spec.name] != 0)
         for axis, dim in enumerate(output.dims[1:], start=1):
+            # Numbers may be equal by chance: three labels are not a sequence of three positions.
             if dim == positions and (isinstance(dim, str) or axis == 1):
                 return PaddingMask(mask, axis)
         ids = next((s for s in inputs if s.name.endswith("input_ids")), None)
         if ids is not None and len(ids.dims) == 2:
             dim = ids.dims[1]
             if output.dims[1] == dim and dim in dim_terms(positions):
+                # The mask covers the past first; its end belongs to the new positions.
                 width = feeds[ids.name].shape[1]
                 return PaddingMask(mask[:, mask.shape[1] - width :], 1)
     return None

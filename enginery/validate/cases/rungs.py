@@ -71,6 +71,7 @@ class _RungRun:
             if dim == SEQUENCE and missing:
                 widths = [(0, 0)] * array.ndim
                 widths[axis] = (missing, 0) if self.pad_left else (0, missing)
+                # A 0 in the mask excludes the position; ids get the token that the model pads with.
                 value = self.pad_token_id if spec.name.endswith("input_ids") else 0
                 array = np.pad(array, widths, constant_values=value)
             elif dim == BATCH and missing:

@@ -108,6 +108,7 @@ def profile_cases(
             label = ", ".join(f"{dim} {size}" for dim, size in sizes.items()) or "fixed"
             make = partial(make_feeds, record.inputs, sizes, limits, seed=seed)
             cases.setdefault(label, ValidationCase(label, "profile", make))
+            # A single row has no longer one to be padded to.
             if pads and sizes.get("batch", 1) > 1:
                 label = f"{label}, padded"
                 case = ValidationCase(label, "profile", partial(make, ragged=True))

@@ -140,6 +140,7 @@ def _confidence_width(
     measured: AccuracyMetrics | LayerError, rows: int, confidence: float = _CONFIDENCE
 ) -> float:
     """Return how far the mean of so many rows may be above the measured one, by chance alone."""
+    # The standard error of the difference of two means, over n and m rows: s * sqrt(1/n + 1/m).
     error = (measured.deviation or 0.0) * math.sqrt(1 / max(measured.rows, 1) + 1 / max(rows, 1))
     return NormalDist().inv_cdf(confidence) * error
 
@@ -188,6 +189,7 @@ class LayerExpectation:
     def _limit(self, measured: LayerError, rows: int) -> float:
         if not self.own_data:
             return _LAYER_SLACK * measured.error + self.rounding
+        # Bonferroni: any of all layers exceeds its bound as rarely as a single one would.
         confidence = 1 - (1 - _CONFIDENCE) / len(self.measured)
         bound = measured.error + _confidence_width(measured, rows, confidence)
         return max(_LAYER_DATA_SLACK * measured.error, bound) + self.rounding
@@ -204,6 +206,7 @@ def accuracy_expectation(artifact: Artifact, *, own_data: bool) -> AccuracyExpec
     if stage is None:
         raise ArtifactError(f"{artifact.path} is not quantized, so it has no budget.")
     promised, report = _promised_cosine(stage), _read_report(artifact)
+    # Of an encoder with a decoder, the answers to real inputs are the encoder's outputs.
     held_out = _usable((report.encoder_accuracy or report.accuracy) if report else None)
     builtin = _usable(report.builtin if report else None)
     recorded = [promised, *(accuracy.cosine for accuracy in (held_out,) if accuracy)]
@@ -246,6 +249,7 @@ def _read_report(artifact: Artifact) -> QuantizationReport | None:
 
 def _usable(metrics: AccuracyMetrics | None) -> AccuracyMetrics | None:
     """Return a measurement, or None if its cosines are not between -1 and 1."""
+    # Rounding may lift a cosine above 1 a little.
     if metrics is None or not all(
         -1 <= c <= 1.000001 for c in (metrics.cosine, metrics.worst_cosine)
     ):

@@ -74,6 +74,7 @@ def compute_differences(
     actual: Array, reference: Array, padding: PaddingMask | None
 ) -> Differences:
     """Compare two arrays of the same shape in float64, one row of the batch at a time."""
+    # A quantile takes all errors at once; as FP32, they take half the memory.
     errors = np.empty(actual.size, np.float32)
     filled = 0
     largest = 0.0
@@ -169,6 +170,7 @@ def argmax_disagreement(
         mine, theirs = mine_row.astype(np.float64), theirs_row.astype(np.float64)
         if mine.ndim == 0 or mine.size == 0:
             continue
+        # A row of a segmentation is (classes, height, width).
         axis = 0 if mine.ndim == 3 else -1
         chosen = mine.argmax(axis)
         of_chosen = np.take_along_axis(theirs, np.expand_dims(chosen, axis), axis).squeeze(axis)

@@ -184,6 +184,7 @@ def _problem(
     agreement: float,
     name: str,
 ) -> str:
+    # What makes the later figures meaningless comes first.
     if differences.undefined:
         return f"{differences.undefined} elements are NaN in {name} itself"
     if differences.unequal:

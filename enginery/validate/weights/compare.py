@@ -244,6 +244,7 @@ class _GraphComparison:
             if quantized_precision(tensor) and self.parameters.has_integers(name):
                 self._handled.add(name)  # the source file is quantized itself
                 self._compare(read_plain(value, tensor))
+        # Layers and pairs first: their scales, zero points and smoothing would be untraced weights.
         layers = list(quantized_layers(model, self.calibration))
         for layer in layers:
             if layer.weight.name not in self._handled:
@@ -289,6 +290,7 @@ class _GraphComparison:
         """
         exact = self.kinds.total() - sum(self.kinds[kind] for kind in _NOT_EXACT)
         every = self.kinds.total() + sum(prod(weight.shape) for weight in self.untraced)
+        # A layer that stayed quantized would hide the faults of the others.
         if self.layers and not self.untraced_layers:
             write_unquantized(model, self.layers, self.joining, self.tables, path)
         elif self.precision in LOW_TYPES and not self.quantized and exact >= _MOST * every:
@@ -348,6 +350,7 @@ class _GraphComparison:
         if use is not None and self._norm(use) is not None and not _is_normalized(use.node):
             # A weight that is rounded may fit both with and without a normalization near 1.
             folded = self._check_folded(actual, use, name, expected, turned)
+            # Whichever explains more of the elements.
             if folded.difference is None or folded.difference.differing < np.count_nonzero(wrong):
                 self._see(self._norm(use))
                 return folded
@@ -525,6 +528,7 @@ class _GraphComparison:
         if name in self.parameters.weights:
             if self._of_size([name], part):
                 return self._check(part, _Expectation([name], self.parameters.is_linear(name)))
+            # A parameter of another size: nothing equals NaN, so every element differs.
             expected = np.full(shape, nan)
         else:  # this layer has no bias
             expected = np.zeros(shape, np.float32)
@@ -599,6 +603,7 @@ class _GraphComparison:
         zero = tensors.get(f"{base}_zero_point")
         uses = list(find_uses(value))
         is_product = any(use.inputs_first is not None for use in uses)
+        # One scale for each column of a product, channel of a convolution, or row of a table.
         axis = raw.ndim - 1 if is_product else 0
         scales = read_values(tensors[f"{base}_scale"][1])
         zeros = read_values(zero[1]) if zero else np.zeros((), raw.dtype)
@@ -627,6 +632,7 @@ class _GraphComparison:
         self.kinds[match.kind] += stored.values.size
         if match.difference is not None:
             self.differences.append(match.difference)
+        # Quantized weights are restored layer by layer, see `layers`.
         elif match.exact is not None and stored.tolerance is None:
             self.exact[stored.name] = match.exact
         return match

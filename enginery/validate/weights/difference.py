@@ -77,6 +77,7 @@ def _meaning(actual: StoredWeight, values: Array, wide: Array, wrong: Array, hol
 def _factor(values: Array, wide: Array) -> float:
     """Return the number that all expected values are multiplied by; NaN if there is none."""
     with np.errstate(invalid="ignore", over="ignore"):
+        # Least squares: <v, w> / <w, w>, where w may be zero.
         ratio = float((values * wide).sum() / max((wide**2).sum(), 1e-300))
         is_multiple = np.allclose(values, ratio * wide, rtol=1e-3, atol=1e-6 * np.abs(wide).max())
     return ratio if is_multiple else math.nan

@@ -100,6 +100,7 @@ def _mismatches(stored: StoredWeight, expected: Array, error: Array | None) -> N
                 stored.raw, expected.astype(stored.raw.dtype)
             )
             if error is not None:
+                # With an error, a value between two numbers may be rounded to either.
                 step = np.spacing(np.abs(rounded)).astype(np.float32)
                 equal |= np.abs(stored.values - expected) <= step + slack
             return ~equal
@@ -113,6 +114,7 @@ def _beyond(difference: Array, limit: Any) -> NDArray[np.bool_]:
 
 
 def _equal(actual: Array, expected: Array) -> NDArray[np.bool_]:
+    # V is the kind of ml_dtypes' types, such as bfloat16.
     both_nan = np.isnan(actual) & np.isnan(expected) if actual.dtype.kind in "fV" else False
     return np.asarray((actual == expected) | both_nan, np.bool_)
 
@@ -125,19 +127,25 @@ def explain(actual: StoredWeight, expected: Array) -> str:
     by the same factor in all, is damaged, not explained.
     """
     values, wide = actual.values.astype(np.float64), expected.astype(np.float64)
+    # 2**-8 is BF16's unit roundoff, and more than FP16's.
     slack: Array = np.abs(values) * (2.0**-8 if actual.precision in LOW_TYPES else 2.0**-20)
     if actual.tolerance is not None:
         slack = slack + actual.tolerance
+    # Gemma's norms multiply by 1 + weight.
     if wide.ndim == 1:
         return "folded" if np.all(np.abs(values - (1.0 + wide)) <= slack + 2.0**-22) else ""
     flat, other = wide.reshape(len(wide), -1), values.reshape(len(wide), -1)
+    # Only convolutions standardize weights, and two elements lie on a line in any case.
     if wide.ndim < 3 or flat.shape[1] < 3:
         return ""
     mean, other_mean = flat.mean(1, keepdims=True), other.mean(1, keepdims=True)
     norm = ((flat - mean) ** 2).sum(1, keepdims=True)
     if not np.all(norm):
         return ""
+    # By least squares, a line for each channel: stored = slope * (parameter - its mean) + its own
+    # mean. A standardized weight lies on it, a damaged one does not.
     slope = ((flat - mean) * (other - other_mean)).sum(1, keepdims=True) / norm
+    # Standardization divides each channel by its own deviation, so the slopes differ.
     if np.count_nonzero(np.abs(slope - np.median(slope)) < 1e-4) * 2 > len(slope):
         return ""
     fit = (flat - mean) * slope + other_mean

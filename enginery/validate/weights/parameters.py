@@ -48,6 +48,7 @@ class BatchNorm:
 
     def fold_bias(self, bias: Array) -> tuple[Array, Array]:
         """Return a convolution's bias with this folded in, and its magnitudes for the error."""
+        # Rounding errors go by the summands, which may cancel in the sum.
         terms = (np.abs(bias) + np.abs(self.mean)) * np.abs(self.scale) + np.abs(self.shift)
         return (bias - self.mean) * self.scale + self.shift, terms
 
@@ -155,6 +156,7 @@ class Parameters:
             role: `weight` or `bias`; a bias that is returned need not exist.
         """
         words = neighbour.split(".")
+        # Outwards from the neighbour, to the first module with one query, one key and one value.
         for end in range(len(words) - 1, 0, -1):
             inside = f"{'.'.join(words[:end])}."
             weights = [
@@ -188,8 +190,10 @@ class Parameters:
             self._batch_norms = [self._read_batch_norm(module) for module in self._epsilons]
         axes = tuple(range(1, expected.ndim))
         with np.errstate(divide="ignore", invalid="ignore"):
+            # By least squares, the factor of each output channel.
             scale = (weight * expected).sum(axes) / (expected * expected).sum(axes)
         same = [norm for norm in self._batch_norms if norm.scale.shape == scale.shape]
+        # The median: channels of zeros have no factor, and a damaged one has another.
         return min(same, key=lambda n: float(np.nanmedian(np.abs(n.scale - scale))), default=None)
 
     def norm(self, module: str) -> BatchNorm | None:

@@ -117,6 +117,7 @@ class QuantizedLayer:
         zeros = np.zeros(change.shape, np.float32)
         stored = self.bias or StoredWeight(f"{self.node.name}/bias", "fp32", zeros, zeros)
         plain = stored.values - change
+        # The unit roundoffs: half a step of the type, relative to the number.
         step = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(stored.precision, 0.0)
         # FP16 has subnormal numbers, in steps of 2**-24.
         tolerance = np.abs(stored.values) * step + (2.0**-25 if step else 0.0)
@@ -420,6 +421,7 @@ def _is_rounded(values: Vector, expected: Vector) -> bool:
     if values.shape != expected.shape:
         return False
     smallest = 2.0**-24  # the step of FP16's subnormal numbers
+    # 2**-10 is twice FP16's unit roundoff.
     return bool(np.all(np.abs(values - expected) <= np.abs(expected) * 2.0**-10 + smallest))
 
 

@@ -140,6 +140,7 @@ def find_uses(value: ir.Value, *, transposed: bool = False) -> Iterator[Use]:
     for use in value.uses():
         if use.node.op_type in _PASS_ON and use.idx == 0:
             flips = use.node.op_type == "Transpose" and len(value.shape or ()) == 2
+            # Two Transposes cancel out.
             yield from find_uses(use.node.outputs[0], transposed=transposed != flips)
         else:
             yield Use(use.node, use.idx, transposed)
@@ -278,6 +279,7 @@ def paths_behind(node: ir.Node, depth: int = 8) -> Iterator[str]:
     """Yield the paths of the modules that read a node's outputs, the nearest first."""
     level = [node]
     for _ in range(depth):
+        # Bounded, because very many nodes may read one value.
         level = [use.node for reader in level for out in reader.outputs for use in out.uses()][:32]
         for reader in level:
             if path := Use(reader, 0).path:
@@ -335,6 +337,7 @@ def dequantize(
     clipped = _fp16_rounding(step)
     if unsmooth is not None:
         other = [1] * raw.ndim
+        # The input channels are on the matrix's other axis.
         other[1 - axis] = -1
         step = step * unsmooth.reshape(other)
     values = numbers * step
@@ -359,10 +362,13 @@ def _range_problem(
     precision: str, numbers: Array, step: Array, zero: Array, axis: int | None
 ) -> str:
     """Return what is wrong if the largest number of a channel is far below the type's range."""
+    # With a zero point, a range need not reach both ends of the type.
     if np.any(zero):
         return ""
     axes = tuple(i for i in range(numbers.ndim) if i != axis) if axis is not None else None
     largest = np.abs(numbers).max(axis=axes, keepdims=axis is not None)
+    # A scale is made from the largest magnitude, so that one number of its channel is at the end of
+    # the type's range. E4M3's numbers there are 448, 416 and 384.
     range_end, least = (127, 120) if precision == "int8" else (448, 384)
     # The smallest scale is for channels that are all zero.
     low = (largest < least * (1 - _fp16_rounding(step))) & (np.abs(step) > 2.0**-19) & (largest > 0)

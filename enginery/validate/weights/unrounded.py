@@ -87,6 +87,7 @@ def write_unquantized(
         scales = constant_past_casts(table.scale)
         assert scales is not None  # noqa: S101  it is an initializer
         _replace(model, table.value, table.read(), FLOAT)
+        # The nodes that dequantize stay, and multiply by 1.
         _replace(model, table.scale, np.ones(scales.shape.numpy(), np.float32), FLOAT)
     RemoveUnusedNodesPass()(model)
     _write(model, path)
@@ -112,6 +113,7 @@ def write_in_fp32(model: ir.Model, low: ir.DataType, weights: Weights, path: Pat
     """
     sizes = sorted(find_sizes(model))
     numbers = (*_OF_ACTIVATIONS, *(size**power for power in _POWERS for size in sizes))
+    # Reversed, so that of several numbers that round alike, the first is taken.
     exact = {float(low.numpy().type(number)): number for number in reversed(numbers)}
 
     def convert(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol | None:
@@ -143,6 +145,7 @@ def _write(model: ir.Model, path: Path) -> None:
 
 def _restore_weight(model: ir.Model, exact: ExactLayer) -> None:
     layer, weight = exact.layer, exact.read_weight()
+    # Activations are still smoothed, and products still scaled: the weight takes up the inverse.
     if layer.node.op_type != "Conv" and layer.params.multiplier is not None:
         weight = weight / _by_channel(layer.params.multiplier, 1 - layer.output_axis)
     if layer.factors is not None:
@@ -157,6 +160,7 @@ def _by_channel(vector: Array, axis: int) -> Array:
 
 def _restore_bias(model: ir.Model, layer: QuantizedLayer) -> None:
     if layer.bias is not None and layer.bias_value is not None and np.any(layer.delta):
+        # What smoothing has added stays, as smoothing does.
         plain = layer.bias.values - layer.delta
         if (stored := constant_past_casts(layer.bias_value)) is not None:
             _replace(model, layer.bias_value, plain.reshape(stored.shape.numpy()), stored.dtype)
