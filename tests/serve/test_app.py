@@ -373,7 +373,7 @@ def test_disconnect_cancels_the_request():
     model = StandInModel(answer_with=waiting)
     cancelled = []
 
-    async def answer(_task, inputs, _options):
+    async def answer(_task, inputs, _options, _timings):
         model.calls.append(inputs)
         try:
             await waiting.wait()

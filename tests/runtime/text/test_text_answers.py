@@ -224,8 +224,6 @@ def test_method_of_another_task_names_the_right_one(tiny):
     model = load_model(tiny.artifact("bert", "text-classification"))
     with pytest.raises(InputError, match=r"exported for text-classification.*Call classify\(\)"):
         model.embed(["x"])
-    with pytest.raises(AttributeError, match=r"no attribute 'predict'; call classify\(\)"):
-        model.predict  # noqa: B018
     with pytest.raises(InputError, match=r"Call classify\(\)"):
         model.classify_images([])
 
