@@ -239,7 +239,7 @@ class ServedModel(ABC):
                 )
         finally:
             self._requests -= 1
-        if isinstance(task, Task) and not all(map(is_finite, results)):
+        if isinstance(task, Task) and not is_finite(results):
             raise UnavailableError(
                 "the model's outputs are NaN or infinite.",
                 do="They may overflow the model's precision; run `enginery validate` to check it.",
