@@ -227,6 +227,7 @@ def test_engine_is_marked_as_bound_to_its_hardware(registry, artifact, tmp_path)
     )
     assert marks["enginery.engine.hardware_bound"] == "true"
     assert marks["enginery.engine.capabilities"] == "8.9"
+    assert "batch=" in marks["enginery.engine.profiles"]
     assert marks["enginery.engine.tensorrt"] == "1.7.1.116"
     assert "hardware-bound: tensorrt-rtx 1.7.1.116, compute capability 8.9" in published.notes[0]
     files = [json.loads(layer["annotations"]["enginery.files"]) for layer in manifest["layers"]]

@@ -170,7 +170,7 @@ def _layer(group: str, files: tuple[PackageFile, ...], package: Package) -> Imag
             "enginery.engine.flavor": record.flavor,
             "enginery.engine.tensorrt": record.tensorrt,
             "enginery.engine.capabilities": ",".join(record.capabilities) or "portable",
-            "enginery.engine.profiles.parse": "; ".join(record.profiles),
+            "enginery.engine.profiles": "; ".join(record.profiles),
             "enginery.engine.gpu": record.gpu.name or "none",
         }
     return ImageLayer(group, files, f"sha256:{digest.hexdigest()}", size_bytes, annotations)
