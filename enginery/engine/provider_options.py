@@ -25,7 +25,7 @@ from enginery.core.errors import OptionError, ShapeError
 from enginery.core.home import enginery_home
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import Profile, enclosing_profile, profile_shapes
-from enginery.engine.profiles.parse import check_profiles, read_profiles
+from enginery.engine.profiles.check import check_profiles, read_profiles
 from enginery.runtime.engines.selection import flavor_for_provider
 from enginery.runtime.providers.known import full_name, short_name
 from enginery.runtime.tensorrt.options import CLASSIC, RTX, Flavor

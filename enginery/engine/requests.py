@@ -16,8 +16,8 @@ from enginery.core.shapes import Profile, dynamic_dims
 from enginery.core.store.store import ENGINES, Store
 from enginery.engine.config import BuildConfig, check_config
 from enginery.engine.profiles.buckets import LengthBuckets
+from enginery.engine.profiles.check import ProfileReport, check_profiles, read_profiles
 from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data
-from enginery.engine.profiles.parse import ProfileReport, check_profiles, read_profiles
 from enginery.runtime.tensorrt.capabilities import resolve_capabilities
 from enginery.runtime.tensorrt.engine_key import key_fields
 from enginery.runtime.tensorrt.library import require_tensorrt

@@ -32,7 +32,7 @@ from enginery.passes.qdq.layers import Layer, operands, quantized_tensors
 from enginery.passes.qdq.scales import ActivationQuantParams, fp16_scale
 from enginery.passes.qdq.scheme import Scheme, Vector
 from enginery.passes.ranges.measure import float_tensors, measure_ranges
-from enginery.quantize.accuracy import AccuracyEvaluator, measure_file
+from enginery.quantize.accuracy import AccuracyBudget, AccuracyEvaluator, measure_file
 from enginery.quantize.calibration.activation_statistics import (
     ChannelStatistics,
     collect_channel_means,
@@ -57,7 +57,7 @@ from enginery.quantize.multiply_adds import (
     count_multiply_adds,
     mean_length_feeds,
 )
-from enginery.quantize.search import AccuracyBudget, SearchResult, search_mixed_precision
+from enginery.quantize.search import SearchResult, search_mixed_precision
 from enginery.quantize.source_graph import SourceGraph
 
 _MAX_COUNTED_ROWS = 1024

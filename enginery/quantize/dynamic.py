@@ -14,13 +14,12 @@ from enginery.core.artifact.artifact import Artifact
 from enginery.core.errors import ArtifactError, CheckFailedError
 from enginery.passes.ir.graph_file import read_graph
 from enginery.passes.qdq.dynamic import count_integer_nodes, quantize_dynamically
-from enginery.quantize.accuracy import AccuracyEvaluator
+from enginery.quantize.accuracy import AccuracyBudget, AccuracyEvaluator
 from enginery.quantize.calibrate import check_patterns
 from enginery.quantize.calibration.data import CalibrationData, make_batches
 from enginery.quantize.config import QuantizeConfig
 from enginery.quantize.job import QuantizeJob, QuantizeResult
 from enginery.quantize.report import describe_accuracy
-from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.reports.quantization import QuantizationReport
 from enginery.runtime.decoder_graphs import answer_graph, input_graph

@@ -16,116 +16,20 @@ Measuring every combination of layers is impossible, so the search is greedy:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from enginery.core.accuracy import AccuracyMetrics
-from enginery.core.errors import CheckFailedError, OptionError
-from enginery.quantize.config import QuantizeConfig, parse_accuracy_budget
+from enginery.core.errors import CheckFailedError
+from enginery.quantize.accuracy import HEADROOM, AccuracyBudget
 
-HEADROOM = 0.95
-"""Share of the budget that the search may spend at first; FP16 rounding needs some of it."""
 _CONFIRMATIONS = 4
 """Largest number of graphs that are written and measured; each misses the budget by less."""
 _ENOUGH = 0.8
 """Quantized share of the multiply-adds from which a second order of layers is not tried."""
-_ROUNDING = 1e-12
-"""In floating point, 1 - 0.99 is slightly more than 0.01."""
 
 Measure = Callable[[Collection[str], bool], AccuracyMetrics]
 """(names of the quantized layers, whether to measure on fewer rows) -> accuracy."""
-
-
-@dataclass(frozen=True)
-class AccuracyBudget:
-    """Accuracy that a quantized model may lose against FP32."""
-
-    kind: Literal["cosine", "agreement", "accuracy", "boxes"]
-    """`cosine`: mean cosine to FP32's outputs. `agreement`: share of answers with the same argmax
-    as FP32. `accuracy`: share of correct labels. `boxes`: F1 of a detector's boxes to FP32's."""
-    allowed: float
-    """Largest loss: 0 to 1, or 0 to 2 for the cosine."""
-    reference: float = 1.0
-    """Value of the FP32 model."""
-    spendable: float = HEADROOM
-    """Share of the budget that the search's simulation may spend. The graph itself loses more: FP16
-    changes a sum a little, and a product that reads it rounds to another integer."""
-
-    @classmethod
-    def of(cls, config: QuantizeConfig, reference: AccuracyMetrics) -> AccuracyBudget:
-        """Return the budget that the options set.
-
-        Args:
-            config: the options.
-            reference: accuracy of the FP32 model against itself and against the labels.
-
-        Raises:
-            OptionError: `accuracy_budget` is set, but the model has neither logits nor boxes.
-        """
-        if not config.accuracy_budget:
-            return cls("cosine", 1 - config.min_cosine)
-        allowed = parse_accuracy_budget(config.accuracy_budget)
-        if reference.label_accuracy is not None:
-            return cls("accuracy", allowed, reference.label_accuracy)
-        if reference.box_f1 is not None:
-            return cls("boxes", allowed)
-        if reference.argmax_agreement is None:
-            raise OptionError(
-                "option 'accuracy_budget' is set, but the model has no output 'logits', and no "
-                "boxes are found in its outputs, so its answers cannot be counted as right or "
-                "wrong.",
-                do="Set a minimum cosine instead: --min-cosine 0.998",
-            )
-        return cls("agreement", allowed)
-
-    @staticmethod
-    def notes(config: QuantizeConfig, rows: int) -> list[str]:
-        """Return a note if there are too few held-out rows for the `accuracy_budget`."""
-        allowed = parse_accuracy_budget(config.accuracy_budget) if config.accuracy_budget else 0.0
-        if not allowed or HEADROOM * allowed * rows >= 1:
-            return []
-        return [
-            f"of {rows} held-out rows, one is {1 / rows:.2%}: with a budget of {allowed:.2%} no "
-            f"answer may change; it takes {math.ceil(1 / (HEADROOM * allowed))} held-out rows, a "
-            "quarter of --rows, or all of a file with fewer"
-        ]
-
-    def is_met_by(self, metrics: AccuracyMetrics) -> bool:
-        """Return True if the loss is at most the budget."""
-        return self.loss(metrics) <= self.allowed + _ROUNDING
-
-    def is_met_in_search(self, metrics: AccuracyMetrics) -> bool:
-        """Return True if the loss is at most what the search may spend."""
-        return self.loss(metrics) <= self.spendable * self.allowed + _ROUNDING
-
-    def loss(self, metrics: AccuracyMetrics) -> float:
-        """Return by how much the metric is below that of the FP32 model."""
-        return self.reference - self.value(metrics)
-
-    def value(self, metrics: AccuracyMetrics) -> float:
-        """Return the metric that the budget limits."""
-        values = {
-            "cosine": metrics.cosine,
-            "agreement": metrics.argmax_agreement,
-            "accuracy": metrics.label_accuracy,
-            "boxes": metrics.box_f1,
-        }
-        value = values[self.kind]
-        if value is None:
-            raise AssertionError(f"the quantized graph has no {self.kind}, though FP32 has one")
-        return value
-
-    def __str__(self) -> str:
-        minimum = self.reference - self.allowed
-        words = {
-            "cosine": f"mean cosine of at least {minimum:.10g}",
-            "agreement": f"agreement with FP32's answers of at least {minimum:.2%}",
-            "accuracy": f"accuracy of at least {minimum:.2%}",
-            "boxes": f"F1 of the boxes to FP32's of at least {minimum:.2%}",
-        }
-        return words[self.kind]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from enginery.passes.qdq.layer_errors import (
 )
 from enginery.passes.qdq.layers import Layer, find_layers
 from enginery.quantize.accuracy import (
+    AccuracyBudget,
     find_builtin_batches,
     measure_builtin,
     measure_file,
@@ -70,7 +71,6 @@ from enginery.quantize.dynamic import quantize_dynamic
 from enginery.quantize.fastest import quantize_to_fastest
 from enginery.quantize.job import QuantizeJob, QuantizeResult, scheme_from_config
 from enginery.quantize.report import QuantizedGraph, make_report, save_curve
-from enginery.quantize.search import AccuracyBudget
 from enginery.quantize.source_graph import SourceGraph, require_calibratable
 from enginery.quantize.trial import build_trials, check_trial_options
 from enginery.reports.quantization import EngineTrial, QuantizationReport

@@ -2,8 +2,9 @@ import pytest
 
 from enginery.core.accuracy import AccuracyMetrics
 from enginery.core.errors import CheckFailedError, OptionError
+from enginery.quantize.accuracy import AccuracyBudget
 from enginery.quantize.config import QuantizeConfig
-from enginery.quantize.search import AccuracyBudget, search_mixed_precision
+from enginery.quantize.search import search_mixed_precision
 
 HARM = {"calm": 1e-5, "wild": 4e-3, "large": 3e-3, "rough": 1e-3, "mild": 1e-4}
 WEIGHTS = {"calm": 0.1, "wild": 0.1, "large": 0.6, "rough": 0.1, "mild": 0.1}

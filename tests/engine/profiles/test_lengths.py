@@ -10,8 +10,8 @@ from enginery.core.shapes import TensorSpec
 from enginery.engine import report
 from enginery.engine.profiles import lengths
 from enginery.engine.profiles.buckets import bucket_lengths
+from enginery.engine.profiles.check import ProfileReport, check_profiles
 from enginery.engine.profiles.lengths import BucketOptions, profiles_from_data, token_lengths
-from enginery.engine.profiles.parse import ProfileReport, check_profiles
 from enginery.engine.report import save_length_figure
 from enginery.runtime.text.tokenizer import TextTokenizer
 from tests.tiny import tiny_artifact

@@ -5,7 +5,7 @@ import pytest
 
 from enginery.core.errors import ShapeError
 from enginery.core.shapes import Profile, TensorSpec
-from enginery.engine.profiles.parse import (
+from enginery.engine.profiles.check import (
     ProfileReport,
     check_profiles,
     choose_profile,
