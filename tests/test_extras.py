@@ -161,6 +161,7 @@ def test_every_command_and_function_is_called():
     [("enginery", BARE), ("enginery[gpu,serve]", SERVE)],
     ids=["bare", "serve"],
 )
+@pytest.mark.more
 def test_missing_extra_is_named_by_every_command_and_function(
     wanted, expected, artifacts, folder, tmp_path
 ):

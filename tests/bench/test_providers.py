@@ -201,6 +201,7 @@ def test_optimum_gets_the_provider_options(bert, monkeypatch):
     assert given["use_io_binding"] is None
 
 
+@pytest.mark.more
 def test_result_has_the_resolved_options(tmp_path, monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", "CPUExecutionProvider")
     model = save_detector(tmp_path / "detector.onnx")

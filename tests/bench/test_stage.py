@@ -121,6 +121,7 @@ def test_advice_on_threads_and_padding(bert, tmp_path):
     assert "Advice" in rows_by_title(result)
 
 
+@pytest.mark.more
 def test_onnx_file_on_images_of_several_sizes(tmp_path):
     model = save_detector(tmp_path / "detector.onnx")
     folder = save_photographs(tmp_path / "photos", (64, 64), (96, 60), (130, 97))

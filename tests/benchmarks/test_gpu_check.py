@@ -246,6 +246,7 @@ def run_made(child, path, *parts, seconds=60.0):
     return processes.run_units(units, path, until=until, module=child).document["parts"]
 
 
+@pytest.mark.more
 def test_case_that_crashes_or_hangs_fails_and_the_next_one_runs(child, begin):
     found = run_made(
         child,

@@ -70,6 +70,7 @@ def test_the_figure_has_every_contender(tmp_path):
     assert f">{OURS}<" in text
 
 
+@pytest.mark.more
 def test_an_environment_that_cannot_be_made_says_why(tmp_path):
     missing = Environment("missing", (("--no-index", "no-such-package-anywhere"),))
     with pytest.raises(UnavailableError, match="No matching distribution found for no-such"):

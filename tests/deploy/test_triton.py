@@ -412,6 +412,7 @@ def test_labels_are_a_file_for_triton(mood, models):
     assert (models / "m/labels.txt").read_text().split() == ["calm", "angry", "glad"]
 
 
+@pytest.mark.more
 def test_audio_model_exports_only_the_graph(exported, models):
     artifact = exported("wav2vec2", "audio-classification")
     found = export_triton(artifact, models, name="m", provider="cpu")

@@ -122,6 +122,7 @@ def test_fewer_cpus_than_cores():
     assert found({}, machine=replace(MACHINE, usable_cpus=4)) == []
 
 
+@pytest.mark.more
 def test_examination_includes_the_advice(monkeypatch):
     monkeypatch.setenv("ENGINERY_PROVIDERS", "cudaa")
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")

@@ -60,6 +60,7 @@ def embedder(minilm, home):
         ("int8", "gemm int8", 6),
     ],
 )
+@pytest.mark.more
 def test_minilm_with_two_profiles_for_three_generations(embedder, precision, product, attentions):
     source = embedder(precision)
     made = build_engine(

@@ -221,6 +221,7 @@ def own_code(tmp_path, marker):
     return model
 
 
+@pytest.mark.more
 def test_an_artifact_grants_no_trust_to_its_own_source(own_code, marker):
     """Its manifest records that the export was allowed to run the code; that is no permission."""
     artifact = export_model(
@@ -286,6 +287,7 @@ def test_bad_weights_are_an_error_about_the_weights(bert):
     assert "tensorflow" not in str(caught.value).lower()
 
 
+@pytest.mark.more
 def test_stopped_process_is_reported_as_a_hostile_model(tiny_model, tmp_path, marker):
     """The last defence after screening; the test plants a weakness in the loader."""
     model = tmp_path / "model"

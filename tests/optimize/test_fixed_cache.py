@@ -34,6 +34,7 @@ def notes(artifact):
     return json.loads((artifact.path / stage.REPORT).read_text())["notes"]
 
 
+@pytest.mark.more
 def test_the_graph_stands_beside_the_decoder(optimized):
     from optimum.onnxruntime import ORTModelForCausalLM
     from transformers import AutoTokenizer

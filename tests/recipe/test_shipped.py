@@ -91,6 +91,7 @@ def reviews(tmp_path, exported):
 
 
 @needs_tensorrt
+@pytest.mark.more
 def test_bert_classification_int8_runs(run, tiny_model, reviews, monkeypatch):
     monkeypatch.setenv("REVIEWS", str(reviews))
     model = str(tiny_model("bert", "text-classification"))
@@ -115,6 +116,7 @@ def test_bert_classification_int8_says_that_it_wants_texts(monkeypatch):
         Recipe.load(RECIPES / "bert-classification-int8.yaml")
 
 
+@pytest.mark.more
 def test_release_runs(run, tiny_model, reviews, tmp_path, monkeypatch):
     monkeypatch.setenv("REVIEWS", str(reviews))
     monkeypatch.setenv("SECONDS", "1")

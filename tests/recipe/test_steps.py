@@ -123,6 +123,7 @@ def test_copy_of_an_artifact_that_failed_is_marked_as_failed(write, tmp_path, mo
     assert not (tmp_path / "fused").exists()
 
 
+@pytest.mark.more
 def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(write, tmp_path):
     path = write(f"bench: {QUICK}", out="out")
     first = run_recipe(path)
@@ -142,6 +143,7 @@ def test_bench_leaves_its_report_and_measures_again_for_other_options_alone(writ
     assert json.loads((delivered / "benchmark.json").read_bytes())["options"]["sequence"] == "4"
 
 
+@pytest.mark.more
 def test_bench_measures_accuracy_again_if_the_labels_have_changed(write, tmp_path):
     data = tmp_path / "labelled.csv"
     data.write_text("text,label\nGood value.,calm\nNever again.,glad\n")
@@ -157,6 +159,7 @@ def test_bench_measures_accuracy_again_if_the_labels_have_changed(write, tmp_pat
     assert found[0].right + found[1].right <= 2, "no row has two labels"
 
 
+@pytest.mark.more
 def test_accuracies_of_labelled_rows_stand_beside_those_of_the_reference(write, cli, tmp_path):
     """The random classifier calls everything by one name; the rows have it 2 of 3 times."""
     data = tmp_path / "labelled.csv"

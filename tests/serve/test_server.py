@@ -56,6 +56,7 @@ def test_crash_within_a_request_is_named_and_others_are_served(start):
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 def test_worker_that_cannot_restart_is_retried_with_delays(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)
@@ -82,6 +83,7 @@ def test_worker_that_ends_alone_leaves_the_socket_to_its_replacement(start, proc
     assert server.end()[0] == 0
 
 
+@pytest.mark.more
 def test_sigterm_between_two_workers_ends_with_0(start, tmp_path):
     server = start(fails_again=str(tmp_path / "loaded")).ready()
     os.kill(server.pid(), signal.SIGKILL)

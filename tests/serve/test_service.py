@@ -128,6 +128,7 @@ def test_it_serves_several_models_and_ends_with_0(exported):
         assert {"/v1/embeddings", "/predict/labels"} <= {line["path"] for line in log}
 
 
+@pytest.mark.more
 def test_a_process_that_is_killed_is_replaced(exported):
     with serving(exported("bert", "feature-extraction").path) as server:
         first = server.child
@@ -140,6 +141,7 @@ def test_a_process_that_is_killed_is_replaced(exported):
         assert server.client.post("/embed", json={"inputs": "a"}).status_code == 200
 
 
+@pytest.mark.more
 def test_two_processes_answer_and_take_a_reload_together(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=("--processes", "2", "--access-log", "off")) as server:

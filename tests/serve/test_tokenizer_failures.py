@@ -94,6 +94,7 @@ def test_texts_that_hang_block_neither_others_nor_shutdown(spoiled, exported):
         assert not any("does not end" in line for line in server.lines)
 
 
+@pytest.mark.more
 def test_text_that_hangs_replaces_the_process(spoiled):
     endless = spoiled("never_returns")
     with serving(f"m={endless}", options=("--stuck-after", "1")) as server:

@@ -108,6 +108,7 @@ def test_decoder_passes_on_every_step(exported, kind):
 @pytest.mark.parametrize(
     ("layout", "first"), [("enginery", LATER), pytest.param("optimum", FIRST, marks=MORE)]
 )
+@pytest.mark.more
 def test_encoder_decoder_passes_on_every_step(exported, kind, task, layout, first):
     report = validate_model(exported(kind, task, layout=layout), effort="quick")
     assert report.passed, report.summary

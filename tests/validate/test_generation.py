@@ -183,6 +183,7 @@ def test_wrong_tokens_name_input_step_and_margin(broken):
     assert any("its tokens differ from PyTorch's" in problem for problem in beams)
 
 
+@pytest.mark.more
 def test_texts_may_part_within_the_allowed_error(broken):
     """A limit that allows the fault's errors allows its partings, and the report counts them."""
     fault = faults.oldest_position_forgotten

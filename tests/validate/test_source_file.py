@@ -214,6 +214,7 @@ def relative_floors(report):
     return {output.noise_floor / largest for output in outputs}
 
 
+@pytest.mark.more
 def test_convolutions_have_a_noise_floor_and_pass_folded(tmp_path):
     path = convolution(tmp_path / "conv.onnx")
     report = validate_model(export_model(str(path)))

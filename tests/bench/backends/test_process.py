@@ -135,6 +135,7 @@ processes[0].request("turn", runs=10**9)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.more
 def test_processes_end_when_the_parent_is_killed_during_a_run(tmp_path, number):
     save_detector(tmp_path / "d.onnx")
     parent = subprocess.Popen(

@@ -73,6 +73,7 @@ def test_each_text_is_the_first_step_and_a_later_one(translator):
     assert len(lengths) > 1
 
 
+@pytest.mark.more
 def test_static_int8_of_a_translator_generates(translator, quantized, home):
     artifact = quantized(translator, TEXTS, min_cosine=0.98)
     report = report_of(artifact)

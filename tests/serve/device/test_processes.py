@@ -173,6 +173,7 @@ def test_there_is_no_503_after_the_server_was_ready(exported, option):
         assert (set(clients.statuses), clients.lost) == ({200}, 0)
 
 
+@pytest.mark.more
 def test_worker_that_replaces_another_listens_when_it_can_answer(exported):
     path = exported("bert", "feature-extraction").path
     with serving(path, options=("--processes", "2", "--access-log", "off")) as server:
