@@ -347,7 +347,7 @@ class Model(Closeable):
             options: `max_new_tokens`, `num_beams` and others, see `GenerationOptions`; those that
                 are not given are the model's own. Of translation models also `source_language` and
                 `target_language`, of speech `language` and `task`, of images `prompt`: the
-                beginning of each text, which is no part of the result.
+                beginning of each text, which the result leaves out.
 
         Returns:
             `num_return_sequences` results for each input, in order.

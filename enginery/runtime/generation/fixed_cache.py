@@ -401,9 +401,8 @@ class FixedCacheDecoder:
 
     def _select(self, state: FixedCacheState, parents: Sequence[int]) -> None:
         """Reorder the rows so that each continues its parent; copy a parent of several rows."""
-        # Of several rows that continue the same one, the first keeps its slot and the others get
-        # copies of it in free slots. A slot is free if no row continues it, so that beams that were
-        # dropped make room for those that were doubled.
+        # Of several rows that continue the same parent, the first keeps its slot, and its cache is
+        # copied to free slots for the others. A slot is free if no row continues its beam.
         slots, pairs = [state.slots[parent] for parent in parents], []
         first_of: dict[int, int] = {}
         repeated = []

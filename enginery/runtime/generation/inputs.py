@@ -64,7 +64,7 @@ class GenerationInputs(ABC):
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the arguments of `generate` that are about the inputs."""
     hidden: range = range(0)
-    """Tokens that stand beside the text: not in a result."""
+    """Token ids that are removed from the results, such as time stamps."""
     truncates: bool = False
     """Cut texts that are too long for an encoder, before their last token, in place of an error."""
     max_pixels: int = 0
