@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from enginery import export_model, load_model
+from enginery.cli.demo import builtin_inputs, predict_samples
 from enginery.core.errors import InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.tasks import find_task, is_generating, manifest_task, supported_tasks
@@ -71,6 +72,15 @@ def test_model_that_generates_is_a_model_like_others(writer):
     writer.warm_up()
     with pytest.raises(InputError, match=r"embed\(\) was called, but .* was exported for text-gen"):
         writer.embed(texts)
+
+
+def test_a_model_that_generates_is_asked_what_the_user_gives(writer):
+    messages = []
+    progress = SimpleNamespace(say=messages.append)
+    assert builtin_inputs(writer.artifact, progress=progress) == ()
+    assert messages == ["ask: skipped, no built-in input is for text-generation-with-past"]
+    (sample,) = predict_samples(writer.artifact, ["The engine"])
+    assert sample.row()["answer"] == writer.generate(["The engine"])[0].text
 
 
 def test_stream_of_a_model_that_does_not_generate_is_an_error(tiny):
