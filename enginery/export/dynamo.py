@@ -21,6 +21,7 @@ from enginery.core.shapes import Dim, TensorSpec
 from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
+from enginery.export.model_inputs import PIXEL_MASK, TYPES, compare_inputs
 from enginery.export.optimum import choose_task, with_image_size
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
@@ -68,7 +69,7 @@ def export_with_dynamo(
     )
     model.config.use_cache = False
     described = with_image_size(settings, source)
-    inputs = _inputs(model, described, config.dtype)
+    inputs = _inputs(model, source, task, described, config)
     limits = FeedLimits.from_config(described)
     feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
     report_phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
@@ -91,26 +92,32 @@ def export_with_dynamo(
     )
 
 
-def _inputs(model: Any, settings: ModelConfig, dtype: str) -> list[TensorSpec]:
+def _inputs(
+    model: Any, source: Path, task: str, settings: ModelConfig, config: ExportConfig
+) -> list[TensorSpec]:
     """Return the specs of the tokenizer and processor outputs that `forward` takes."""
     accepted = inspect.signature(model.forward).parameters
-    floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[dtype]
+    floats = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[config.dtype]
     supported = [
         TensorSpec("input_ids", "int64", _TOKENS),
         TensorSpec("attention_mask", "int64", _TOKENS),
-        TensorSpec("token_type_ids", "int64", _TOKENS),
+        TensorSpec(TYPES, "int64", _TOKENS),
         TensorSpec("pixel_values", floats, ("batch", "channels", "height", "width")),
+        TensorSpec(PIXEL_MASK, "int64", ("batch", "height", "width")),
         TensorSpec("input_values", floats, _TOKENS),
     ]
-    specs = [spec for spec in supported if spec.name in accepted]
-    names = [spec.name for spec in specs]
-    if "token_type_ids" in names and not settings.type_vocab_size:
-        specs = [spec for spec in specs if spec.name != "token_type_ids"]
+    names = [spec.name for spec in supported if spec.name in accepted and spec.name != PIXEL_MASK]
+    if TYPES in names and not settings.type_vocab_size:
+        names.remove(TYPES)  # unless the model uses it all the same, see below
     if model.main_input_name not in names:
         raise ExportError(
             f"the dynamo exporter supports the inputs {', '.join(s.name for s in supported)}, "
             f"but this model's main input is {model.main_input_name}."
         )
+    changes = compare_inputs(model, source, task, names, trust_remote_code=config.trust_remote_code)
+    names = [name for name in names if name not in changes.dropped] + sorted(changes.added)
+    known = {spec.name: spec for spec in supported}
+    specs = [known[name] for name in names]
     channels = settings.merged().num_channels or 3
     return [
         TensorSpec(s.name, s.dtype, tuple(channels if d == "channels" else d for d in s.dims))

@@ -38,6 +38,7 @@ from enginery.core.shapes import (
     is_batch,
     resolve_dim,
 )
+from enginery.export.padding import GraphSession, measure_padding
 
 _READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
 
@@ -143,7 +144,8 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
         check_exported_graph(path, model, name=name)
         record = record_graph(path, out, model, name=name)
         precisions.append(float_precision(path, model))
-        draws = random_notes(_op_types(model.graph, *model.functions), name)
+        op_types = list(_op_types(model.graph, *model.functions))
+        draws = random_notes(op_types, name)
         del model  # else its weights would be in memory beside those of the probing session
         traced = exported.traced.get(path.name, TracedInputs())
         samples = sample_sizes(record, traced.shapes)
@@ -152,7 +154,15 @@ def finish_graphs(exported: ExportedModel, out: Path) -> tuple[list[GraphRecord]
         if precisions[-1] == "bf16":
             notes = [f"{name} did not run: ONNX Runtime has no BF16 kernels on the CPU"]
         else:
-            record, notes = probe_dims(path, record, limits, samples, name=name)
+            session = _open(path, name)
+            record, notes = probe_dims(path, record, limits, samples, name=name, session=session)
+            # Dynamic INT8 takes its scales from the whole batch, with any padding.
+            if "generation" not in exported.task and "DynamicQuantizeLinear" not in op_types:
+                graph = GraphSession(session, record, precisions[-1])
+                padding, padding_notes = measure_padding(graph, out, limits)
+                record = record.model_copy(update={"padding": padding})
+                notes += padding_notes
+            del session
         if exported.imported:
             usual = {dim: size for dim, size in samples.items() if dim in ("height", "width")}
             usual = {dim: usual[dim] for dim in dynamic_dims(record.inputs) if dim in usual}
@@ -340,6 +350,7 @@ def probe_dims(
     samples: Mapping[str, int] | None = None,
     *,
     name: str = "",
+    session: Any = None,
 ) -> tuple[GraphRecord, list[str]]:
     """Run the graph at several sizes, and correct its dims on disk.
 
@@ -351,6 +362,7 @@ def probe_dims(
         limits: limits on its inputs.
         samples: sizes that the graph was traced with.
         name: what messages and notes call the file.
+        session: the file as ONNX Runtime has loaded it; None to load it.
 
     Returns:
         The corrected record, and notes on what was changed and why.
@@ -359,7 +371,7 @@ def probe_dims(
         ExportError: ONNX Runtime cannot load the graph.
     """
     name = name or path.name
-    session = _open(path, name)
+    session = session or _open(path, name)
     if any(spec.dtype in ("string", "bfloat16") for spec in record.inputs):
         return record, []
     base = base_sizes(record, limits, samples)

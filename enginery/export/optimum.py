@@ -37,6 +37,7 @@ from enginery.core.temporary import temporary_directory
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
+from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -140,7 +141,12 @@ def _export(
         longest //= 2
     shapes = {"sequence_length": min(DEFAULT_DUMMY_SHAPES["sequence_length"], longest)}
     takes_pixels = (source / PreprocessorConfig.FILE).is_file()
-    with _masks_for_any_length(), _processor_alone(source, settings, limits) as processor:
+    inputs = _inputs_as_given(model, source, task, trust_remote_code=config.trust_remote_code)
+    with (
+        inputs,
+        _masks_for_any_length(),
+        _processor_alone(source, settings, limits) as processor,
+    ):
         # Optimum loads and saves the tokenizer of this path, too; the stage copies its files.
         model.config._name_or_path = str(processor or "")  # noqa: SLF001
         onnx_export_from_model(
@@ -239,6 +245,48 @@ def _processor_alone(
             processor = transformers.ViTImageProcessor(size=size)
             processor.save_pretrained(folder)
         yield folder
+
+
+@contextmanager
+def _inputs_as_given(
+    model: Any, source: Path, task: str, *, trust_remote_code: bool
+) -> Iterator[None]:
+    """Let a graph have the inputs that transformers' tokenizer or processor gives to the model.
+
+    Optimum's configuration of a model type lists its inputs. See `model_inputs`.
+    """
+    library = "timm" if type(model).__module__.startswith("timm") else "transformers"
+    constructor = TasksManager.get_exporter_config_constructor(
+        "onnx", model=model, task=task, library_name=library
+    )
+    config_class = getattr(constructor, "func", constructor)
+    declared = config_class.inputs
+    changes: dict[tuple[str, ...], InputChanges] = {}
+
+    def inputs(self: Any) -> dict[str, dict[int, str]]:
+        axes: dict[str, dict[int, str]] = dict(declared.fget(self))
+        names = tuple(axes)
+        if names not in changes:
+            changes[names] = compare_inputs(
+                model, source, task, names, trust_remote_code=trust_remote_code
+            )
+        for name in changes[names].dropped:
+            del axes[name]
+        if TYPES in changes[names].added:
+            axes[TYPES] = dict(axes["input_ids"])
+        if PIXEL_MASK in changes[names].added:
+            axes[PIXEL_MASK] = {0: "batch_size", 1: "height", 2: "width"}
+        return axes
+
+    is_own = "inputs" in vars(config_class)
+    config_class.inputs = property(inputs)
+    try:
+        yield
+    finally:
+        if is_own:
+            config_class.inputs = declared
+        else:
+            del config_class.inputs
 
 
 @contextmanager

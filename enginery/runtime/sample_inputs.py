@@ -127,7 +127,7 @@ class TextFeeder:
         Raises:
             ArtifactError: the tokenizer is missing or cannot be read.
         """
-        return cls(TextTokenizer.open(artifact.path), record.inputs)
+        return cls(TextTokenizer.open(artifact.path).for_graph(record), record.inputs)
 
     @property
     def can_pad(self) -> bool:

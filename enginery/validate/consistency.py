@@ -117,13 +117,16 @@ class PaddedDim:
     """True if padding is on the left, as in decoders."""
 
     @classmethod
-    def of(cls, inputs: Sequence[TensorSpec]) -> PaddedDim | None:
+    def of(cls, record: GraphRecord) -> PaddedDim | None:
         """Return the dim that the graph's first padding mask covers; None without one."""
+        inputs, padding = record.inputs, record.padding
         mask = next((spec for spec in inputs if is_padding_mask(spec)), None)
         terms = dim_terms(mask.dims[1]) if mask else []
         if mask is None or not terms:
             return None
         past = next((term for term in terms if term.startswith("past_")), None)
+        if padding is not None and padding.side != "none":
+            return cls(past or terms[0], left=padding.side == "left")
         decodes = past is not None or any(spec.name == "position_ids" for spec in inputs)
         return cls(past or terms[0], left=decodes and not mask.name.startswith("encoder_"))
 
@@ -175,7 +178,7 @@ class ConsistencyScan:
         self._batch_dim = _batch_dim(record)
         # Samples of audio are padded before they are normalized, which no mask undoes.
         tokens = limits.min_sequence == 1
-        self._padded = PaddedDim.of(record.inputs) if tokens else None
+        self._padded = PaddedDim.of(record) if tokens else None
         self.dim = self._padded.name if self._padded else ""
         """Name of the padded dim; empty if there is none."""
         self._longest = self._sizes(LONGEST)[self._padded.name] if self._padded else 0

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "20"
+STAGE_VERSION = "21"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -372,7 +372,7 @@ class _Comparison:
             providers=providers_of(config),
             allow_fallback=config.allow_fallback,
         ) as runner:
-            run = run_on_rungs(runner, self.feed_limits, pad_left=_pads_left(artifact))
+            run = run_on_rungs(runner, self.feed_limits, pad_left=_pads_left(artifact, record))
             self.providers = [
                 {"name": p.name, "reason": p.reason, "options": p.options} for p in runner.providers
             ]
@@ -708,10 +708,10 @@ def _layer_limits(
     return LayerExpectation.of(artifact, own_data=bool(config.data))
 
 
-def _pads_left(artifact: Artifact) -> bool:
-    """Return True if the model's texts are padded on the left; False without a tokenizer."""
+def _pads_left(artifact: Artifact, record: GraphRecord) -> bool:
+    """Return True if a graph's texts are padded on the left; False without a tokenizer."""
     try:
-        return TextTokenizer.open(artifact.path).pad_left
+        return TextTokenizer.open(artifact.path).for_graph(record).pad_left
     except EngineryError:
         return False
 

@@ -266,7 +266,7 @@ def test_coverage_in_words_and_as_a_table():
 )
 def test_padded_dim(exported, model, dim, left):
     graph = exported(*model).manifest.graphs[0]
-    assert PaddedDim.of(graph.inputs) == PaddedDim(dim, left)
+    assert PaddedDim.of(graph) == PaddedDim(dim, left)
 
 
 def test_images_have_no_padded_dim(scan):

@@ -75,6 +75,16 @@ class SourceRecord(_Record):
         return source_name(self.id)
 
 
+class PaddingRecord(_Record):
+    """How texts of different lengths share a batch of a graph, as its export has measured it."""
+
+    side: Literal["left", "right", "none"]
+    """`none`: the outputs of a text depend on padding, so only texts of one length share a batch.
+    """
+    token_id: Count = 0
+    """The token of padding."""
+
+
 class GraphRecord(_Record):
     """One ONNX file with its inputs and outputs. A sequence-to-sequence model has several."""
 
@@ -86,6 +96,8 @@ class GraphRecord(_Record):
     """External data files, relative to the artifact."""
     sample_sizes: dict[str, Count] = {}
     """Sizes of dims that need more than a few elements, as the graph was traced: audio samples."""
+    padding: PaddingRecord | None = None
+    """How texts are padded; None if it was not measured: the model's files say it then."""
 
 
 class StageRecord(_Record):

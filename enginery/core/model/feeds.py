@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +84,11 @@ class FeedLimits:
         """Derive the limits from an artifact's config.json and the records of its graphs."""
         graphs = artifact.manifest.graphs
         sizes = {name: size for graph in graphs for name, size in graph.sample_sizes.items()}
-        return cls.from_config(ModelConfig.read(artifact.path), sizes)
+        limits = cls.from_config(ModelConfig.read(artifact.path), sizes)
+        padding = graphs[0].padding
+        if padding is None or padding.side == "none":
+            return limits
+        return replace(limits, pad_token_id=padding.token_id)
 
     @classmethod
     def from_config(

@@ -433,6 +433,8 @@ class TokenizerConfig(SpecialTokens, _File):
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     pad_token_type_id: Count = 0
+    model_input_names: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
+    """What the tokenizer gives to the model; empty for the default of its class."""
     word_delimiter_token: SpecialToken | None = None
     """CTC: the token between words; None for `|`."""
     replace_word_delimiter_char: String = " "

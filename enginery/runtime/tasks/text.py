@@ -25,7 +25,7 @@ from enginery.runtime.tasks.task import (
     TaskOptions,
     require_outputs,
 )
-from enginery.runtime.text.tokenizer import TextTokenizer, TokenIds, check_texts
+from enginery.runtime.text.tokenizer import EQUAL_LENGTHS, TextTokenizer, TokenIds, check_texts
 
 _LIGHT_TOKENS = 2000
 """Number of tokens whose scores are processed in about a millisecond."""
@@ -53,7 +53,7 @@ class TextTask(Task):
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the tokenizer and config.json; see `RowTask.open`."""
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
-        tokenizer = TextTokenizer.open(artifact.path)
+        tokenizer = TextTokenizer.open(artifact.path).for_graph(record)
         notes, settings = cls._read_settings(artifact, record)
         return cls(
             record=record,
@@ -61,6 +61,7 @@ class TextTask(Task):
             config=ModelConfig.read(artifact.path),
             notes=(
                 f"texts are truncated to {tokenizer.limit} tokens: {tokenizer.limit_source}",
+                *([] if tokenizer.pads else [EQUAL_LENGTHS]),
                 *notes,
             ),
             **settings,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import (
     ModelConfig,
@@ -56,7 +57,10 @@ _MARGIN = 64
 up to the limit."""
 _MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
 """Maximum number of added tokens, and of their characters in total, that Python searches for."""
-_TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+EQUAL_LENGTHS = "only texts of one length share a batch: the model's outputs depend on padding"
+"""A note on a graph whose texts cannot be padded."""
+_TYPES = "token_type_ids"
+_TEXT_INPUTS = ("input_ids", "attention_mask", _TYPES, "position_ids")
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,8 @@ class TextTokenizer:
     """Id of the padding token; None if there is none, so that only texts of equal length can share
     a batch."""
     pad_type_id: int
+    sends_types: bool
+    """False if the tokenizer gives no token types, so that those of each token are 0."""
     pad_left: bool
     unk_id: int | None
     cls_id: int | None
@@ -216,6 +222,8 @@ class TextTokenizer:
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, for example in chunks on several threads; None for the
     threads of `tokenizers`, which all tokenizers of the process share."""
+    pads: bool = True
+    """False if the outputs of a text depend on padding, so that no text may be padded."""
 
     @classmethod
     def open(cls, directory: Path) -> TextTokenizer:
@@ -263,8 +271,9 @@ class TextTokenizer:
             load_pair_backend=load_pair_backend,
             limit=limit,
             limit_source=limit_source,
-            pad_id=special_token_id(backend, special.pad_token),
+            pad_id=_pad_id(special_token_id(backend, special.pad_token), config.merged()),
             pad_type_id=settings.pad_token_type_id,
+            sends_types=_TYPES in (settings.model_input_names or (_TYPES,)),
             pad_left=settings.padding_side == "left",
             unk_id=special_token_id(backend, special.unk_token),
             cls_id=special_token_id(backend, special.cls_token),
@@ -274,6 +283,15 @@ class TextTokenizer:
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
+
+    def for_graph(self, record: GraphRecord) -> TextTokenizer:
+        """Return a tokenizer that pads as was measured for a graph."""
+        padding = record.padding
+        if padding is None:
+            return self
+        if padding.side == "none":
+            return replace(self, pads=False)
+        return replace(self, pad_id=padding.token_id, pad_left=padding.side == "left")
 
     def encode(
         self,
@@ -604,10 +622,12 @@ class TextTokenizer:
         # Padding is refused only where it is needed: texts of one length run on any graph.
         is_padded = min(lengths) < width
         if is_padded and not self.can_pad(specs.values()):
-            lacking = "tokenizer has no padding token"
-            if self.pad_id is not None:
-                lacking = "graph has no attention_mask"
-            raise InputError(f"a text must be padded to {width} tokens, but the {lacking}.")
+            obstacle = "the tokenizer has no padding token"
+            if not self.pads:
+                obstacle = "the model's outputs depend on padding"
+            elif self.pad_id is not None:
+                obstacle = "the graph has no attention_mask"
+            raise InputError(f"a text must be padded to {width} tokens, but {obstacle}.")
         if is_padded:
             positions, counts = np.arange(width), np.array(lengths)[:, None]
             mask = positions >= width - counts if self.pad_left else positions < counts
@@ -621,7 +641,8 @@ class TextTokenizer:
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
         """Return True if texts of different lengths can share a batch of the graph."""
-        return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
+        has_mask = any(spec.name == "attention_mask" for spec in inputs)
+        return self.pads and self.pad_id is not None and has_mask
 
     def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
         """Strip the padding from one output row: (sequence, …) to (tokens, …)."""
@@ -663,7 +684,9 @@ class TextTokenizer:
         if name == "position_ids":
             # Positions count real tokens only: with padding on the left, the first has position 0.
             return np.asarray(np.maximum(np.cumsum(mask, axis=1) - 1, 0), dtype)
-        if name == "token_type_ids":
+        if name == _TYPES and not self.sends_types:
+            return np.zeros(mask.shape, dtype)
+        if name == _TYPES:
             rows, padding = [encoding.type_ids for encoding in encodings], self.pad_type_id
         else:
             rows, padding = [encoding.ids for encoding in encodings], self.pad_id or 0
@@ -680,6 +703,22 @@ class TextTokenizer:
         padded = np.full(mask.shape, padding, dtype)
         padded[mask] = values
         return padded
+
+
+def _pad_id(token_id: int | None, config: ModelConfig) -> int | None:
+    """Return the id to pad with: that of config.json, because models look for it.
+
+    Classifiers of decoders read the last token that is not this one, and RoBERTa counts positions
+    without it. The ids of a mask's padding have no other effect.
+
+    Args:
+        token_id: the tokenizer's padding token; None if it has none.
+        config: config.json with its text part.
+    """
+    if token_id is None or config.pad_token_id is None:
+        return token_id
+    is_valid = 0 <= config.pad_token_id < config.vocab_size
+    return config.pad_token_id if is_valid else token_id
 
 
 def _encode_each(encode: Encode, texts: Sequence[Any], *, first: int = 0) -> list[Any]:
