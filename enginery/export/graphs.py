@@ -38,6 +38,7 @@ from enginery.core.shapes import (
     is_batch,
     resolve_dim,
 )
+from enginery.export.model_inputs import PIXEL_MASK
 from enginery.export.padding import GraphSession, measure_padding
 
 _READABLE = re.compile(r"^[a-z][a-z0-9_]*$")
@@ -445,6 +446,7 @@ def _free_dims(inputs: Sequence[TensorSpec]) -> set[str]:
     """Return the dims of rows and of texts: positions of integers, of a cache, of an encoder."""
     dims = [dim for spec in inputs for dim in spec.dims[:1]]
     integers = [spec for spec in inputs if spec.dtype.startswith(("int", "bool"))]
+    integers = [spec for spec in integers if spec.name != PIXEL_MASK]
     dims += [dim for spec in integers for dim in spec.dims[1:2]]
     dims += [
         dim

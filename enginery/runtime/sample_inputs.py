@@ -37,6 +37,8 @@ from enginery.runtime.text.tokenizer import TextTokenizer, check_texts, fixed_se
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids"})
 """Graph inputs that a tokenizer produces."""
 
+PIXELS, PIXEL_MASK = "pixel_values", "pixel_mask"
+"""Graph inputs of images: their pixels and, of detectors that see padding, a mask of these."""
 AUDIO_INPUTS = frozenset({"input_values", "input_features"})
 """Graph inputs that a feature extractor of sounds produces."""
 MASK = "attention_mask"
@@ -65,8 +67,8 @@ def takes_choices(record: GraphRecord) -> bool:
 
 
 def takes_images(record: GraphRecord) -> bool:
-    """Return True if the graph's only input is pixel_values, or has the shape of images."""
-    return _names(record) == {"pixel_values"} or channel_axis(record) is not None
+    """Return True if the graph's only input is images, besides a mask of their pixels."""
+    return _names(record) - {PIXEL_MASK} == {PIXELS} or channel_axis(record) is not None
 
 
 def channel_axis(record: GraphRecord) -> int | None:
@@ -210,9 +212,11 @@ class ImageFeeder:
     processor: ImageProcessor
     dtype: str
     """The dtype of the graph's input; some FP16 graphs take float16."""
-    input_name: str = "pixel_values"
+    input_name: str = PIXELS
     channels_last: bool = False
     """True for (batch, height, width, channels)."""
+    masked: bool = False
+    """True if the graph takes a mask of the pixels, too."""
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord) -> ImageFeeder:
@@ -221,9 +225,14 @@ class ImageFeeder:
         Raises:
             ArtifactError: preprocessor_config.json is missing or its processor is not supported.
         """
-        spec = record.inputs[0]
-        processor = ImageProcessor.open(artifact.path)
-        return cls(processor, spec.dtype, spec.name, channels_last=channel_axis(record) == 3)
+        spec = next(spec for spec in record.inputs if spec.name != PIXEL_MASK)
+        return cls(
+            ImageProcessor.open(artifact.path),
+            spec.dtype,
+            spec.name,
+            channels_last=channel_axis(record) == 3,
+            masked=PIXEL_MASK in _names(record),
+        )
 
     def by_shape(self, images: Iterable[Any]) -> dict[tuple[int, ...], list[int]]:
         """Group the indices of images by the shape of their pixels, (channels, height, width).
@@ -244,13 +253,20 @@ class ImageFeeder:
     def __call__(self, images: Sequence[Any]) -> Feeds:
         """Return the graph's input, (len(images), channels, height, width), of its dtype.
 
+        A mask of the pixels is int64 (len(images), height, width).
+
         Raises:
             InputError: an image cannot be read.
         """
-        pixels = np.stack([self.processor(load_image(image)) for image in images])
+        opened = [load_image(image) for image in images]
+        pixels = np.stack([self.processor(image) for image in opened])
+        feeds: Feeds = {}
+        if self.masked:
+            masks = [self.processor.mask(*pair) for pair in zip(opened, pixels, strict=True)]
+            feeds[PIXEL_MASK] = np.stack(masks)
         if self.channels_last:
             pixels = pixels.transpose(0, 2, 3, 1)
-        return {self.input_name: pixels.astype(self.dtype, copy=False)}
+        return {self.input_name: pixels.astype(self.dtype, copy=False), **feeds}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from enginery.core.model.feeds import Feeds
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor, resize
+from enginery.runtime.sample_inputs import PIXEL_MASK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,11 +40,13 @@ class ImageInputs:
 
     files: list[Path]
     spec: TensorSpec
-    """The graph's input."""
+    """The graph's input of pixels."""
     layout: Literal["first", "last"]
     multiple: int
     processor: ImageProcessor | None
     """The artifact's own processor; None if it has none."""
+    masked: bool = False
+    """True if the graph takes a mask of the pixels, too."""
 
     @classmethod
     def open(cls, target: Target, config: BenchConfig) -> ImageInputs:
@@ -54,7 +57,7 @@ class ImageInputs:
             ShapeError: the graph has a fixed batch of several images.
             InputError: the folder does not exist or contains no images.
         """
-        inputs = target.record.inputs
+        inputs = [spec for spec in target.record.inputs if spec.name != PIXEL_MASK]
         if len(inputs) != 1:
             listed = "; ".join(str(spec) for spec in inputs)
             raise OptionError(
@@ -72,7 +75,8 @@ class ImageInputs:
         processor = None
         if has_processor and not target.is_onnx_file:
             processor = ImageProcessor.open(target.artifact.path)
-        return cls(files, spec, layout, config.multiple, processor)
+        masked = len(inputs) < len(target.record.inputs)
+        return cls(files, spec, layout, config.multiple, processor, masked)
 
     def feeds(self, file: Path) -> Feeds:
         """Return an image as the graph's input.
@@ -88,7 +92,12 @@ class ImageInputs:
         pixels = (
             self.processor(image, name=name)[None] if self.processor else self._pixels(image, name)
         )
-        return {self.spec.name: np.ascontiguousarray(pixels.astype(self.spec.dtype, copy=False))}
+        feeds = {self.spec.name: np.ascontiguousarray(pixels.astype(self.spec.dtype, copy=False))}
+        if self.masked and self.processor:
+            feeds[PIXEL_MASK] = self.processor.mask(image, pixels[0])[None]
+        elif self.masked:
+            feeds[PIXEL_MASK] = np.ones((1, *pixels.shape[2:]), np.int64)
+        return feeds
 
     def _pixels(self, image: Image, name: str) -> NDArray[Any]:
         dims: dict[str, int | str] = dict(

@@ -111,7 +111,7 @@ class FeedLimits:
             vocab_size=merged.vocab_size or 100,
             pad_token_id=max(pad or 0, 0),
             special_ids=ends,
-            end_id=ends[0] if ends and _reads_the_end(merged) else None,
+            end_id=ends[0] if ends and merged.reads_the_end else None,
             image_token_id=vision.image_token_index if vision and patches else None,
             image_tokens=patches,
             codebooks=merged.num_codebooks or 1,
@@ -121,13 +121,6 @@ class FeedLimits:
             position_limit=limit if _has_position_limit(merged) else None,
             sizes={**_natural_sizes(merged), **(sample_sizes or {})},
         )
-
-
-def _reads_the_end(config: ModelConfig) -> bool:
-    """Return True for the text classifiers of BART and T5, which pool at the end of a text."""
-    return config.is_encoder_decoder and any(
-        name.endswith("ForSequenceClassification") for name in config.architectures
-    )
 
 
 def _is_text_to_speech(config: ModelConfig) -> bool:

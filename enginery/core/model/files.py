@@ -362,6 +362,13 @@ class ModelConfig(ModelPart, _File):
             values["vocab_size"] = min(self.encoder.vocab_size, self.decoder.vocab_size)
         return self.model_copy(update=values)
 
+    @property
+    def reads_the_end(self) -> bool:
+        """True for the text classifiers of BART and T5, which read the last end of sequence."""
+        return self.is_encoder_decoder and any(
+            name.endswith("ForSequenceClassification") for name in self.architectures
+        )
+
     def position_limit(self) -> int:
         """Return the longest sequence, in tokens; 512 without a limit in the file."""
         limit = self.positions or _DEFAULT_POSITIONS

@@ -273,6 +273,23 @@ class ImageProcessor:
             normalized = self._pad(normalized, name)
         return np.ascontiguousarray(normalized.transpose(2, 0, 1))
 
+    def mask(self, image: Image, pixels: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the mask of an image that a detector's processor has padded.
+
+        Args:
+            image: the image.
+            pixels: its pixels, (channels, height, width).
+
+        Returns:
+            int64 (height, width), 1 for pixels of the image and 0 for padding below and beside it.
+        """
+        width, height = image.size
+        if self.settings["do_resize"]:
+            width, height = target_size(self.kind, self.settings, image.size)
+        mask = np.zeros(pixels.shape[1:], np.int64)
+        mask[:height, :width] = 1
+        return mask
+
     def _resize(self, image: Image, name: str) -> Image:
         size = target_size(self.kind, self.settings, image.size)
         return resize(image, size, self.settings["resample"], name)

@@ -149,9 +149,14 @@ class Classify(LabelResults, TextTask):
         return any(spec.name == SCORES for spec in self.record.outputs)
 
     def _model_inputs(self, rows: list[Row], options: ClassifyOptions) -> ModelInputs:
-        """Mark the rows whose activation is not the one of the graph's scores."""
+        """Mark the rows whose activation is not the one of the graph's scores, and group rows."""
+        ends = self.config.eos_token_id if self.config.reads_the_end else None
         for row in rows:
             row.reads_raw = self._has_scores and options.activation != "auto"
+            if isinstance(ends, int):
+                # The classifiers of BART and T5 mix up rows with different numbers of ends, of
+                # which a pair has more than a single text.
+                row.group = list(row.content.ids).count(ends)
         return ModelInputs(rows)
 
     def postprocess(

@@ -16,6 +16,7 @@ from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.runtime.image.files import load_image
 from enginery.runtime.image.processor import ImageProcessor
+from enginery.runtime.sample_inputs import PIXEL_MASK
 from enginery.runtime.tasks.classify import LabelOptions, LabelResults
 from enginery.runtime.tasks.embed import VectorOptions, finish_vectors, require_dimensions
 from enginery.runtime.tasks.task import (
@@ -53,9 +54,9 @@ class ImageTask(MediaTask):
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read preprocessor_config.json and config.json; see `RowTask.open`."""
-        inputs = record.inputs
+        inputs = [spec for spec in record.inputs if spec.name != PIXEL_MASK]
         if len(inputs) != 1 or len(inputs[0].dims) != 4 or inputs[0].dims[1] not in (3, "channels"):
-            declared = "; ".join(str(spec) for spec in inputs)
+            declared = "; ".join(str(spec) for spec in record.inputs)
             raise ArtifactError(
                 f"{artifact.path}: the graph takes {declared}; "
                 "expected one input, pixel_values (batch, 3, height, width)."
@@ -74,11 +75,15 @@ class ImageTask(MediaTask):
 
     def read_row(self, item: Any, index: int = 0) -> Row:
         """Preprocess an image: a path, a file's content, a Pillow image, or a uint8 array."""
-        spec = self.record.inputs[0]
         name = f"image {index}"
         opened = load_image(item, name=name, max_pixels=self.max_pixels)
         array = self.processor(opened, name=name)
-        content = {spec.name: array.astype(spec.dtype)}
+        content = {
+            spec.name: self.processor.mask(opened, array)
+            if spec.name == PIXEL_MASK
+            else array.astype(spec.dtype)
+            for spec in self.record.inputs
+        }
         require_shapes(
             content,
             self.record,

@@ -181,6 +181,8 @@ class Row:
     """True if the input had more tokens than the model takes."""
     reads_raw: bool = False
     """True if `split` needs the graph's raw outputs for this row, not its final one."""
+    group: int = 0
+    """Only rows of one group share a batch."""
 
 
 @dataclass

@@ -145,7 +145,7 @@ class FastEncoder:
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
         """Return a `tokenizers.Encoding` for each text or pair; its offsets are meaningless."""
         if self.plain is None:
-            return list(self.tokenizer.encode_batch_fast(list(texts)))
+            return self._encode_fully(texts)
         lowercased = [self._lowercase(text) for text in texts]
         if None not in lowercased:
             return list(self.plain.encode_batch_fast(lowercased))
@@ -153,14 +153,30 @@ class FastEncoder:
         plain = [index for index, text in enumerate(lowercased) if text is not None]
         others = [index for index, text in enumerate(lowercased) if text is None]
         # Texts of both kinds are encoded in two lists, and come back in their places.
-        for encoder, indices, items in (
-            (self.plain, plain, lowercased),
-            (self.tokenizer, others, texts),
+        for encode, indices, items in (
+            (self.plain.encode_batch_fast, plain, lowercased),
+            (self._encode_fully, others, texts),
         ):
-            encoded = encoder.encode_batch_fast([items[index] for index in indices])
+            encoded = encode([items[index] for index in indices])
             for index, encoding in zip(indices, encoded, strict=True):
                 encodings[index] = encoding
         return encodings
+
+    def _encode_fully(self, texts: Sequence[str | tuple[str, str]]) -> list[Any]:
+        """Encode texts with the full tokenizer."""
+        fast = self._types_pairs or not any(isinstance(text, tuple) for text in texts)
+        encode = self.tokenizer.encode_batch_fast if fast else self.tokenizer.encode_batch
+        return list(encode(list(texts)))
+
+    @cached_property
+    def _types_pairs(self) -> bool:
+        """True if the fast encoding of a pair has the tokenizer's types, not zeros.
+
+        It has them from a template of pairs alone.
+        """
+        tokenizer, pair = self.tokenizer, [("a", "a")]
+        fast, full = tokenizer.encode_batch_fast(pair)[0], tokenizer.encode_batch(pair)[0]
+        return bool(fast.type_ids == full.type_ids)
 
     def _lowercase(self, text: str | tuple[str, str]) -> str | None:
         """Return the text in lower case; None if it needs the full tokenizer.
