@@ -608,7 +608,10 @@ _Divisor = Annotated[int, Field(ge=1, le=2**12), _expected("an integer from 1 to
 
 
 class PreprocessorConfig(_File):
-    """preprocessor_config.json. None means the default of the image processor."""
+    """preprocessor_config.json. None means the default of the image processor.
+
+    Null switches a step off (`do_…`), as in transformers: processors of the fast classes save it.
+    """
 
     FILE = "preprocessor_config.json"
 
@@ -650,10 +653,14 @@ class PreprocessorConfig(_File):
 
     @model_validator(mode="before")
     @classmethod
-    def _turn_size(cls, data: Any) -> Any:
-        """Donut's older files have the width first."""
+    def _read_notation(cls, data: Any) -> Any:
+        """Switch off the steps that are null. Donut's older files have the width first."""
         if not isinstance(data, dict):
             return data
+        nulls = {name for name, value in data.items() if value is None}
+        steps = {name for name in nulls if name.startswith("do_")}
+        steps |= nulls & {"rescale_offset", "include_top"}
+        data = data | dict.fromkeys(steps, False)
         kind = str(data.get("image_processor_type") or data.get("feature_extractor_type"))
         size = data.get("size")
         if kind.startswith("Donut") and isinstance(size, list):

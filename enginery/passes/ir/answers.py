@@ -92,7 +92,8 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         last = op("ArgMax", op("CumSum", weights, constant(1)), axis=1, keepdims=1)
         weights = op("Mul", weights, at(last))
     elif mode == "weightedmean":
-        weights = op("Mul", weights, positions())
+        # The running count of tokens is their position, wherever the padding is.
+        weights = op("Mul", weights, op("CumSum", weights, constant(1)))
     # Kernels may leave anything at padding, NaN as well, and 0 times NaN is NaN.
     counts = op("Cast", op("Unsqueeze", weights, constant([2])), to=ir.DataType.BOOL)
     vectors = op("Where", counts, vectors, constant(0.0))

@@ -3,9 +3,9 @@
     processor = ImageProcessor.open(artifact.path)    # reads preprocessor_config.json
     pixels = processor(load_image("cat.jpg"))         # float32 (channels, height, width)
 
-The steps are those of the slow processors, which resize with Pillow. The fast ones resize with
-torchvision, and their results differ in the last bits. Rules and defaults are from transformers
-4.57, `models/*/image_processing_*.py`.
+The steps are those of the class that the file names. The slow classes resize with Pillow, as is
+done here; the fast ones resize with torchvision, and their results differ in the last bits. Rules
+and defaults are from transformers 4.57, `models/*/image_processing_*.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageProcessor", "load_image"]
 
 _HALF = [0.5, 0.5, 0.5]
-_BILINEAR, _BICUBIC = 2, 3
+_NEAREST, _BILINEAR, _BICUBIC = 0, 2, 3
 
 _BASE: dict[str, Any] = {
     "do_resize": True,
@@ -157,6 +157,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "do_pad": True,
     },
 }
+# Steps that the fast classes of these processors have, and the slow ones do not.
+_FAST_CROPS = frozenset({"ViT", "Siglip", "Pvt", "ConvNext", "DPT"})
+_FAST_PADS = frozenset(
+    {"ViT", "DeiT", "Siglip", "Pvt", "CLIP", "Bit", "ChineseCLIP", "Levit", "MobileNetV1"}
+)
 # Steps that a processor does not have, whatever its file says.
 _LACKS = {
     "GLPN": {"do_normalize", "size"},
@@ -205,9 +210,13 @@ class ImageProcessor:
                 f"{file}: image processor '{name}' is not supported{nearest(kind, _DEFAULTS)}",
                 do=f"Supported: {', '.join(f'{key}ImageProcessor' for key in _DEFAULTS)}.",
             )
-        settings = {**_BASE, **_DEFAULTS[kind]}
+        settings = {**_BASE, **_DEFAULTS[kind], "fast": name.endswith("Fast")}
+        if settings["fast"] and kind in _FAST_CROPS:
+            settings |= {"do_center_crop": False, "crop_size": None}
+        if settings["fast"] and kind in _FAST_PADS:
+            settings |= {"do_pad": False, "pad_size": None}
         # Ignore keys that the processor does not have: ViT, for example, never crops.
-        supported = settings.keys() - _LACKS.get(kind, ())
+        supported = settings.keys() - _LACKS.get(kind, set()) - {"fast"}
         values = {name: getattr(config, name) for name in supported}
         settings |= {name: value for name, value in values.items() if value is not None}
         default = _DEFAULTS[kind]["size"]
@@ -221,6 +230,8 @@ class ImageProcessor:
             settings["pad_size"] = _parse_size(file, "pad_size", config.pad_size, _SQUARE)
         if settings.get("do_center_crop"):
             crop = config.crop_size or ImageSize(edge=settings["crop_size"])
+            if not crop.longest:
+                raise ArtifactError(f"{file}: do_center_crop is true, but crop_size is missing.")
             settings["crop_size"] = _parse_size(file, "crop_size", crop, _SQUARE)
         if kind in ("GLPN", "Swin2SR") and not settings["size_divisor"]:
             raise ArtifactError(f"{file}: size_divisor is 0, expected a number from 1.")
@@ -262,9 +273,10 @@ class ImageProcessor:
             edge = settings["size"]["shortest_edge"]
             # No effect from 384 pixels on, where the image was resized to this square.
             pixels = center_crop(pixels, edge, edge, name)
-        elif settings.get("do_center_crop"):
+        if settings.get("do_center_crop"):
             crop = settings["crop_size"]
             crop_like = torchvision_crop if self.kind == "Timm" else center_crop
+            crop_like = fast_crop if settings["fast"] else crop_like
             pixels = crop_like(pixels, crop["height"], crop["width"], name)
         if settings.get("do_flip_channel_order") or order == "bgr":
             pixels = pixels[..., ::-1]
@@ -292,6 +304,8 @@ class ImageProcessor:
 
     def _resize(self, image: Image, name: str) -> Image:
         size = target_size(self.kind, self.settings, image.size)
+        if self.settings["fast"] and self.settings["resample"] == _NEAREST:
+            return _nearest(image, size)
         return resize(image, size, self.settings["resample"], name)
 
     def _pad(self, pixels: NDArray[np.float32], name: str) -> NDArray[np.float32]:
@@ -354,6 +368,18 @@ def resize(image: Image, size: tuple[int, int], resample: int | None, name: str)
     # Pillow resizes the rows first: between its two passes an image still has its old height.
     _check_pixels(name, image.size, width, max(height, image.height))
     return image.resize(size, resample=resample)
+
+
+def _nearest(image: Image, size: tuple[int, int]) -> Image:
+    """Resize an image as torch does in `nearest-exact`: Pillow rounds otherwise between pixels."""
+    from PIL import Image as Images
+
+    # torch computes in float32, which decides between two pixels that are as near.
+    columns, rows = (
+        (np.arange(after, dtype=np.float32) + np.float32(0.5)) * np.float32(before / after)
+        for before, after in zip(image.size, size, strict=True)
+    )
+    return Images.fromarray(np.asarray(image)[rows.astype(int)][:, columns.astype(int)])
 
 
 def _turned(image: Image, size: Mapping[str, int]) -> Image:
@@ -431,6 +457,17 @@ def torchvision_crop(
         return center_crop(pixels, height, width, name)
     top, left = round((rows - height) / 2), round((columns - width) / 2)
     return pixels[top : top + height, left : left + width]
+
+
+def fast_crop(pixels: NDArray[Any], height: int, width: int, name: str = "image") -> NDArray[Any]:
+    """Crop like `center_crop`, with the rounding of transformers' fast processors."""
+    rows, columns = pixels.shape[:2]
+    _check_pixels(name, (columns, rows), max(columns, width), max(rows, height))
+    missing = [max(height - rows, 0), max(width - columns, 0)]
+    halves = [(total // 2, total - total // 2) for total in missing]
+    padded = np.pad(pixels, (*halves, (0, 0)))
+    top, left = (padded.shape[0] - height) // 2, (padded.shape[1] - width) // 2
+    return padded[top : top + height, left : left + width]
 
 
 def _check_pixels(name: str, size: tuple[int, int], width: int, height: int) -> None:

@@ -77,11 +77,12 @@ class Pooling:
     ) -> Vectors:
         """Pool one batch without normalizing; see `__call__`."""
         tokens = tokens.astype(np.float32, copy=False)
+        # Count real tokens only: with padding on the left, a text does not start at position 0.
+        positions = np.cumsum(mask != 0, axis=1)
         if not self.include_prompt:
-            # Count real tokens only: with padding on the left, a text does not start at position 0.
             first = np.asarray(prompt or 0).reshape(-1, 1)
-            mask = mask * (np.cumsum(mask, axis=1) > first)
-        pooled = [_pool(mode, tokens, mask) for mode in self.modes]
+            mask = mask * (positions > first)
+        pooled = [_pool(mode, tokens, mask, positions) for mode in self.modes]
         return pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
 
 
@@ -149,7 +150,15 @@ def _read_pooling_config(directory: Path) -> Pooling:
     )
 
 
-def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
+def _pool(mode: str, tokens: Vectors, mask: NDArray[Any], positions: NDArray[Any]) -> Vectors:
+    """Pool token vectors.
+
+    Args:
+        mode: the pooling mode.
+        tokens: (batch, sequence, dim).
+        mask: (batch, sequence), 1 for the tokens that count.
+        positions: (batch, sequence), the position of each token in its text, from 1.
+    """
     weights = mask.astype(np.float32)
     if mode == "cls":
         # The first 1 of the mask is the first real token, also with padding on the left.
@@ -163,9 +172,9 @@ def _pool(mode: str, tokens: Vectors, mask: NDArray[Any]) -> Vectors:
         # -1e9 for padding, as in sentence-transformers, and not infinity.
         return np.asarray(np.where(weights[:, :, None] > 0, tokens, np.float32(-1e9)).max(axis=1))
     if mode == "weightedmean":
-        # Weights are 1, 2, 3, … by position, as in sentence-transformers.
-        positions = np.arange(1, mask.shape[1] + 1, dtype=np.float32)
-        weights = weights * positions[None, :]
+        # Weights are 1, 2, 3, … by position, as in sentence-transformers for a text alone. It
+        # counts padding on the left, too, so that its vectors depend on the batch.
+        weights = weights * positions.astype(np.float32)
     # A matrix product needs no second array of the size of `tokens`.
     total = np.matmul(weights[:, None, :], tokens)[:, 0]
     count = np.maximum(weights.sum(axis=1, keepdims=True), TINY_COUNT)
