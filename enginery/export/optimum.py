@@ -443,7 +443,7 @@ def _pad_token_id(source: Path) -> int:
     """Return the tokenizer's padding id, for a classifier whose config has none.
 
     Raises:
-        ExportError: the tokenizer has no padding token either.
+        ExportError: the tokenizer has no padding token either, or ends every text with it.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
     if tokenizer.pad_token_id is None:
@@ -451,6 +451,14 @@ def _pad_token_id(source: Path) -> int:
             f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
             f"of {source} has one.",
             do="Set pad_token_id in config.json.",
+        )
+    if tokenizer.pad_token_id in tokenizer("a").input_ids[-1:]:
+        # transformers reads the last token of a text alone, which the classifier would skip.
+        raise ExportError(
+            f"config.json of a text classifier has no pad_token_id, and the tokenizer of {source} "
+            f"ends each text with its padding token {tokenizer.pad_token}: in a batch, the "
+            "classifier would read another token than alone.",
+            do="Set pad_token_id in config.json to a token that no text ends with.",
         )
     return int(tokenizer.pad_token_id)
 

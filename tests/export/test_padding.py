@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from enginery import load_model
+from enginery.core.errors import ExportError
 from enginery.runtime.text.tokenizer import EQUAL_LENGTHS
 from tests.tiny_inputs import TOKENS_AND_MASK, export_here, save_with_generic_tokenizer
 
@@ -81,6 +82,14 @@ def test_texts_of_a_model_that_reads_padding_share_no_batch(tmp_path, monkeypatc
     with load_model(artifact.path) as model:
         assert EQUAL_LENGTHS in model.notes
     assert_answers_are_those_of_the_pipeline(source, artifact.path)
+
+
+def test_a_padding_token_that_ends_every_text_is_refused(tmp_path, monkeypatch):
+    source = save_with_generic_tokenizer(
+        "gpt2", tmp_path / "model", special="end", tokenizer=OTHER_ID, pad_token_id=None
+    )
+    with pytest.raises(ExportError, match="ends each text with its padding token <eos>"):
+        export_here(source, tmp_path / "artifact", monkeypatch)
 
 
 def test_pairs_and_single_texts_of_barts_classifier_share_no_batch(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 from onnx import helper
 
 from enginery import quantize_model, validate_model
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.artifact import Artifact
+from enginery.core.artifact.manifest import GraphRecord, PaddingRecord
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.shapes import Profile, TensorSpec
 from enginery.core.tolerance import Tolerance
@@ -267,6 +268,18 @@ def test_coverage_in_words_and_as_a_table():
 def test_padded_dim(exported, model, dim, left):
     graph = exported(*model).manifest.graphs[0]
     assert PaddedDim.of(graph) == PaddedDim(dim, left)
+
+
+@pytest.mark.parametrize(("side", "left"), [("left", True), ("right", False), ("none", False)])
+def test_texts_are_padded_as_the_runtime_pads_them(exported, side, left):
+    artifact = exported(*FEATURES)
+    graph = artifact.manifest.graphs[0]
+    padding = PaddingRecord(side=side, token_id=7)
+    graph = graph.model_copy(update={"padding": padding})
+    assert PaddedDim.of(graph) == PaddedDim("sequence", left)
+    manifest = artifact.manifest.model_copy(update={"graphs": (graph,)})
+    before, limits = map(FeedLimits.from_artifact, (artifact, Artifact(artifact.path, manifest)))
+    assert limits.pad_token_id == (before.pad_token_id if side == "none" else 7)
 
 
 def test_images_have_no_padded_dim(scan):

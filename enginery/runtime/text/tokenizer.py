@@ -153,11 +153,10 @@ class FastEncoder:
         plain = [index for index, text in enumerate(lowercased) if text is not None]
         others = [index for index, text in enumerate(lowercased) if text is None]
         # Texts of both kinds are encoded in two lists, and come back in their places.
-        for encode, indices, items in (
-            (self.plain.encode_batch_fast, plain, lowercased),
-            (self._encode_fully, others, texts),
+        for indices, encoded in (
+            (plain, self.plain.encode_batch_fast([lowercased[index] for index in plain])),
+            (others, self._encode_fully([texts[index] for index in others])),
         ):
-            encoded = encode([items[index] for index in indices])
             for index, encoding in zip(indices, encoded, strict=True):
                 encodings[index] = encoding
         return encodings

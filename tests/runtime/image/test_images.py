@@ -142,6 +142,114 @@ def test_pixels_equal_transformers(tmp_path, module, name, settings):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("step", ["do_resize", "do_rescale", "do_normalize", "do_center_crop"])
+@pytest.mark.parametrize(("module", "name"), [("clip", "CLIP"), ("owlvit", "OwlViT")])
+def test_null_switches_a_step_off(tmp_path, module, name, step):
+    size = {"size": {"height": 60, "width": 50}, "crop_size": 48}
+    reference = reference_processor(module, name)(**{**size, step: None})
+    reference.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "preprocessor_config.json").read_text())[step] is None
+    image = Image.fromarray(photo(80, 75))
+    expected = reference(image, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(ImageProcessor.open(tmp_path)(image), expected)
+
+
+FAST = [
+    ("ViT", {"do_center_crop": True, "crop_size": {"height": 75, "width": 99}}),
+    ("ViT", {"do_center_crop": True, "crop_size": {"height": 301, "width": 151}}),
+    ("ViT", {"do_center_crop": None}),
+    ("ViT", {"do_pad": True, "pad_size": {"height": 300, "width": 301}}),
+    ("Siglip", {"do_center_crop": True, "crop_size": {"height": 76, "width": 98}}),
+    ("CLIP", {}),
+    ("CLIP", {"do_center_crop": None}),
+    ("CLIP", {"size": {"shortest_edge": 64}}),
+    ("CLIP", {"do_resize": False}),
+    ("DeiT", {"do_center_crop": None}),
+    ("Levit", {"size": {"height": 70, "width": 91}}),
+    ("EfficientNet", {"size": {"height": 70, "width": 91}}),
+    ("OwlViT", {}),
+    ("Detr", {"size": {"shortest_edge": 64, "longest_edge": 100}}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), FAST)
+def test_pixels_equal_the_fast_processors(tmp_path, name, settings):
+    pytest.importorskip("torchvision")
+    import transformers
+
+    reference = getattr(transformers, f"{name}ImageProcessorFast")(**settings)
+    reference.save_pretrained(tmp_path)
+    processor = ImageProcessor.open(tmp_path)
+    for height, width in SIZES:
+        if min(height, width) < 30:
+            continue  # CLIP's images of a few pixels become too large
+        image = Image.fromarray(photo(height, width))
+        expected = reference(image, return_tensors="pt")["pixel_values"][0].numpy()
+        pixels = processor(image)
+        assert pixels.shape == expected.shape
+        # torchvision rounds otherwise than Pillow: by one of 255 levels, in two directions.
+        assert np.abs(pixels - expected).max() < 3 / 255 / 0.224
+
+
+def save_fast(directory, name, **settings):
+    document = {"image_processor_type": f"{name}ImageProcessorFast", **settings}
+    (directory / "preprocessor_config.json").write_text(json.dumps(document))
+    return ImageProcessor.open(directory)
+
+
+def test_a_fast_processor_crops_and_pads_where_the_slow_one_does_not(tmp_path):
+    crop = {"do_center_crop": True, "crop_size": {"height": 75, "width": 99}}
+    processor = save_fast(tmp_path, "ViT", **crop)
+    # The slow processor of DeiT has the same steps.
+    reference = reference_processor("deit", "DeiT")(
+        size={"height": 224, "width": 224},
+        resample=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        **crop,
+    )
+    image = Image.fromarray(photo(70, 50))
+    expected = reference(image, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(processor(image), expected)
+    padded = save_fast(tmp_path, "ViT", do_pad=True, pad_size={"height": 230, "width": 240})
+    pixels = padded(image)
+    assert pixels.shape == (3, 230, 240)
+    assert not pixels[:, 224:].any()
+    assert not pixels[:, :, 224:].any()
+    slow = {"image_processor_type": "ViTImageProcessor", **crop}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(slow))
+    assert ImageProcessor.open(tmp_path)(image).shape == (3, 224, 224)
+
+
+def test_a_fast_processor_pads_a_small_image_after_the_middle(tmp_path):
+    crop = {"do_center_crop": True, "crop_size": {"height": 6, "width": 6}}
+    plain = {"do_resize": False, "do_rescale": False, "do_normalize": False}
+    image = Image.fromarray(np.full((3, 7, 3), 9, np.uint8))
+    pixels = save_fast(tmp_path, "CLIP", **crop, **plain)(image)
+    assert pixels[0, :, 0].tolist() == [0, 9, 9, 9, 0, 0]
+
+
+def test_a_crop_without_a_size_is_rejected(tmp_path):
+    with pytest.raises(ArtifactError, match="do_center_crop is true, but crop_size is missing"):
+        save_fast(tmp_path, "ViT", do_center_crop=True)
+
+
+def test_the_mask_of_an_image_covers_its_pixels(tmp_path):
+    settings = {
+        "size": {"max_height": 60, "max_width": 90},
+        "pad_size": {"height": 64, "width": 96},
+    }
+    reference = reference_processor("detr", "Detr")(**settings)
+    reference.save_pretrained(tmp_path)
+    processor = ImageProcessor.open(tmp_path)
+    for height, width in ((50, 70), (70, 50), (33, 33)):
+        image = Image.fromarray(photo(height, width))
+        expected = reference(image, return_tensors="np")["pixel_mask"][0]
+        mask = processor.mask(image, processor(image))
+        assert mask.dtype == np.int64
+        np.testing.assert_array_equal(mask, expected)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "old"),
     [

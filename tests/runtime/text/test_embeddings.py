@@ -105,6 +105,16 @@ def test_lasttoken_and_cls_find_their_token_with_padding_on_the_left():
     assert last(tokens, mask).tolist() == [[6, 7]]
 
 
+def test_weights_of_the_mean_count_tokens_and_not_padding():
+    tokens = np.array([[[3.0], [6.0], [0.0]], [[9.0], [3.0], [6.0]]], np.float32)
+    mask = np.array([[1, 1, 0], [0, 1, 1]])
+    pooling = Pooling(("weightedmean",), normalize=False, include_prompt=True, note="")
+    # 1 × 3 + 2 × 6, divided by 1 + 2
+    assert pooling(tokens, mask).tolist() == [[5], [5]]
+    without_prompt = Pooling(("weightedmean",), normalize=False, include_prompt=False, note="")
+    assert without_prompt(tokens, mask, prompt=1).tolist() == [[6], [6]]
+
+
 def pooled(vectors):
     """Vectors as the normalized mean of texts of one token each, in one batch."""
     pooling = Pooling(("mean",), normalize=True, include_prompt=True, note="")

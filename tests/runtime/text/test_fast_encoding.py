@@ -1,6 +1,7 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from enginery.runtime.text.tokenizer import FastEncoder, TextTokenizer
 from tests.tiny import TEXT_KINDS, tiny_artifact
@@ -58,6 +59,16 @@ def test_pairs_are_as_with_offsets(tokenizer):
     quick, plain = tokenizer.encode(pairs, offsets=False), tokenizer.encode(pairs)
     assert [e.ids for e in quick] == [e.ids for e in plain]
     assert [e.type_ids for e in quick] == [e.type_ids for e in plain]
+
+
+def test_pairs_without_a_template_have_their_types():
+    words = {"[UNK]": 0, "the": 1, "pump": 2, "runs": 3}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = FastEncoder.from_tokenizer(backend)
+    pair, single = encoder.encode([("the pump", "runs"), "the pump"])
+    assert pair.type_ids == [0, 0, 1]
+    assert single.type_ids == [0, 0]
 
 
 def test_plain_ascii_skips_berts_normalizer(tmp_path):

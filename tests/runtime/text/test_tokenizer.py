@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from enginery.core.artifact.manifest import GraphRecord, PaddingRecord
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.tokenizer import TextTokenizer, check_texts
@@ -107,6 +108,42 @@ def test_padding_is_on_the_side_that_the_tokenizer_names(directories, tmp_path):
     feeds = tokenizer.feeds(encodings, INPUTS)
     assert feeds["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
     assert tokenizer.strip_padding(feeds["input_ids"][1], encodings[1]).tolist() == encodings[1].ids
+
+
+def test_padding_is_as_the_graph_was_measured(directories):
+    tokenizer = TextTokenizer.open(directories["bert"])
+    record = GraphRecord(file="model.onnx", opset=20, inputs=INPUTS, outputs=(), data_files=())
+    assert tokenizer.for_graph(record) == tokenizer
+    padding = PaddingRecord(side="left", token_id=5)
+    left = tokenizer.for_graph(record.model_copy(update={"padding": padding}))
+    encodings = left.encode(["the pump", "the"])
+    feeds = left.feeds(encodings, INPUTS)
+    assert feeds["input_ids"].tolist() == [encodings[0].ids, [5, *encodings[1].ids]]
+    padding = PaddingRecord(side="none")
+    apart = tokenizer.for_graph(record.model_copy(update={"padding": padding}))
+    assert not apart.can_pad(INPUTS)
+    with pytest.raises(InputError, match="but the model's outputs depend on padding"):
+        apart.feeds(encodings, INPUTS)
+
+
+def test_the_padding_token_is_that_of_the_model(directories, tmp_path):
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    own = TextTokenizer.open(directory).pad_id
+    for token_id, expected in ((own + 1, own + 1), (-1, own), (10**6, own), (None, own)):
+        _edit(directory / "config.json", pad_token_id=token_id)
+        assert TextTokenizer.open(directory).pad_id == expected
+
+
+def test_types_that_the_tokenizer_does_not_name_are_zeros(directories, tmp_path):
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    names = ("input_ids", "token_type_ids")
+    spec = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in names)
+    pair = [("the pump", "the")]
+    tokenizer = TextTokenizer.open(directory)
+    assert tokenizer.feeds(tokenizer.encode(pair), spec)["token_type_ids"].any()
+    _edit(directory / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
+    tokenizer = TextTokenizer.open(directory)
+    assert not tokenizer.feeds(tokenizer.encode(pair), spec)["token_type_ids"].any()
 
 
 def test_only_the_inputs_of_the_graph_are_fed(directories):
