@@ -70,6 +70,8 @@ class TokenIds:
     ids: list[int]
     overflowing: tuple[Any, ...] = ()
     """Not empty if ids were truncated."""
+    types: tuple[int, ...] = ()
+    """The type of each token; empty if all are 0."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -81,8 +83,8 @@ class TokenIds:
 
     @property
     def type_ids(self) -> list[int]:
-        """0 for each token, as for a single text."""
-        return [0] * len(self.ids)
+        """The type of each token."""
+        return list(self.types) or [0] * len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +478,7 @@ class TextTokenizer:
         Raises:
             InputError: an id is not in the vocabulary.
         """
-        before, after = self._special_tokens_around
+        before, after, types = self._special_tokens_around
         inner = list(ids)
         ends = len(inner) - len(after)
         # Ids from the model's own tokenizer have the special tokens already; they are not added
@@ -500,7 +502,13 @@ class TextTokenizer:
                     f"input {index} has the token id {token_id!r}, expected whole numbers from "
                     f"0 to {size - 1}."
                 )
-        return TokenIds([*before, *inner, *after], ("cut",) if is_cut else ())
+        # XLNet's and Funnel's classification token has a type of its own.
+        first, own, last = types
+        return TokenIds(
+            [*before, *inner, *after],
+            ("cut",) if is_cut else (),
+            (*first, *own * len(inner), *last) if any(chain(*types)) else (),
+        )
 
     def _encode_list(self, encode: Encode, texts: list[Any]) -> list[Any]:
         """Encode a list of texts without blocking other Python threads.
@@ -524,8 +532,11 @@ class TextTokenizer:
         return copy
 
     @cached_property
-    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
-        """The ids of the special tokens that the model adds before and after a text."""
+    def _special_tokens_around(self) -> tuple[list[int], list[int], list[list[int]]]:
+        """The ids of the special tokens that the model adds before and after a text.
+
+        Then the types of those before, of a token of the text, and of those after.
+        """
         try:
             # Any text of one plain token would do: all that comes around it is special.
             (encoding,) = self.backend.encode_batch(["a"])
@@ -538,7 +549,9 @@ class TextTokenizer:
         mask = encoding.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
         last = len(mask) - mask[::-1].index(0) if 0 in mask else len(mask)
-        return encoding.ids[:first], encoding.ids[last:]
+        ids, types = encoding.ids, encoding.type_ids
+        inner = types[first:last][:1] or [0]
+        return ids[:first], ids[last:], [types[:first], inner, types[last:]]
 
     def _shorten(self, text: str) -> str:
         """Return the beginning of a long text, enough of it to fill the limit with the same tokens.

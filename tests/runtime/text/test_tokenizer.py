@@ -146,6 +146,22 @@ def test_types_that_the_tokenizer_does_not_name_are_zeros(directories, tmp_path)
     assert not tokenizer.feeds(tokenizer.encode(pair), spec)["token_type_ids"].any()
 
 
+def test_token_ids_have_the_types_of_the_special_tokens(directories, tmp_path):
+    directory = shutil.copytree(directories["bert"], tmp_path / "model")
+    file = directory / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    for part in document["post_processor"]["single"]:
+        # Funnel's classification token has the type 2.
+        if part.get("SpecialToken", {}).get("id") == "[CLS]":
+            part["SpecialToken"]["type_id"] = 2
+    file.write_text(json.dumps(document), encoding="utf-8")
+    tokenizer = TextTokenizer.open(directory)
+    (encoding,) = tokenizer.encode(["the pump"])
+    assert encoding.type_ids == [2, 0, 0, 0]
+    for ids in (encoding.ids, encoding.ids[1:-1]):
+        assert tokenizer.encode_ids(ids).type_ids == encoding.type_ids
+
+
 def test_only_the_inputs_of_the_graph_are_fed(directories):
     tokenizer = TextTokenizer.open(directories["bert"])
     spec = (
