@@ -201,11 +201,8 @@ class WindowRunner:
         predicted together, it has an `error`.
         """
         stream = self._stream()
-        prepared = read_ahead(
-            stream.prepare(windows),
-            ahead=max(PREPARED_BATCHES, 2 * self.pool.workers),
-            name="enginery-prepare",
-        )
+        ahead = max(PREPARED_BATCHES, 2 * self.pool.workers)
+        prepared = stream.prepare_ahead(windows, ahead=ahead)
         is_stopped = threading.Event()
         collected = read_ahead(
             stream.run(_until(is_stopped, prepared)),
