@@ -68,8 +68,8 @@ def plan_batches(
             largest batches.
         rungs: sizes that batches are padded to; None for the batch's own. Not for `equal_lengths`.
     """
-    if len(lengths) == 1:
-        return [[0]]
+    if len(lengths) < 2:
+        return [[0]] if len(lengths) else []
     # Stable, so that texts of one length stay in the order of the input.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     longest = np.asarray(lengths, np.int64)[order]
