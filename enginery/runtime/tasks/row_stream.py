@@ -6,9 +6,10 @@
             results = task.postprocess(window.work, window.outputs(), options)
 
 A window is a list of inputs. Its rows are sorted by length and cut into batches. While the model
-runs the batches of one window, a thread pads those of the next one, and another thread tokenizes
-the one after it; the thread that iterates over `run` starts the batches and collects their outputs.
-Windows come out in order, and memory depends on their size, not on their number.
+runs the batches of one window, a thread pads those of the next one, another thread tokenizes the
+one after it, and a third reads what follows; the thread that iterates over `run` starts the batches
+and collects their outputs. Windows come out in order, and memory depends on their size, not on
+their number.
 """
 
 from __future__ import annotations
@@ -111,16 +112,18 @@ class RowStream:
     """Number of runs that wait or run at the same time."""
 
     def prepare_ahead(
-        self, windows: Iterable[Window[Origin]], *, ahead: int
+        self, windows: Generator[Window[Origin]], *, ahead: int
     ) -> Generator[PreparedBatch[Origin]]:
-        """Yield what `prepare` yields; two threads preprocess windows and make their batches.
+        """Yield what `prepare` yields: threads read windows, preprocess them and make batches.
 
         Args:
-            windows: the windows, which the first of the threads iterates over.
+            windows: the windows, which are closed at the end.
             ahead: number of batches that wait at most.
         """
-        # The threads of `tokenizers` work on a window while the other thread pads the one before.
-        preprocessed = read_ahead(self._preprocessed(windows), ahead=1, name="enginery-preprocess")
+        # The threads of `tokenizers` work on a window while the next one is read, and the one
+        # before it padded.
+        read = read_ahead(windows, ahead=1, name="enginery-read")
+        preprocessed = read_ahead(self._preprocessed(read), ahead=1, name="enginery-preprocess")
         return read_ahead(self._batched(preprocessed), ahead=ahead, name="enginery-prepare")
 
     def prepare(self, windows: Iterable[Window[Origin]]) -> Generator[PreparedBatch[Origin]]:
@@ -128,19 +131,20 @@ class RowStream:
 
         An InputError ends its window, not the stream: it is the window's `error`.
         """
-        return self._batched(self._preprocessed(windows))
+        return self._batched(self._preprocessed(window for window in windows))
 
-    def _preprocessed(self, windows: Iterable[Window[Origin]]) -> Generator[Window[Origin]]:
-        """Preprocess the inputs of each window, and yield it."""
-        for window in windows:
-            started = time.perf_counter()
-            try:
-                if window.inputs:
-                    window.work = self.preprocess(window.inputs)
-            except InputError as error:
-                window.error = error
-            window.preprocess_seconds = time.perf_counter() - started
-            yield window
+    def _preprocessed(self, windows: Generator[Window[Origin]]) -> Generator[Window[Origin]]:
+        """Preprocess the inputs of each window, and yield it. Closes `windows`."""
+        with closing(windows):
+            for window in windows:
+                started = time.perf_counter()
+                try:
+                    if window.inputs:
+                        window.work = self.preprocess(window.inputs)
+                except InputError as error:
+                    window.error = error
+                window.preprocess_seconds = time.perf_counter() - started
+                yield window
 
     def _batched(self, windows: Generator[Window[Origin]]) -> Generator[PreparedBatch[Origin]]:
         """Yield the batches of windows that are preprocessed. Closes `windows`."""
