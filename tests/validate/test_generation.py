@@ -253,12 +253,14 @@ def test_tokenizer_without_special_tokens_fails(edited):
     assert all("the tokenizer gives" in problem for problem in problems)
 
 
-def test_option_that_is_not_supported_is_a_note(edited):
+def test_artifact_that_load_model_cannot_generate_with_fails(edited):
     report = edited("gpt2", "generation_config.json", lambda d: d.update(num_beam_groups=2))
-    assert report.passed, report.summary
+    assert not report.passed
     assert report.generation is None
-    (note,) = [note for note in report.notes if note.startswith("not generated: ")]
-    assert "num_beam_groups is 2, which is not supported" in note
+    problem = generated(report)["answers"]
+    assert problem.startswith("load_model cannot generate: ")
+    assert "num_beam_groups is 2, which is not supported" in problem
+    assert problem in report.summary
 
 
 @pytest.mark.more
