@@ -23,6 +23,7 @@ TEXT, SEQ2SEQ = "text-generation-with-past", "text2text-generation-with-past"
 SPEECH = "automatic-speech-recognition-with-past"
 LATER = "decoder_with_past_model.onnx"
 TASKS = {"gpt2": TEXT, "marian": SEQ2SEQ}
+WHISPER = {"whisper": SPEECH}
 SLOW_TASKS = {
     **dict.fromkeys(("llama", "opt", "qwen3"), TEXT),
     **dict.fromkeys(("t5", "bart", "m2m_100"), SEQ2SEQ),
@@ -77,8 +78,10 @@ def edited(exported, copied, monkeypatch):
     """
     monkeypatch.setattr(generation, "STEPS", 4)
 
-    def make(kind, file, edit, **options):
-        artifact = copied(exported(kind, TASKS[kind]))
+    def make(kind, file, edit, *, source=None, **options):
+        task = {**TASKS, **WHISPER}[kind]
+        sound = exported(kind, task) if source is None else export_model(str(source), task=task)
+        artifact = copied(sound)
         path = artifact.path / file
         document = json.loads(path.read_text())
         edit(document)
@@ -355,3 +358,27 @@ def test_speech_is_transcribed(home, tmp_path):
 
     with pytest.raises(InputError, match="has no audio"):
         validated(artifact, data=str(tmp_path / "whisper"))
+
+
+@pytest.mark.more
+def test_other_features_of_sounds_fail(home, edited, tmp_path):
+    source = save_whisper(tmp_path / "whisper")
+    file = "preprocessor_config.json"
+    report = edited("whisper", file, lambda d: d.update(n_fft=512), source=source)
+    assert not report.passed
+    problem = generated(report)["sound 1, input_features"]
+    assert "from transformers', 0.000" in problem
+
+
+@pytest.mark.more
+def test_tokens_that_are_decoded_to_another_text_fail(edited):
+    """An end token that is not special any more is part of the text."""
+
+    def show_end(document):
+        for token in document["added_tokens"]:
+            token["special"] = False
+
+    report = edited("marian", "tokenizer.json", show_end)
+    assert not report.passed
+    problems = [p for name, p in generated(report).items() if name.endswith(", text")]
+    assert any("by transformers" in problem for problem in problems)
