@@ -115,6 +115,11 @@ class Embed(TextTask):
         modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
         return last * modes if isinstance(last, int) else 0
 
+    def kept_dimensions(self, size: int) -> int:
+        """Return the number of leading dimensions that a call keeps if it names no other."""
+        # As sentence-transformers, which keeps vectors that are shorter as they are.
+        return min(self.truncate_dim or size, size)
+
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
         if self._graph_pools and not raw:
@@ -182,10 +187,8 @@ class Embed(TextTask):
         """Return float32 (texts, dim)."""
         own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
         if self.truncate_dim and options.dimensions is None:
-            # As sentence-transformers, which keeps vectors that are shorter as they are.
             size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
-            kept = min(self.truncate_dim, size)
-            options = options.model_copy(update={"dimensions": kept})
+            options = options.model_copy(update={"dimensions": self.kept_dimensions(size)})
         return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
 
     def describe(self, result: Vectors) -> str:
