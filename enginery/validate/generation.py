@@ -413,6 +413,7 @@ def generate_reference(
             problems = _compare_options(model, options, graphs)
             longest = None if positions is None else positions - steps
             if noun == _MADE_UP:
+                _require_no_tokenizer(model, artifact, graphs)
                 inputs = _made_up(graphs, options, limits, longest, _INPUTS[config.effort])
                 notes: list[str] = []
             else:
@@ -463,6 +464,18 @@ class GenerationRefusedError(EngineryError):
     def case(self) -> ValidationCaseResult:
         """Return it as a failed case."""
         return _case(self.graph, "answers", f"load_model cannot generate: {self.message}")
+
+
+def _require_no_tokenizer(model: TorchReference, artifact: Artifact, graphs: DecoderGraphs) -> None:
+    """Raise GenerationRefusedError if only the source has a tokenizer that can be read."""
+    try:
+        model.tokenize(SENTENCES[:1])
+    except InputError:
+        return
+    try:
+        TextTokenizer.open(artifact.path)
+    except ArtifactError as error:
+        raise GenerationRefusedError(graphs.later.file, error) from error
 
 
 def _obstacle(graphs: DecoderGraphs) -> str:

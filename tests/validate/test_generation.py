@@ -311,6 +311,16 @@ def test_without_tokenizer_prompts_are_made_up(tiny_model, home, tmp_path, kind)
 
 
 @pytest.mark.more
+def test_tokenizer_that_only_the_source_has_is_missed(exported, copied):
+    artifact = copied(exported("gpt2", TEXT))
+    (artifact.path / "tokenizer.json").unlink()
+    commit_artifact(artifact.path, artifact.manifest)
+    report = validated(Artifact.open(artifact.path))
+    assert not report.passed
+    assert generated(report)["answers"].startswith("load_model cannot generate: ")
+
+
+@pytest.mark.more
 def test_texts_of_the_user_are_generated_from(exported, tmp_path):
     data = tmp_path / "prompts.csv"
     data.write_text("text\n" + "\n".join(["The pump runs", "The engine is", "A cat", "Who"]))
