@@ -35,6 +35,7 @@ Arrays = dict[str, NDArray[Any]]
 
 _LOGITS = ("logits", "start_logits", "end_logits")
 _TOP_ANSWERS, _TOP_FILLINGS = 3, 5
+_MARGINS = 32
 _SENTENCE_CONFIGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -54,8 +55,8 @@ class RawAnswer:
     """Reason if the reference rejects the input."""
     scale: float = 0.0
     """Largest magnitude of the logits."""
-    margin: float = float("inf")
-    """Smallest difference of the best two logits of a token or a frame."""
+    margins: list[float] = field(default_factory=list)
+    """The smallest differences of the best two logits of a token or a frame, smallest first."""
 
 
 class TorchAnswers:
@@ -105,7 +106,7 @@ class TorchAnswers:
                 result = answer(item)
         except Exception as error:  # an input may be wrong for a model in any way
             return RawAnswer(problem=_first_line(error))
-        result.scale, result.margin = logits.scale, logits.margin
+        result.scale, result.margins = logits.scale, logits.margins
         return result
 
     def _answerer(self, kind: str) -> Callable[[Item], RawAnswer]:
@@ -249,7 +250,7 @@ class _Logits:
     """What is known of the logits of one or more runs."""
 
     scale: float = 0.0
-    margin: float = float("inf")
+    margins: list[float] = field(default_factory=list)
 
     def note(self, outputs: Any) -> None:
         if not isinstance(outputs, Mapping):
@@ -261,7 +262,8 @@ class _Logits:
             self.scale = max(self.scale, float(values.abs().max()))
             if values.shape[-1] > 1:
                 best = values.topk(2, dim=-1).values
-                self.margin = min(self.margin, float((best[..., 0] - best[..., 1]).min()))
+                gaps = (best[..., 0] - best[..., 1]).flatten().tolist()
+                self.margins = sorted([*self.margins, *gaps])[:_MARGINS]
 
 
 class SentenceRule:

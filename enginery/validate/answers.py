@@ -92,6 +92,8 @@ _FP32_ROUNDINGS = 32
 in a batch: 1.9e-6 of it. Runs of the tiny and of real models were seen below a tenth of that."""
 _SCORE_ROUNDING = 1e-6
 """What two correct implementations of softmax and of a mean may differ by."""
+_EDITS_OF_A_TIE, _SPANS_OF_A_TIE = 2, 4
+"""How many letters of a text, or spans of both sides, one near tie may change."""
 _SHOWN = 40
 """Characters of a text that the name of an input has."""
 
@@ -602,18 +604,21 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
         return _compare_tensors(answer, arrays, limits)
     error = limits.error(expected["scale"])
     # Each of two logits may be off by the error, so that a closer pair may change places.
-    is_near_tie = expected["margin"] <= 2 * error
+    ties = sum(margin <= 2 * error for margin in expected["margins"])
     if isinstance(answer, str):
-        same = answer == expected["answer"] or is_near_tie
+        # A frame changes a letter, and whether its neighbours are one letter or two.
+        same = _edits(answer, expected["answer"]) <= _EDITS_OF_A_TIE * ties
         problem = f"the text is '{answer}', the reference's '{expected['answer']}'"
         return Difference(0.0, "" if same else problem)
     # A probability differs by less than its logit: softmax and sigmoid have a slope below 1.
     tolerance = error + _SCORE_ROUNDING
-    pairs = list(_paired(answer, expected["answer"]))
-    sizes = [0.0]
-    for name, mine, theirs in pairs:
+    spans = [item for item in (*answer, *expected["answer"]) if isinstance(item, list)]
+    sizes, unmatched = [0.0], 0
+    for name, mine, theirs in _paired(answer, expected["answer"]):
         if mine is None or theirs is None:
-            if not is_near_tie:
+            unmatched += 1
+            # A token may end a span or begin one, on either side.
+            if unmatched > _SPANS_OF_A_TIE * ties or any(len(span) == 2 for span in spans):
                 which = "the reference has no" if theirs is None else "it lacks the"
                 return Difference(max(sizes), f"{which} {name}, {_scores(mine, theirs)}")
             continue
@@ -625,6 +630,19 @@ def _difference(answer: Any, expected: Mapping[str, Any], limits: AnswerLimits) 
                 f" ({tolerance:.2g} apart allowed)",
             )
     return Difference(max(sizes))
+
+
+def _edits(first: str, second: str) -> int:
+    """Return how many letters have to be changed, added or removed (Levenshtein's distance)."""
+    distances = list(range(len(second) + 1))
+    for row, letter in enumerate(first, start=1):
+        diagonal, distances[0] = distances[0], row
+        for column, other in enumerate(second, start=1):
+            best = min(
+                diagonal + (letter != other), distances[column] + 1, distances[column - 1] + 1
+            )
+            diagonal, distances[column] = distances[column], best
+    return distances[-1]
 
 
 def _scores(mine: float | None, theirs: float | None) -> str:

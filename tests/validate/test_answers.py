@@ -29,14 +29,14 @@ TEXTS = {
 }
 
 
-def raw(answer=None, *, scale=4.0, margin=math.inf, **arrays):
+def raw(answer=None, *, scale=4.0, margins=(), **arrays):
     """Return the fields of the reference's answer."""
     return {
         "answer": answer,
         "arrays": arrays,
         "problem": "",
         "scale": scale,
-        "margin": margin,
+        "margins": list(margins),
     }
 
 
@@ -97,10 +97,31 @@ def test_scores_and_texts_have_to_be_equal(mine, theirs, problem):
 
 
 def test_near_ties_may_be_decided_either_way():
-    assert not difference("YES", raw("YET", margin=1e-7)).problem
+    assert not difference("YES", raw("YET", margins=[1e-7, 1.0])).problem
+    assert difference("YES", raw("YET", margins=[1e-2])).problem
+    # A tie changes a letter or two, not the text.
+    assert difference("YES", raw("NOTHING", margins=[1e-7, 1.0])).problem
     spans = [["PER", 0, 3, 0.9]], [["LOC", 0, 3, 0.9]]
-    assert difference(spans[0], raw(spans[1], margin=1e-2)).problem
-    assert not difference(spans[0], raw(spans[1], margin=1e-7)).problem
+    assert difference(spans[0], raw(spans[1], margins=[1e-2])).problem
+    assert not difference(spans[0], raw(spans[1], margins=[1e-7])).problem
+    others = [["LOC", start, start + 3, 0.9] for start in (0, 10, 20)]
+    several = [["PER", start, start + 3, 0.9] for start in (0, 10, 20)]
+    assert difference(several, raw(others, margins=[1e-7])).problem
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "edits"),
+    [
+        ("", "", 0),
+        ("abc", "abc", 0),
+        ("abc", "", 3),
+        ("abc", "abd", 1),
+        ("kitten", "sitting", 3),
+        ("ab", "ba", 2),
+    ],
+)
+def test_edits_of_texts(first, second, edits):
+    assert answers._edits(first, second) == answers._edits(second, first) == edits
 
 
 def test_vectors_differ_by_length_direction_or_size():
