@@ -305,7 +305,7 @@ def _kind(reference: Reference, record: GraphRecord) -> tuple[str, str]:
     task = manifest_task(manifest, record)
     if task is not None and task.verb in _REFERENCES:
         if task.verb == "classify" and read_logit_score(artifact.path) is not None:
-            return "", "transformers has no pipeline for rerankers with a LogitScore module"
+            return "", "transformers has no pipeline for language models that rerank"
         return task.verb, ""
     if not RANDOM_OPS.isdisjoint(read_structure(artifact.path / record.file).op_types()):
         return "", "the model draws random numbers"
