@@ -297,8 +297,10 @@ class SentenceRule:
             else:
                 self._steps.append(_sentence_module(kind, folder))
         limit = config.get("max_seq_length")
-        given = {} if limit is None else {"model_max_length": limit}
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), **given, **options)
+        lengths = {} if limit is None else {"model_max_length": limit}
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(path), **lengths, **options
+        )
         positions = getattr(model.config, "max_position_embeddings", None)
         if limit is None and positions is not None:
             limit = min(positions, self._tokenizer.model_max_length)

@@ -459,9 +459,9 @@ class _TensorSide:
             feeds = self.feed(items)
             outputs = self.run(feeds)
             mask = feeds.get("attention_mask")
-            for place, index in enumerate(indices):
+            for row, index in enumerate(indices):
                 answers[index] = {
-                    name: _without_padding(array[place : place + 1], mask, place)
+                    name: _without_padding(array[row : row + 1], mask, row)
                     for name, array in outputs.items()
                     if array.ndim and len(array) == len(items) and _pads_one_dim(array, mask)
                 }
@@ -676,8 +676,8 @@ def _paired(answer: Any, expected: Any) -> Iterator[tuple[str, float | None, flo
 def _by_name(answer: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
     """Return the scores of labels, or of labels at places of a text."""
     scores: dict[str, list[float]] = {}
-    for label, *place, score in answer:
-        name = f"{label} at {place[0]}–{place[1]}" if place else str(label)
+    for label, *offsets, score in answer:
+        name = f"{label} at {offsets[0]}–{offsets[1]}" if offsets else str(label)
         scores.setdefault(name, []).append(score)
     return {name: sorted(values, reverse=True) for name, values in scores.items()}
 
