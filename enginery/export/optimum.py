@@ -40,6 +40,7 @@ from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
+from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 
@@ -130,7 +131,13 @@ def _export(
     `main_export` loads tokenizers before and after the trace, and holds them while memory peaks.
     """
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
-        model.config.pad_token_id = _pad_token_id(source)
+        raise ExportError(
+            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
+            f"of {source} has one.",
+            do="Set pad_token_id in config.json.",
+        )
+    if task == "text-classification":
+        _refuse_padding_at_the_end(source, trust_remote_code=config.trust_remote_code)
     model.config.use_cache = task.endswith("with-past")
     if _has_soft_cap(model.config):
         model.set_attn_implementation("eager")  # the others leave the soft cap out
@@ -439,28 +446,25 @@ def _require_trained(
         )
 
 
-def _pad_token_id(source: Path) -> int:
-    """Return the tokenizer's padding id, for a classifier whose config has none.
+def _refuse_padding_at_the_end(source: Path, *, trust_remote_code: bool) -> None:
+    """Raise ExportError if a classifier would skip the token that ends each of its texts.
 
-    Raises:
-        ExportError: the tokenizer has no padding token either, or ends every text with it.
+    Without a `pad_token_id` in config.json, transformers reads the last token of a text alone, and
+    the classifier of a graph the last one that is not the tokenizer's padding token.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(source))
-    if tokenizer.pad_token_id is None:
-        raise ExportError(
-            f"a text classifier needs a padding token, but neither config.json nor the tokenizer "
-            f"of {source} has one.",
-            do="Set pad_token_id in config.json.",
-        )
+    loaded = load_config(source, trust_remote_code=trust_remote_code)
+    if getattr(loaded.config, "pad_token_id", None) is not None:
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(source), trust_remote_code=trust_remote_code, local_files_only=True
+    )
     if tokenizer.pad_token_id in tokenizer("a").input_ids[-1:]:
-        # transformers reads the last token of a text alone, which the classifier would skip.
         raise ExportError(
             f"config.json of a text classifier has no pad_token_id, and the tokenizer of {source} "
             f"ends each text with its padding token {tokenizer.pad_token}: in a batch, the "
             "classifier would read another token than alone.",
             do="Set pad_token_id in config.json to a token that no text ends with.",
         )
-    return int(tokenizer.pad_token_id)
 
 
 def choose_task(requested: str, settings: ModelConfig) -> str:
