@@ -178,7 +178,7 @@ def test_a_fast_tokenizer_of_transformers_may_differ_on_unusual_texts_alone():
     (note,) = module._compare(SlowByLetter(), FastByLetter(lambda text: "  Two  spaces" in text))
     assert note.startswith("tokenizer.json: transformers' fast tokenizer differs")
     with pytest.raises(module.UnsupportedTokenizerError, match="it would differ from SlowByLetter"):
-        module._compare(SlowByLetter(), FastByLetter(lambda text: text == module._SAMPLES[0]))
+        module._compare(SlowByLetter(), FastByLetter(lambda text: text == module.TEXTS[0]))
 
 
 def _with_other_spaces(wanted):

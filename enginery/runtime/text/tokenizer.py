@@ -25,18 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.model.files import (
-    ModelConfig,
-    SentenceBertConfig,
-    SpecialTokensMap,
-    TokenizerConfig,
-)
+from enginery.core.model.files import SentenceBertConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.languages import Languages, Placement
 from enginery.runtime.text.tokenizer_files import (
     HIDDEN,
-    apply_settings,
+    TokenizerFiles,
     failure_reason,
     length_limit,
     load_tokenizer,
@@ -225,16 +220,15 @@ class TextTokenizer:
             ArtifactError: tokenizer.json is missing, it or a config file cannot be read, or the
                 tokenizer rejects the settings of the config files.
         """
-        backend = load_tokenizer(directory)
-        settings = TokenizerConfig.read(directory)
-        config = ModelConfig.read(directory)
+        backend, stored = load_tokenizer(directory)
+        files = TokenizerFiles.read(directory, stored)
+        settings, config, special = files.settings, files.config, files.special
         sentence = SentenceBertConfig.read(directory)
-        special = settings.with_map(SpecialTokensMap.read(directory))
         limit, limit_source = length_limit(config.merged(), settings, sentence)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
-                apply_settings(tokenizer, settings)
+                files.configure(tokenizer)
                 tokenizer.enable_truncation(**truncation)
             # A panic of `tokenizers` is raised as an exception that derives from BaseException.
             except BaseException as error:
@@ -248,7 +242,7 @@ class TextTokenizer:
 
         @cache
         def load_pair_backend() -> Any:
-            tokenizer = load_tokenizer(directory)
+            tokenizer, _ = load_tokenizer(directory)
             # Truncation is a setting of the whole tokenizer, so the windows of pairs need one of
             # their own, which only question answering loads.
             window = min(limit, _WINDOW)
@@ -264,7 +258,7 @@ class TextTokenizer:
             limit=limit,
             limit_source=limit_source,
             pad_id=special_token_id(backend, special.pad_token),
-            pad_type_id=settings.pad_token_type_id,
+            pad_type_id=files.kind.pad_token_type_id,
             pad_left=settings.padding_side == "left",
             unk_id=special_token_id(backend, special.unk_token),
             cls_id=special_token_id(backend, special.cls_token),
@@ -274,6 +268,11 @@ class TextTokenizer:
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
+
+    def state(self) -> str:
+        """Return the tokenizer as tokenizer.json has it, with all settings but truncation."""
+        state: str = self._untruncated.to_str()
+        return state
 
     def encode(
         self,
@@ -487,6 +486,7 @@ class TextTokenizer:
     def _untruncated(self) -> Any:
         """A copy of the tokenizer without truncation."""
         copy = type(self.backend).from_str(self.backend.to_str())
+        copy.encode_special_tokens = self.backend.encode_special_tokens  # no part of the text
         copy.no_truncation()
         return copy
 
