@@ -10,7 +10,6 @@ import json
 import re
 import warnings
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,3 @@ def missing_library(error: ImportError) -> str:
         r"install (?:the )?`?([\w-]+)`?", str(error).replace("pip install ", "install ")
     )
     return error.name or (names[0] if names else "a package that is not installed")
-
-
-def as_json(description: TokenizerDescription) -> dict[str, Any]:
-    """Return the description as JSON data."""
-    return asdict(description)

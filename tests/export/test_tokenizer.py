@@ -230,7 +230,8 @@ def test_model_without_tokenizer_files_is_left_alone(tmp_path):
 def test_own_tokenizer_json_is_kept(slow_tokenizer, tmp_path):
     source = edited(slow_tokenizer("marian"), tmp_path, tokenizer_json=b"{}", source_spm=b"damaged")
     notes, out = write(source, tmp_path)
-    assert (notes, (out / "tokenizer.json").read_bytes()) == ([], b"{}")
+    assert (out / "tokenizer.json").read_bytes() == b"{}"
+    assert [note.partition(":")[0] for note in notes] == ["tokenizer.json was not compared"]
 
 
 @pytest.fixture(scope="module")

@@ -628,6 +628,28 @@ def has_embedding_modules(directory: Path) -> bool:
     return any(kind not in ("Transformer", "LogitScore") for kind in module_kinds(directory))
 
 
+_SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja")
+
+
+def side_files(directory: Path, *, code: bool = False) -> list[str]:
+    """Return the names of the files beside a model's weights that its answers may depend on.
+
+    sentence-transformers stores its modules in numbered folders (`1_Pooling/config.json`).
+
+    Args:
+        directory: the model's directory.
+        code: name Python files, too.
+    """
+    suffixes = (*_SIDE_FILES, ".py") if code else _SIDE_FILES
+    folders = [path for path in directory.iterdir() if path.is_dir() and path.name[0].isdigit()]
+    return [
+        path.relative_to(directory).as_posix()
+        for folder in (directory, *folders)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in suffixes and not path.name.endswith(".index.json")
+    ]
+
+
 def _present_modules(directory: Path) -> list[SentenceModule]:
     return read_modules(directory) if (directory / "modules.json").is_file() else []
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from enginery.core.errors import ArtifactError
 from enginery.core.json_file import read_document
@@ -120,7 +120,7 @@ class ChatTemplate:
         class GenerationTag(jinja2.ext.Extension):
             """Renders `{% generation %}`, which marks a model's own words for training."""
 
-            tags: ClassVar = {"generation"}
+            tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno

@@ -101,7 +101,7 @@ class TokenizerDescription:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TokenizerDescription:
-        """Read what `enginery.runtime.torch_tokenizer.as_json` returns."""
+        """Read a description from JSON data."""
         answers = [Answer(**answer) for answer in values["answers"]]
         return cls(**{**values, "answers": answers})
 

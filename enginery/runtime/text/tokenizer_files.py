@@ -377,7 +377,7 @@ def _replace(tokenizer: Any, name: str, state: Mapping[str, Any]) -> None:
     setattr(tokenizer, name, getattr(other, name))
 
 
-_EMPTY = {
+_EMPTY: dict[str, Any] = {
     "version": "1.0",
     "added_tokens": [],
     "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
