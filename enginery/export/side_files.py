@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from enginery.core.errors import UntrustedModelError
+from enginery.core.errors import SourceError, UntrustedModelError
 from enginery.core.model.files import side_files
 from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
@@ -46,3 +46,20 @@ def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False
         refuse_linked_out(source / name, source)
         (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, out / name)
+
+
+def require_equal_processor(out: Path) -> None:
+    """Compare the processor of images or sounds with transformers'. Call this inside `guarded`.
+
+    Raises:
+        SourceError: raw inputs would become other numbers than with transformers.
+    """
+    from enginery.runtime.torch_side_files import compare_processor
+
+    if problem := compare_processor(out):
+        raise SourceError(
+            f"preprocessor_config.json: the model's inputs would be other numbers than with "
+            f"transformers, so that its answers would be others: {problem}.",
+            do="Remove the setting that is not supported from a copy of the file, or the file, to "
+            "export the model for tensors alone.",
+        )
