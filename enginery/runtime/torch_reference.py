@@ -283,6 +283,7 @@ def describe_side_files(
     *,
     limit: int,
     keys: Sequence[str] = (),
+    processor: bool = False,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return what transformers reads from a directory; see `runtime/torch_side_files.py`.
@@ -292,6 +293,7 @@ def describe_side_files(
         file: a file to pass the answer through, which may take megabytes.
         limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
         keys: keys of tokenizer_config.json whose effect is asked for.
+        processor: compare the runtime's processor with transformers'.
         trust_remote_code: run Python code that comes with the model, without confinement.
 
     Raises:
@@ -306,6 +308,7 @@ def describe_side_files(
             file=str(file),
             limit=limit,
             keys=list(keys),
+            processor=processor,
             trust_remote_code=trust_remote_code,
         )
     except BaseException:
@@ -496,7 +499,11 @@ class _Child:
         path = Path(request["path"])
         with guarded(path, trust_remote_code=trust) as confinement:
             described = describe_side_files(
-                path, limit=request["limit"], keys=request["keys"], trust_remote_code=trust
+                path,
+                limit=request["limit"],
+                keys=request["keys"],
+                processor=request["processor"],
+                trust_remote_code=trust,
             )
             if confinement is not None and confinement.blocked:
                 raise confinement.error()

@@ -28,7 +28,12 @@ from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_
 
 
 def describe_side_files(
-    directory: Path, *, limit: int, keys: Sequence[str], trust_remote_code: bool
+    directory: Path,
+    *,
+    limit: int,
+    keys: Sequence[str] = (),
+    processor: bool = False,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Return what transformers reads from a directory, as JSON data. Call this inside `guarded`.
 
@@ -36,12 +41,14 @@ def describe_side_files(
         directory: the directory of a model, or of files of an artifact.
         limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
         keys: keys of tokenizer_config.json whose effect is asked for.
+        processor: compare the runtime's processor with transformers'.
         trust_remote_code: run Python code that comes with the model.
 
     Returns:
-        `tokenizer`, a `TokenizerDescription`; `attributes` of the tokenizer by key; and the values
-        by key of `config.json`, `generation_config.json` and `preprocessor_config.json`. What
-        transformers cannot read is missing; `errors` says why.
+        `tokenizer`, a `TokenizerDescription`, and `attributes` of the tokenizer by key;
+        `processor`, from `compare_processor`; and the values by key of `config.json`,
+        `generation_config.json` and `preprocessor_config.json`. What transformers cannot read is
+        missing, and `errors` says why.
     """
     described: dict[str, Any] = {"errors": {}}
 
@@ -73,6 +80,8 @@ def describe_side_files(
         attempt("generation_config.json", lambda: _generation_values(directory))
     if (directory / PreprocessorConfig.FILE).is_file():
         attempt(PreprocessorConfig.FILE, lambda: _processor_values(directory))
+        if processor:
+            attempt("processor", lambda: compare_processor(directory))
     return described
 
 

@@ -36,20 +36,19 @@ from enginery.validate.reference import Reference
 _CONFIG, _GENERATION = ModelConfig.FILE, "generation_config.json"
 _DESCRIBED = (_CONFIG, _GENERATION, PreprocessorConfig.FILE)
 """The files that are compared by what transformers reads from them."""
+_VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt")
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
     "chat_template.jinja",
 )
 _SENTENCEPIECE = (".model", ".spm")
 _READ_BY_LOADERS = (
     *_DESCRIBED,
     *_TOKENIZER,
+    *_VOCABULARIES,
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
@@ -122,6 +121,11 @@ class _Comparison:
         self._compare_tokenizer(tokenizer, tokenizer & differing, source, mine)
         for name in sorted((self.own | self.sources) - tokenizer):
             self._compare_file(name, source, mine)
+        if problem := mine.get("processor", ""):
+            file = PreprocessorConfig.FILE
+            if not any(difference.file == file for difference in self.differences):
+                problem = f"inputs are not those of transformers: {problem}"
+                self.differences.append(SideFileDifference(file, "", problem))
         self.compared = sorted(
             (self.own & self.sources)
             - {difference.file for difference in self.differences}
@@ -162,6 +166,7 @@ class _Comparison:
                     self.scratch / "described.json",
                     limit=length,
                     keys=sorted(keys - _PATHS),
+                    processor=directory == copies and PreprocessorConfig.FILE not in self.written,
                     trust_remote_code=trust,
                 )
             )
@@ -204,7 +209,10 @@ class _Comparison:
             problem = "is missing"
         if not problem and not self._same_effect(differing, source, mine):
             problem = "transformers makes another tokenizer of it than of the source's"
+        # Vocabularies beside tokenizer.json are read by slow tokenizers, which ask nothing here.
+        vocabularies = {name for name in differing if _is_vocabulary(name)} - self.written
         if not problem:
+            self._name_keys(vocabularies)
             return
         named = len(self.differences)
         self._name_keys(differing - self.written)
@@ -292,7 +300,11 @@ def _read_names(directory: Path, *, code: bool) -> set[str]:
 
 
 def _is_tokenizer(name: str) -> bool:
-    return name in _TOKENIZER or ("/" not in name and name.endswith(_SENTENCEPIECE))
+    return name in _TOKENIZER or _is_vocabulary(name)
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name in _VOCABULARIES or ("/" not in name and name.endswith(_SENTENCEPIECE))
 
 
 def _written_by_export(reference: Reference) -> set[str]:

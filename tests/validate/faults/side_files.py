@@ -385,6 +385,6 @@ def answers(model: str, artifact: Artifact) -> Any:
                 return repr(loaded.generate(["The engine", TEXTS[1]]))
             if model == "vit":
                 return repr(loaded.classify_images(synthetic_images(3)))
-            return repr(loaded.transcribe(synthetic_sounds(16_000, 2)))
+            return repr(loaded.generate(synthetic_sounds(16_000, 2)))
     except EngineryError as error:
         return error.message
