@@ -155,12 +155,12 @@ def _compare_own(source: Path, out: Path, *, trust_remote_code: bool) -> list[st
         else:
             expected = describe_tokenizer(reference, limit=tokenizer.limit)
             differences = compare_tokenizer(out, tokenizer, expected)
-            if not differences.problem:
+            if not differences.problem and not differences.state:
                 return [
                     f"tokenizer.json is that of {expected.name}, which transformers makes of all "
                     f"files of the model; with the model's own, {problem}"
                 ]
-            problem = differences.problem
+            problem = differences.problem or f"in tokenizer.json, {', '.join(differences.state)}"
     raise SourceError(
         f"the model's texts would get other token ids than with transformers, so that its answers "
         f"would be others: {problem}.",
