@@ -117,8 +117,9 @@ def _compare_images(directory: Path, reference: Any) -> str:
     from PIL import Image
 
     processor = ImageProcessor.open(directory)
-    if type(reference).__name__.endswith("Fast"):
-        return ""  # it resizes with torchvision, whose last bits differ
+    name = str(read_json(directory / PreprocessorConfig.FILE).get("image_processor_type"))
+    if name.endswith("Fast") or type(reference).__name__.endswith("Fast"):
+        return ""  # the fast classes resize with torchvision, whose last bits differ
     # Wide, tall and small ones: crops and padding show in one, and not in another.
     shapes = ((96, 160), (160, 96), (40, 40), (31, 200), (333, 250))
     noise = np.random.default_rng(0)

@@ -114,7 +114,6 @@ def _answer(reference: Any, *texts: str, limit: int) -> Answer:
             *([text] for text in texts),
             truncation=True,
             max_length=limit,
-            return_token_type_ids=True,
             **options,
         )
     except BaseException as error:

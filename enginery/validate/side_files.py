@@ -24,12 +24,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from enginery.core.errors import ArtifactError, EngineryError, SourceError
 from enginery.core.json_file import load_json
 from enginery.core.model.files import ModelConfig, PreprocessorConfig, side_files
 from enginery.reports.validation import SideFileDifference, SideFileMetrics
 from enginery.runtime.text.tokenizer import TextTokenizer
-from enginery.runtime.text.tokenizer_comparison import TokenizerDescription, compare_tokenizer
+from enginery.runtime.text.tokenizer_comparison import (
+    TokenizerDescription,
+    compare_tokenizer,
+    equal_parts,
+)
 from enginery.runtime.torch_reference import describe_side_files
 from enginery.validate.reference import Reference
 
@@ -121,6 +127,9 @@ class _Comparison:
         self._compare_tokenizer(tokenizer, tokenizer & differing, source, mine)
         for name in sorted((self.own | self.sources) - tokenizer):
             self._compare_file(name, source, mine)
+        for name in sorted(self.reference.artifact.side_files()):
+            if name.endswith(".safetensors"):
+                self._compare_module(name)
         if problem := mine.get("processor", ""):
             file = PreprocessorConfig.FILE
             if not any(difference.file == file for difference in self.differences):
@@ -229,8 +238,11 @@ class _Comparison:
             return False
         theirs, own = dict(source["tokenizer"]), dict(mine["tokenizer"])
         # transformers may read the same state from another file.
-        states = [json.loads(described.pop("backend") or "null") for described in (theirs, own)]
-        return theirs == own and states[0] == states[1]
+        states = [json.loads(described.pop("backend") or "{}") for described in (theirs, own)]
+        parts = states[0].keys() | states[1].keys()
+        return theirs == own and all(
+            equal_parts(states[0].get(part), states[1].get(part)) for part in parts
+        )
 
     def _name_keys(self, names: set[str]) -> None:
         """Add a difference for each key of these files that has another value."""
@@ -293,6 +305,29 @@ class _Comparison:
                 self.not_compared.append(f"{name}: transformers cannot read the source's: {reason}")
                 return
         self._name_keys({name})
+
+    def _compare_module(self, name: str) -> None:
+        """Compare the weights of a module of sentence-transformers, which export writes in FP32."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        source = self.theirs / name
+        if not source.is_file():
+            self.not_compared.append(f"{name}: the source has no file of this name")
+            return
+        try:
+            mine, theirs = load_file(self.mine / name), load_file(source)
+        except (SafetensorError, TypeError, KeyError, OSError) as error:
+            self.not_compared.append(f"{name}: numpy cannot read it: {error}")
+            return
+        for key in sorted(mine.keys() | theirs.keys()):
+            own, expected = (
+                tensors.get(key, np.empty(0)).astype(np.float32) for tensors in (mine, theirs)
+            )
+            if not np.array_equal(own, expected):
+                self.differences.append(
+                    SideFileDifference(name, key, "its values are not the source's")
+                )
 
 
 def _read_names(directory: Path, *, code: bool) -> set[str]:

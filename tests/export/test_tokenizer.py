@@ -17,7 +17,9 @@ from enginery.export import tokenizer as module
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer_comparison import compare_tokenizer
 from enginery.runtime.text.tokenizer_files import TokenizerFiles
+from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
 from tests import tiny
 from tests.translation import HOSTILE, TEXTS, docstrings, pieces
 
@@ -356,3 +358,15 @@ def test_a_tokenizer_that_transformers_cannot_load_is_noted(bert_tokenizer, tmp_
     source = with_settings(bert_tokenizer, tmp_path / "source", tokenizer_class="Unheard")
     (note,) = exported(source, tmp_path)[0]
     assert note.startswith("tokenizer.json was not compared: transformers cannot load")
+
+
+@pytest.mark.parametrize("kind", BUILT + CONVERTED)
+def test_written_tokenizers_pass_the_comparison_of_validate(
+    slow_tokenizer, written_tokenizer, kind
+):
+    written = written_tokenizer(kind)
+    reference = load_reference_tokenizer(slow_tokenizer(kind), trust_remote_code=False)
+    tokenizer = TextTokenizer.open(written)
+    expected = describe_tokenizer(reference, limit=tokenizer.limit)
+    differences = compare_tokenizer(written, tokenizer, expected)
+    assert (differences.problem, differences.state) == ("", [])

@@ -9,12 +9,14 @@ was built here) only samples are compared.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from enginery.core.errors import EngineryError
+from enginery.core.model.files import ModelConfig
 from enginery.runtime.text.chat_template import ChatTemplate
 from enginery.runtime.text.languages import Placement
 from enginery.runtime.text.tokenizer import TextTokenizer
@@ -141,9 +143,12 @@ def compare_tokenizer(
         differences.state = _compare_states(
             tokenizer, json.loads(expected.backend), skipped=("post_processor",) * names_language
         )
-    differences.settings = _compare_settings(tokenizer, expected.settings)
+    config = ModelConfig.read(directory).merged()
+    differences.settings = _compare_settings(tokenizer, expected.settings, config)
     for answer in expected.answers:
         if answer.error or (names_language and len(answer.texts) > 1):
+            continue
+        if not expected.backend and not _is_comparable(answer, expected):
             continue
         if tokenizer.pair_template and len(answer.texts) > 1:
             continue  # such models join pairs by a chat template
@@ -155,18 +160,45 @@ def compare_tokenizer(
     return differences
 
 
+def _is_comparable(answer: Answer, expected: TokenizerDescription) -> bool:
+    """Return True if a tokenizer in Python code and tokenizer.json have to agree on a text.
+
+    As export tolerates it, they may differ in unknown characters, and in how they join pairs.
+    """
+    unknown = expected.settings["unk_token"] in answer.ids and len(answer.ids) > 1
+    return len(answer.texts) == 1 and answer.texts[0] in TEXTS and not unknown
+
+
 def _compare_states(
     tokenizer: TextTokenizer, expected: Mapping[str, Any], *, skipped: Sequence[str]
 ) -> list[str]:
     state = json.loads(tokenizer.state())
-    problems = []
-    for part, keys in _COMPONENTS.items():
-        if part not in skipped and state.get(part) != expected.get(part):
-            problems.append(f"{part} (set by {keys})")
-    return problems
+    return [
+        f"{part} (set by {keys})"
+        for part, keys in _COMPONENTS.items()
+        if part not in skipped and not equal_parts(state.get(part), expected.get(part))
+    ]
 
 
-def _compare_settings(tokenizer: TextTokenizer, expected: Mapping[str, Any]) -> list[str]:
+def equal_parts(first: Any, second: Any) -> bool:
+    """Return True if two parts of tokenizer.json are equal, but for the last digits of scores."""
+    if isinstance(first, dict) and first.get("type") == "Unigram" and isinstance(second, dict):
+        scores = [dict(part.get("vocab", ())) for part in (first, second)]
+        rest = [
+            {**part, "vocab": list(tokens)}
+            for part, tokens in zip((first, second), scores, strict=True)
+        ]
+        # Writing and reading a score again moves its last bit.
+        return rest[0] == rest[1] and all(
+            math.isclose(score, scores[1][token], rel_tol=1e-9)
+            for token, score in scores[0].items()
+        )
+    return bool(first == second)
+
+
+def _compare_settings(
+    tokenizer: TextTokenizer, expected: Mapping[str, Any], config: ModelConfig
+) -> list[str]:
     settings = {
         "pad_token": tokenizer.pad_id,
         "unk_token": tokenizer.unk_id,
@@ -181,7 +213,8 @@ def _compare_settings(tokenizer: TextTokenizer, expected: Mapping[str, Any]) -> 
     problems = [
         f"{key} is {value!r} here and {expected[key]!r} in transformers"
         for key, value in settings.items()
-        if value != expected[key]
+        # Some models find the end of a text by the padding of config.json.
+        if value != expected[key] and (key, value) != ("pad_token", config.pad_token_id)
     ]
     longest = expected["model_max_length"]
     if longest and tokenizer.limit > longest:
