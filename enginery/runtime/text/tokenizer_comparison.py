@@ -136,9 +136,8 @@ def compare_tokenizer(
         expected: transformers', whose long texts are truncated to the tokenizer's limit.
     """
     differences = TokenizerDifferences()
-    placement = tokenizer.load_languages().placement
     # The tokens of languages are put around texts at run time, not by tokenizer.json's template.
-    names_language = placement not in (Placement.NONE, Placement.TEXT)
+    names_language = tokenizer.load_languages().placement is not Placement.NONE
     if expected.backend:
         differences.state = _compare_states(
             tokenizer, json.loads(expected.backend), skipped=("post_processor",) * names_language
