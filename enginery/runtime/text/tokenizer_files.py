@@ -134,7 +134,9 @@ class TokenizerClass:
         if not name:
             kind = config.encoder.model_type if config.encoder else config.model_type
             name = _read_classes()["by_model_type"].get(kind, "")
-        described = _read_classes()["classes"].get(name, {"tokens": {}})
+        # Of a class that transformers 4.57 does not have, tokenizer.json says everything.
+        unknown = {"tokens": {}, "add_prefix_space": None}
+        described = _read_classes()["classes"].get(name, unknown)
         return cls(name=name, **{key: described[key] for key in described if key != "model_types"})
 
 
@@ -304,6 +306,8 @@ class TokenizerFiles:
         )
 
     def _set_normalizer(self, tokenizer: Any) -> None:
+        if not self.kind.normalizer:
+            return
         state = _state(tokenizer.normalizer)
         names = {
             "do_lower_case": "lowercase",

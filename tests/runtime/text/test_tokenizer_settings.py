@@ -175,6 +175,16 @@ def test_a_setting_with_which_transformers_makes_another_file_is_refused(save):
         TextTokenizer.open(directory)
 
 
+def test_of_an_unknown_class_tokenizer_json_says_everything(save):
+    document = json.loads((save("roberta", {}) / "tokenizer.json").read_text())
+    document["pre_tokenizer"]["add_prefix_space"] = True
+    files = {"tokenizer.json": document}
+    settings = {"tokenizer_class": "TokenizersBackend"}
+    directory = save("roberta", settings, remove=["add_prefix_space"], files=files)
+    first = TextTokenizer.open(directory).encode(["warm"])[0].tokens[1]
+    assert first.startswith("Ġ")
+
+
 def test_a_token_that_a_setting_needs_is_named(save):
     settings = {"tokenizer_class": "LlamaTokenizer", "add_eos_token": True, "eos_token": None}
     with pytest.raises(ArtifactError, match="add_eos_token is true, but the tokenizer has no"):
