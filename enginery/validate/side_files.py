@@ -201,7 +201,7 @@ class _Comparison:
         if not names:
             return
         if "tokenizer" not in source:
-            reason = source["errors"].get("tokenizer", "transformers is not installed")
+            reason = source["errors"].get("tokenizer", "transformers cannot open one")
             self.not_compared.append(f"tokenizer: only by content: {reason}")
             self._name_keys(differing - self.written)
             return
@@ -210,8 +210,8 @@ class _Comparison:
         if "tokenizer.json" in self.own:
             try:
                 tokenizer = TextTokenizer.open(self.mine)
-                found = compare_tokenizer(self.mine, tokenizer, expected)
-                problem = found.problem or ", ".join(found.state)
+                differences = compare_tokenizer(self.mine, tokenizer, expected)
+                problem = differences.problem or ", ".join(differences.state)
             except ArtifactError as error:
                 problem = error.message
         elif "tokenizer.json" in self.sources:

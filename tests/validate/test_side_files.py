@@ -50,16 +50,16 @@ def in_this_process(monkeypatch):
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    made = {}
+    artifacts = {}
 
     def make(model):
-        if model not in made:
+        if model not in artifacts:
             directory = tmp_path_factory.mktemp(model)
             source, task = save_source(model, directory / "source")
             # Tiny models of one kind and task have one graph, whatever the files beside it are.
             kind = json.loads((source / "config.json").read_text())["model_type"]
-            made[model] = tiny_artifact(kind, task, directory / "artifact", source=source)
-        return made[model]
+            artifacts[model] = tiny_artifact(kind, task, directory / "artifact", source=source)
+        return artifacts[model]
 
     return make
 
@@ -70,11 +70,11 @@ def compare(artifact, tmp_path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_own_files_are_all_compared(artifact, tmp_path, model):
-    found = compare(artifact(model), tmp_path)
-    assert (found.differences, found.not_compared, found.problem) == ([], [], "")
-    assert "config.json" in found.compared
+    metrics = compare(artifact(model), tmp_path)
+    assert (metrics.differences, metrics.not_compared, metrics.problem) == ([], [], "")
+    assert "config.json" in metrics.compared
     wanted = PreprocessorConfig.FILE if model == "vit" else "tokenizer.json"
-    assert wanted in found.compared
+    assert wanted in metrics.compared
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -138,12 +138,12 @@ def test_a_tokenizer_that_transformers_cannot_load_is_compared_by_content(artifa
     config = json.loads((source / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "TokenizerOfTheFuture"
     (source / "tokenizer_config.json").write_bytes(json_bytes(config))
-    made = tiny_artifact("bert", "text-classification", tmp_path / "artifact", source=source)
-    found = compare(made, tmp_path)
-    assert found.differences == []
-    assert "tokenizer: only by content: transformers cannot load" in found.not_compared[0]
+    artifacts = tiny_artifact("bert", "text-classification", tmp_path / "artifact", source=source)
+    metrics = compare(artifacts, tmp_path)
+    assert metrics.differences == []
+    assert "tokenizer: only by content: transformers cannot load" in metrics.not_compared[0]
     config["do_lower_case"] = False
-    changed = edited(made, tmp_path / "changed", "tokenizer_config.json", json_bytes(config))
+    changed = edited(artifacts, tmp_path / "changed", "tokenizer_config.json", json_bytes(config))
     assert compare(changed, tmp_path).problem == (
         "tokenizer_config.json, do_lower_case: false, but true in the source"
     )
