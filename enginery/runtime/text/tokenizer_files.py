@@ -135,7 +135,7 @@ class TokenizerClass:
             kind = config.encoder.model_type if config.encoder else config.model_type
             name = _read_classes()["by_model_type"].get(kind, "")
         # Of a class that transformers 4.57 does not have, tokenizer.json says everything.
-        unknown = {"tokens": {}, "add_prefix_space": None}
+        unknown: dict[str, Any] = {"tokens": {}, "add_prefix_space": None}
         described = _read_classes()["classes"].get(name, unknown)
         return cls(name=name, **{key: described[key] for key in described if key != "model_types"})
 
