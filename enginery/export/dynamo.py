@@ -23,7 +23,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, compare_inputs
 from enginery.export.optimum import choose_task, with_image_size
-from enginery.export.side_files import copy_side_files
+from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
@@ -76,6 +76,7 @@ def export_with_dynamo(
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
+    require_equal_processor(out)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     return ExportedModel(
         files=["model.onnx"],

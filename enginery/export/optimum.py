@@ -38,7 +38,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
-from enginery.export.side_files import copy_side_files
+from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -97,6 +97,7 @@ def export_with_optimum(
     if library == "timm":
         _write_timm_processor(source, out)
     copy_side_files(source, out, code=config.trust_remote_code)
+    require_equal_processor(out)
     notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
     if generates and config.layout == "enginery":

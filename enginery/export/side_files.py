@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from enginery.core.errors import UntrustedModelError
+from enginery.core.errors import SourceError, UntrustedModelError
+from enginery.core.model.files import side_files
 from enginery.core.model.screening import refuse_linked_out
 from enginery.core.paths import is_relative_path
 
-_COPIED = (".json", ".txt", ".model", ".spm", ".jinja")
 # Optimum and dynamo write these themselves, in the form that Optimum's loaders require.
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 
@@ -33,22 +33,33 @@ def copy_side_files(source: Path, out: Path, *, code: bool, config: bool = False
         UntrustedModelError: a file is a link out of the directory, which would publish the linked
             file, or its name is invalid in a manifest.
     """
-    suffixes = (*_COPIED, ".py") if code else _COPIED
     left_out = (_GENERATION_CONFIG,) if config else (_CONFIG, _GENERATION_CONFIG)
-    folders = [path for path in source.iterdir() if path.is_dir() and path.name[0].isdigit()]
-    for folder in (source, *folders):
-        refuse_linked_out(folder, source)
-        for path in sorted(folder.iterdir()):
-            name = path.relative_to(source).as_posix()
-            is_side_file = path.is_file() and path.suffix in suffixes and name not in left_out
-            if not is_side_file or path.name.endswith(".index.json"):
-                continue
-            if not is_relative_path(name):
-                raise UntrustedModelError(
-                    f"the name of the file {name!r} in {source} has a backslash or control "
-                    "characters.",
-                    do="Rename the file, or remove it if the model does not need it.",
-                )
-            refuse_linked_out(path, source)
-            (out / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, out / name)
+    for name in side_files(source, code=code):
+        if name in left_out:
+            continue
+        if not is_relative_path(name):
+            raise UntrustedModelError(
+                f"the name of the file {name!r} in {source} has a backslash or control characters.",
+                do="Rename the file, or remove it if the model does not need it.",
+            )
+        refuse_linked_out((source / name).parent, source)
+        refuse_linked_out(source / name, source)
+        (out / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, out / name)
+
+
+def require_equal_processor(out: Path) -> None:
+    """Compare the processor of images or sounds with transformers'. Call this inside `guarded`.
+
+    Raises:
+        SourceError: raw inputs would become other numbers than with transformers.
+    """
+    from enginery.runtime.torch_side_files import compare_processor
+
+    if problem := compare_processor(out):
+        raise SourceError(
+            f"preprocessor_config.json: the model's inputs would be other numbers than with "
+            f"transformers, so that its answers would be others: {problem}.",
+            do="Remove the setting that is not supported from a copy of the file, or the file, to "
+            "export the model for tensors alone.",
+        )

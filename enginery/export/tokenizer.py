@@ -1,8 +1,13 @@
-"""Write tokenizer.json for a model that has only the files of a slow tokenizer.
+"""Write a tokenizer.json that gives the token ids of transformers' `AutoTokenizer`.
 
-The runtime tokenizes with `tokenizers`, which reads tokenizer.json. transformers converts most
-slow tokenizers; those of Marian and M2M100 are built by `sentencepiece_tokenizers`. Either way, the
-result is compared with the slow tokenizer, and removed if it differs.
+The runtime tokenizes with `tokenizers`, which reads tokenizer.json and the settings beside it. A
+model's own file is copied and compared with what transformers builds from all files of the model.
+Where that differs, transformers' tokenizer is written in its place; where the answers differ even
+then, the model is refused.
+
+For a model that has only the files of a slow tokenizer, transformers converts most of them; those
+of Marian and M2M100 are built by `sentencepiece_tokenizers`. Either way, the result is compared
+with the slow tokenizer, and removed if it differs.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 
 import transformers
 
-from enginery.core.errors import ArtifactError, SourceError
+from enginery.core.errors import ArtifactError, InputError, SourceError
 from enginery.core.extras import missing_packages_as_errors
 from enginery.export.sentencepiece_tokenizers import (
     UnsupportedTokenizerError,
@@ -23,7 +28,13 @@ from enginery.export.sentencepiece_tokenizers import (
     missing_pieces,
 )
 from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer_comparison import TEXTS, UNUSUAL, compare_tokenizer
 from enginery.runtime.text.tokenizer_files import failure_reason
+from enginery.runtime.torch_tokenizer import (
+    describe_tokenizer,
+    load_reference_tokenizer,
+    missing_library,
+)
 
 _VOCABULARIES = {"tokenizer_config.json", "vocab.txt", "vocab.json"}
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -38,35 +49,9 @@ _BUILDERS: dict[str, Callable[[Any], Any]] = {
 _SAMPLED_IDS, _IDS_AT_ONCE = 4000, 50
 """Token ids that are decoded, of the whole vocabulary, and how many together."""
 
-_SAMPLES = (
-    "The engine is warm, and the pump runs again.",
-    "Who built the bridge? Nobody knows; but (in 1843) Ada Lovelace wrote about it!",
-    "It's 12:30, 3.5% of £1,000 is £35 – isn't it? Write to ada@example.com.",
-    "Der Motor ist warm. Über die Brücke in Köln fährt kein Zug, sagt Jürgen.",
-    "Où est la clé du bateau ? Elle est tombée à l'eau, hélas. « Ça alors ! »",
-    "¿Quién construyó el puente? Nadie lo sabe, señor.",
-    "Kdo postavil most? Łódź, Şişli, Ångström, Đà Nẵng.",
-    "Двигатель прогрет, насос снова работает.",
-    "Ο κινητήρας είναι ζεστός και η αντλία δουλεύει.",
-    "المحرك دافئ والمضخة تعمل.",
-    "המנוע חם והמשאבה פועלת.",
-    "इंजन गर्म है।",
-    "เครื่องยนต์อุ่นแล้ว",
-    "引擎已经热了，泵又开始运转。",
-    "エンジンは暖かいです。",
-    "엔진이 따뜻합니다.",
-    "ＦＵＬＬ ｗｉｄｔｈ, ﬁne, ½ and x².",
-    "Thanks 🙂🎉 ❤️",
-    "a",
-    "",
-)
-_UNUSUAL = ("  Two  spaces,\ta tab and\na new line. ", "De\u0301ja\u0300 vu, Vie\u0323\u0302t Nam.")
-"""Texts for which fast tokenizers of transformers may differ from the slow ones: many spaces, and
-letters with separate marks."""
-
 
 def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list[str]:
-    """Write tokenizer.json to `out` if the model has none, but files of a slow tokenizer.
+    """Compare the model's tokenizer.json with transformers, or write one if it has none.
 
     Call this inside `guarded`, when the config and the side files are in `out`.
 
@@ -79,12 +64,15 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
         Notes for the manifest: why the file was not written, or how it differs.
 
     Raises:
-        SourceError: a sentencepiece model cannot be read.
+        SourceError: a sentencepiece model cannot be read, or texts would get other token ids than
+            with transformers.
         MissingPackageError: the package sentencepiece is not installed.
     """
     names = {path.name for path in source.iterdir()}
     models = sorted(name for name in names if name.endswith((".spm", ".model")))
-    if "tokenizer.json" in names or not (models or names & _VOCABULARIES):
+    if "tokenizer.json" in names:
+        return _compare_own(source, out, trust_remote_code=trust_remote_code)
+    if not (models or names & _VOCABULARIES):
         return []
     for name in models:
         if name.endswith(".spm") or name in _SENTENCEPIECE:
@@ -104,7 +92,13 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
         if not special.is_file():
             written.append(special)
             special.write_text(json.dumps(slow.special_tokens_map, indent=2), encoding="utf-8")
-        notes += _compare(slow, TextTokenizer.open(out))
+        opened = TextTokenizer.open(out)
+        notes += _compare(slow, opened)
+        if fast.is_fast:
+            # What transformers itself gives by default, with all settings.
+            expected = describe_tokenizer(fast, limit=opened.limit)
+            if problem := compare_tokenizer(out, opened, expected).problem:
+                raise UnsupportedTokenizerError(f"it would differ: {problem}.")
     except (UnsupportedTokenizerError, ArtifactError) as error:
         notes = [f"no tokenizer.json: {error}"]
     except BaseException as error:
@@ -115,6 +109,64 @@ def write_tokenizer(source: Path, out: Path, *, trust_remote_code: bool) -> list
     for path in written:
         path.unlink(missing_ok=True)
     return notes
+
+
+def _compare_own(source: Path, out: Path, *, trust_remote_code: bool) -> list[str]:
+    """Compare the model's own tokenizer.json with transformers; write it anew if settings need it.
+
+    Raises:
+        SourceError: texts would get other token ids than with transformers.
+    """
+    file = out / "tokenizer.json"
+    try:
+        reference = load_reference_tokenizer(source, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        library = missing_library(error)
+        raise SourceError(
+            f"the model's tokenizer needs the package {library}, which is not installed, and texts "
+            f"would get other token ids without it: {' '.join(str(error).split())[:200]}",
+            do="A tokenizer with parts in another library cannot be served. To export the model "
+            "for token ids alone, remove tokenizer.json and the vocabulary from a copy of it.",
+        ) from error
+    except InputError as error:
+        return [f"tokenizer.json was not compared: {error.message}"]
+    problem = ""
+    try:
+        tokenizer = TextTokenizer.open(out)
+    except ArtifactError as error:
+        problem = error.message
+    else:
+        expected = describe_tokenizer(reference, limit=tokenizer.limit)
+        differences = compare_tokenizer(out, tokenizer, expected)
+        if not differences.state and not differences.problem:
+            return []
+        problem = differences.problem or ", ".join(differences.state)
+    own = file.read_bytes()
+    if reference.is_fast:
+        try:
+            reference.backend_tokenizer.save(str(file))
+            tokenizer = TextTokenizer.open(out)
+        except BaseException as error:  # a pre-tokenizer in Python code, for instance
+            if isinstance(error, ArtifactError):
+                problem = error.message
+            else:
+                failure_reason(error)
+            file.write_bytes(own)
+        else:
+            expected = describe_tokenizer(reference, limit=tokenizer.limit)
+            differences = compare_tokenizer(out, tokenizer, expected)
+            if not differences.problem and not differences.state:
+                return [
+                    f"tokenizer.json is that of {expected.name}, which transformers makes of all "
+                    f"files of the model; with the model's own, {problem}"
+                ]
+            problem = differences.problem or f"in tokenizer.json, {', '.join(differences.state)}"
+    raise SourceError(
+        f"the model's texts would get other token ids than with transformers, so that its answers "
+        f"would be others: {problem}.",
+        do="Change the setting in a copy of the model, or save the tokenizer there: "
+        "AutoTokenizer.from_pretrained(MODEL).save_pretrained(COPY).",
+    )
 
 
 def _fast_tokenizer(slow: Any, fast: Any) -> tuple[Any, list[str]]:
@@ -154,14 +206,14 @@ def _compare(slow: Any, tokenizer: TextTokenizer) -> list[str]:
         return []
     name, built = type(slow).__name__, type(slow).__name__ in _BUILDERS
     codes = [*getattr(slow, "supported_language_codes", ()), ">>no-language<<"]
-    texts = [*_SAMPLES, *_UNUSUAL, *(f"{code} {_SAMPLES[0]}" for code in codes)]
+    texts = [*TEXTS, *UNUSUAL, *(f"{code} {TEXTS[0]}" for code in codes)]
     encodings = tokenizer.encode_source(texts)
     expected_ids = [slow(text).input_ids for text in texts]
     tolerated = []
     for text, encoding, ids in zip(texts, encodings, expected_ids, strict=True):
         if encoding.ids == ids:
             continue
-        if built or not (text in _UNUSUAL or slow.unk_token_id in ids):
+        if built or not (text in UNUSUAL or slow.unk_token_id in ids):
             raise UnsupportedTokenizerError(f"it would differ from {name} for {text!r}.")
         tolerated.append(text)
     if built:

@@ -202,6 +202,43 @@ class GenerationMetrics:
 
 
 @dataclass(frozen=True)
+class SideFileDifference:
+    """A file beside the graphs that has another effect than the source's."""
+
+    file: str
+    key: str
+    """The key of a JSON file; empty for the whole file."""
+    problem: str
+
+    def describe(self) -> str:
+        """Return `tokenizer_config.json, do_lower_case: false, but true in the source`."""
+        return f"{self.file}{', ' if self.key else ''}{self.key}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class SideFileMetrics:
+    """Comparison of tokenizer, processor, configuration, labels and pooling with the source's."""
+
+    compared: list[str]
+    """The files that are equal in content or in effect."""
+    differences: list[SideFileDifference]
+    not_compared: list[str]
+    """Reasons why a file was not compared."""
+
+    @property
+    def problem(self) -> str:
+        """The first difference, in words; empty if there is none."""
+        return self.differences[0].describe() if self.differences else ""
+
+    def describe(self) -> str:
+        """Return `5 files beside the graphs are the source's, in content or in effect`."""
+        if not self.differences:
+            return f"{len(self.compared)} are the source's, in content or in effect"
+        files = dict.fromkeys(difference.file for difference in self.differences)
+        return f"{', '.join(files)} not the source's; {len(self.compared)} others are"
+
+
+@dataclass(frozen=True)
 class RoundingMetrics:
     """How much of an output's error does not come from rounding to the artifact's precision."""
 
@@ -348,6 +385,8 @@ class ValidationReport(Report):
     """Accuracy of the reference and of the artifact; None without labels."""
     generation: GenerationMetrics | None = None
     """For artifacts that generate text."""
+    side_files: SideFileMetrics | None = None
+    """The files beside the graphs, compared with the source's."""
     answers: AnswerMetrics | None = None
     """For artifacts that do not generate, unless there is nothing to compare with."""
     schema_version: Count = field(default=1)
@@ -453,6 +492,8 @@ class ValidationReport(Report):
         if self.layers:
             facts.append(("layers", self.layers.describe()))
         facts.append(("weights", self.weights.describe()))
+        if self.side_files:
+            facts.append(("side files", self.side_files.describe()))
         return facts
 
     def lines(self) -> list[str]:
@@ -463,6 +504,10 @@ class ValidationReport(Report):
             f"{weight.problem}"
             for weight in self.weights.differences[:_LISTED_WEIGHTS]
         ]
+        if self.side_files:
+            differences = self.side_files.differences
+            lines += [f"side file differs: {d.describe()}" for d in differences]
+            lines += [f"side file not compared: {why}" for why in self.side_files.not_compared]
         if self.weights.untraced:
             names = [weight.weight for weight in self.weights.untraced[:_LISTED_WEIGHTS]]
             lines.append(f"weights that are none of {self.reference_name}'s: {', '.join(names)}")

@@ -15,6 +15,7 @@ transformers and Optimum takes seconds, so a process is kept for a while for the
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -346,6 +347,52 @@ class TorchReference(Closeable):
             raise
 
 
+def describe_side_files(
+    directory: Path,
+    file: Path,
+    *,
+    limit: int,
+    keys: Sequence[str] = (),
+    processor: bool = False,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Return what transformers reads from a directory; see `runtime/torch_side_files.py`.
+
+    Args:
+        directory: the directory of a model, or of files of an artifact.
+        file: a file to pass the answer through, which may take megabytes.
+        limit: the length in tokens at which long texts are truncated; 0 for no tokenizer.
+        keys: keys of tokenizer_config.json whose effect is asked for.
+        processor: compare the runtime's processor with transformers'.
+        trust_remote_code: run Python code that comes with the model, without confinement.
+
+    Raises:
+        UntrustedModelError: the files require permissions that were not granted.
+        EngineryError: the file cannot be written.
+    """
+    worker = _start_worker() if trust_remote_code else _take_worker()
+    try:
+        worker.request(
+            "describe_side_files",
+            path=str(directory),
+            file=str(file),
+            limit=limit,
+            keys=list(keys),
+            processor=processor,
+            trust_remote_code=trust_remote_code,
+        )
+    except BaseException:
+        worker.close()
+        raise
+    if trust_remote_code:
+        worker.close()
+    else:
+        _keep_worker(worker)
+    described: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    file.unlink()
+    return described
+
+
 _idle: list[WorkerProcess] = []
 _idle_lock = threading.Lock()
 
@@ -422,6 +469,7 @@ class _Child:
             "generation_config": self.generation_config,
             "list_weights": self.list_weights,
             "write_weight": self.write_weight,
+            "describe_side_files": self.describe_side_files,
             "unload": self.unload,
         }
         return does[request["do"]](request)
@@ -538,13 +586,35 @@ class _Child:
         self._write(request["file"], lambda stream: np.save(stream, array, allow_pickle=False))
         return {"file": request["file"]}
 
+    def describe_side_files(self, request: WorkerResult) -> WorkerResult:
+        trust = request["trust_remote_code"]
+        if not trust:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+        from enginery.runtime.torch_runner import guarded
+        from enginery.runtime.torch_side_files import describe_side_files
+
+        path = Path(request["path"])
+        with guarded(path, trust_remote_code=trust) as confinement:
+            described = describe_side_files(
+                path,
+                limit=request["limit"],
+                keys=request["keys"],
+                processor=request["processor"],
+                trust_remote_code=trust,
+            )
+            if confinement is not None and confinement.blocked:
+                raise confinement.error()
+        text = json.dumps(described).encode()
+        self._write(request["file"], lambda stream: stream.write(text))
+        return {"file": request["file"]}
+
     def unload(self, request: WorkerResult) -> WorkerResult:  # noqa: ARG002
         self._runner = self._confinement = None
         self._weights = {}
         self._held.close()
         return {"peak_rss_bytes": peak_rss_bytes()}
 
-    def _write(self, file: str, write: Callable[[BinaryIO], None]) -> None:
+    def _write(self, file: str, write: Callable[[BinaryIO], object]) -> None:
         try:
             with Path(file).open("wb") as stream:
                 write(stream)

@@ -89,6 +89,10 @@ def summarize(report: ValidationReport) -> str:
         )
     if texts:
         return _describe_broken(texts, len(compared))
+    if report.side_files and report.side_files.problem:
+        more = len(report.side_files.differences) - 1
+        others = f" (and {more} more differences)" if more else ""
+        return f"a file beside the graphs is not the source's: {report.side_files.problem}{others}"
     accuracy = report.accuracy
     if accuracy and accuracy.problem:
         return (

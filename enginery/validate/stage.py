@@ -95,6 +95,7 @@ from enginery.validate.quantized_answers import AnswerComparison
 from enginery.validate.reference import Reference, ReferenceRun, run_reference
 from enginery.validate.report import find_unproven, summarize
 from enginery.validate.rounding import compare_rounding, derived_record
+from enginery.validate.side_files import compare_side_files
 
 if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
@@ -227,6 +228,8 @@ def run(
         )
         # Inputs reach few rows of an embedding, so every weight is compared, too, without a run.
         weights = comparison.weights = comparison.compare_weights()
+        with progress.task("comparing the files beside the graphs"):
+            side_files = compare_side_files(reference, scratch)
         for record in graphs:
             real, more_notes = real_cases(artifact, record, config)
             # Engines are checked at the corners of their own profiles, too, where errors show.
@@ -266,7 +269,7 @@ def run(
     if agrees and not artifact.manifest.is_quantized:
         weights = weights.without_undone()
     report = ValidationReport(
-        passed=agrees and not weights.differences,
+        passed=agrees and not weights.differences and not side_files.differences,
         summary="",
         precision=manifest.describe_precision(),
         providers=comparison.providers,
@@ -291,6 +294,7 @@ def run(
         layers=comparison.layers,
         labels=labels.metrics(config.label_column, reference.name),
         generation=comparison.generation,
+        side_files=side_files,
         answers=comparison.raw_answers,
         not_proven=not_proven,
         effort=config.effort,

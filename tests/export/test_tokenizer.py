@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,10 @@ from enginery.export import tokenizer as module
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer_comparison import compare_tokenizer
+from enginery.runtime.text.tokenizer_files import TokenizerFiles
+from enginery.runtime.torch_tokenizer import describe_tokenizer, load_reference_tokenizer
+from tests import tiny
 from tests.translation import HOSTILE, TEXTS, docstrings, pieces
 
 pytest.importorskip("sentencepiece")
@@ -178,7 +183,7 @@ def test_a_fast_tokenizer_of_transformers_may_differ_on_unusual_texts_alone():
     (note,) = module._compare(SlowByLetter(), FastByLetter(lambda text: "  Two  spaces" in text))
     assert note.startswith("tokenizer.json: transformers' fast tokenizer differs")
     with pytest.raises(module.UnsupportedTokenizerError, match="it would differ from SlowByLetter"):
-        module._compare(SlowByLetter(), FastByLetter(lambda text: text == module._SAMPLES[0]))
+        module._compare(SlowByLetter(), FastByLetter(lambda text: text == module.TEXTS[0]))
 
 
 def _with_other_spaces(wanted):
@@ -230,7 +235,8 @@ def test_model_without_tokenizer_files_is_left_alone(tmp_path):
 def test_own_tokenizer_json_is_kept(slow_tokenizer, tmp_path):
     source = edited(slow_tokenizer("marian"), tmp_path, tokenizer_json=b"{}", source_spm=b"damaged")
     notes, out = write(source, tmp_path)
-    assert (notes, (out / "tokenizer.json").read_bytes()) == ([], b"{}")
+    assert (out / "tokenizer.json").read_bytes() == b"{}"
+    assert [note.partition(":")[0] for note in notes] == ["tokenizer.json was not compared"]
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +279,94 @@ def test_export_of_a_damaged_sentencepiece_model_leaves_nothing(marian_model, tm
     with pytest.raises(SourceError, match=r"source\.spm is not a sentencepiece model"):
         export_model(str(source), task="feature-extraction", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def with_settings(source, directory, **settings):
+    """A copy of a tokenizer's directory with other settings."""
+    shutil.copytree(source, directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bert_tokenizer(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bert")
+    config = tiny._save_tokenizer("bert", directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "bert", **config}))
+    return directory
+
+
+def exported(source, tmp_path):
+    notes, out = write(source, tmp_path)
+    shutil.copyfile(source / "config.json", out / "config.json")
+    return notes, out
+
+
+def test_a_tokenizer_that_equals_transformers_is_copied_byte_for_byte(bert_tokenizer, tmp_path):
+    source = with_settings(bert_tokenizer, tmp_path / "source", do_lower_case=False)
+    notes, out = exported(source, tmp_path)
+    assert notes == []
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert TextTokenizer.open(out).encode(["É"])[0].ids == slow(source)("É").input_ids
+
+
+def test_a_tokenizer_that_only_transformers_can_build_is_written(
+    bert_tokenizer, tmp_path, monkeypatch
+):
+    # A runtime that does not know the setting.
+    monkeypatch.setattr(TokenizerFiles, "_set_normalizer", lambda *_: None)
+    source = with_settings(bert_tokenizer, tmp_path / "source", do_lower_case=False)
+    notes, out = exported(source, tmp_path)
+    assert notes[0].startswith("tokenizer.json is that of BertTokenizerFast, which transformers")
+    fast = AutoTokenizer.from_pretrained(source)
+    texts = ["The Engine", "É", "a"]
+    assert [e.ids for e in TextTokenizer.open(out).encode(texts)] == fast(texts).input_ids
+    assert AutoTokenizer.from_pretrained(out)(texts).input_ids == fast(texts).input_ids
+
+
+def test_a_model_whose_texts_would_get_other_ids_is_refused(bert_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        TokenizerFiles, "_add_tokens", lambda _, tokenizer: tokenizer.add_tokens(["warm"])
+    )
+    source = with_settings(bert_tokenizer, tmp_path / "source")
+    with pytest.raises(SourceError, match="would get other token ids than with transformers"):
+        exported(source, tmp_path)
+
+
+def test_a_padding_side_that_is_not_transformers_is_refused(bert_tokenizer, tmp_path, monkeypatch):
+    source = with_settings(bert_tokenizer, tmp_path / "source", padding_side="left")
+    opened = TextTokenizer.open
+
+    def open_to_the_right(directory):
+        return replace(opened(directory), pad_left=False)
+
+    monkeypatch.setattr(TextTokenizer, "open", open_to_the_right)
+    with pytest.raises(
+        SourceError, match="padding_side is 'right' here and 'left' in transformers"
+    ):
+        exported(source, tmp_path)
+
+
+def test_a_tokenizer_that_needs_another_library_is_refused(bert_tokenizer, tmp_path):
+    source = with_settings(bert_tokenizer, tmp_path / "source", tokenizer_class="RoFormerTokenizer")
+    with pytest.raises(SourceError, match="needs the package rjieba, which is not installed"):
+        exported(source, tmp_path)
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_noted(bert_tokenizer, tmp_path):
+    source = with_settings(bert_tokenizer, tmp_path / "source", tokenizer_class="Unheard")
+    (note,) = exported(source, tmp_path)[0]
+    assert note.startswith("tokenizer.json was not compared: transformers cannot load")
+
+
+@pytest.mark.parametrize("kind", BUILT + CONVERTED)
+def test_written_tokenizers_pass_the_comparison_of_validate(
+    slow_tokenizer, written_tokenizer, kind
+):
+    written = written_tokenizer(kind)
+    reference = load_reference_tokenizer(slow_tokenizer(kind), trust_remote_code=False)
+    tokenizer = TextTokenizer.open(written)
+    expected = describe_tokenizer(reference, limit=tokenizer.limit)
+    differences = compare_tokenizer(written, tokenizer, expected)
+    assert (differences.problem, differences.state) == ("", [])

@@ -15,9 +15,11 @@ import pytest
 from filelock import FileLock
 
 from benchmarks.quantize_minilm import sentences
-from enginery import export_model, optimize_model, quantize_model
+from enginery import export_model, optimize_model, quantize_model, validate_model
 from enginery.core.artifact.artifact import Artifact
+from enginery.core.errors import EngineryError
 from tests.trained import load_digit_images, train_resnet, train_vit
+from tests.validate.faults import side_files
 from tests.validate.faults.effect import HeldOut, image_inputs, text_inputs
 from tests.validate.faults.laboratory import FAULTS, Laboratory, faults_of, memoized_reference
 from tests.validate.faults.sound import SOUND_GRAPHS
@@ -109,7 +111,34 @@ def test_sound_graphs_pass(laboratory, model, precision):
     assert not harmful, "sound, but harmful by the definition:\n" + "\n".join(harmful)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", side_files.MODELS)
+def test_faults_beside_the_graphs_fail(model, tmp_path):
+    source, task = side_files.save_source(model, tmp_path / "source")
+    artifact = export_model(str(source), task=task, out=tmp_path / "artifact")
+    assert validate_model(artifact, effort="quick").passed
+    answers = side_files.answers(model, artifact)
+    lines, missed = [], []
+    for index, fault in enumerate(f for f in side_files.FAULTS if f.model == model):
+        changed = fault.plant(artifact, tmp_path / f"fault-{index}")
+        has_effect = side_files.answers(model, changed) != answers
+        try:
+            report = validate_model(changed, effort="quick")
+            passed, summary = report.passed, report.summary
+        except EngineryError as error:
+            passed, summary = False, error.message
+        lines.append(f"{fault!s:64} {'effect' if has_effect else 'none':6} {passed} {summary:.100}")
+        missed += lines[-1:] * (has_effect and passed)
+    print(*lines, sep="\n")  # noqa: T201 the table is for the reader of `-rP`
+    assert not missed, "with an effect, but passed:\n" + "\n".join(missed)
+    for name, (models, _) in side_files.SOUND.items():
+        if model in models:
+            changed = side_files.change_soundly(name, artifact, tmp_path / name.replace(" ", "-"))
+            assert validate_model(changed, effort="quick").passed, name
+
+
 def test_names_are_unique_and_many():
+    assert len({str(fault) for fault in side_files.FAULTS}) == len(side_files.FAULTS) >= 100
     for model in MODELS:
         for precision in PRECISIONS:
             names = [fault.name for fault in faults_of(model, precision)]

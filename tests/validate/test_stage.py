@@ -229,10 +229,12 @@ def test_size_of_the_sweep_that_pytorch_rejects_is_skipped_and_listed(exported, 
     (artifact.path / "config.json").write_text(json.dumps(config))
     faults.break_graph(artifact, lambda model: None)
     report = validate_model(artifact.path)
-    assert report.passed, report.summary
+    assert all(case.passed for case in report.cases)
     assert [case.name for case in report.cases if case.skipped] == ["longest"]
     assert "PyTorch rejects the inputs" in next(c.skipped for c in report.cases if c.skipped)
-    assert "1 inputs skipped" in report.summary
+    assert "skipped: 1 inputs that PyTorch rejects or no engine takes" in report.lines()
+    assert [d.key for d in report.side_files.differences] == ["max_position_embeddings"]
+    assert not report.passed
 
 
 # Real inputs
@@ -274,7 +276,8 @@ def test_images_of_different_sizes_are_all_compared(exported, copied):
     path.write_text(json.dumps(settings))
     faults.break_graph(artifact, lambda model: None)
     report = validate_model(artifact.path)
-    assert report.passed, report.summary
+    assert all(case.passed for case in report.cases), report.summary
+    assert {d.file for d in report.side_files.differences} == {"preprocessor_config.json"}
     assert names(report, "real") == [
         f"images of {96 + 40 * i} × {160 - 12 * i}, 1" for i in range(6)
     ]

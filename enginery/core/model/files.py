@@ -75,6 +75,14 @@ def _token_text(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
+def _token_object(value: Any) -> Any:
+    return {"content": value, "special": True} if isinstance(value, str) else value
+
+
+def _list_items(value: Any) -> Any:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
 def _number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
 
@@ -388,20 +396,15 @@ class ModelConfig(ModelPart, _File):
 
 
 class SpecialTokens(_Values):
-    """Special tokens by role."""
+    """Special tokens by role, in the order in which transformers adds them to a vocabulary."""
 
     bos_token: SpecialToken | None = None
     eos_token: SpecialToken | None = None
-    pad_token: SpecialToken | None = None
     unk_token: SpecialToken | None = None
+    sep_token: SpecialToken | None = None
+    pad_token: SpecialToken | None = None
     cls_token: SpecialToken | None = None
     mask_token: SpecialToken | None = None
-
-
-class SpecialTokensMap(SpecialTokens, _File):
-    """special_tokens_map.json."""
-
-    FILE = "special_tokens_map.json"
 
 
 class AddedTokenValue(_Values):
@@ -413,6 +416,21 @@ class AddedTokenValue(_Values):
     rstrip: Flag = False
     normalized: Flag = False
     special: Flag = False
+
+
+MoreTokens = Annotated[
+    list[Annotated[AddedTokenValue, BeforeValidator(_token_object)]],
+    _expected("a list of tokens"),
+]
+"""Special tokens without a role, as strings or objects."""
+
+
+class SpecialTokensMap(SpecialTokens, _File):
+    """special_tokens_map.json."""
+
+    FILE = "special_tokens_map.json"
+
+    additional_special_tokens: MoreTokens = Field(default_factory=list)
 
 
 class NamedTemplate(_Values):
@@ -430,16 +448,26 @@ class TokenizerConfig(SpecialTokens, _File):
     tokenizer_class: String = ""
     model_max_length: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
     """Tokens; 0 if missing. transformers writes 1e30 for no limit."""
+    max_len: Annotated[float, Field(allow_inf_nan=False), _expected("a number")] = 0
+    """The name of `model_max_length` in old files."""
     do_lower_case: Flag = True
     strip_accents: Flag | None = None
     """None: accents are stripped if the text is lowercased."""
     tokenize_chinese_chars: Flag = True
     add_prefix_space: Flag | None = None
-    """None: the value in tokenizer.json."""
+    """None: the default of the tokenizer's class."""
+    trim_offsets: Flag | None = None
+    add_bos_token: Flag | None = None
+    add_eos_token: Flag | None = None
+    split_special_tokens: Flag = False
+    additional_special_tokens: MoreTokens = Field(default_factory=list)
+    extra_special_tokens: Annotated[MoreTokens, BeforeValidator(_list_items)] = Field(
+        default_factory=list
+    )
+    """Special tokens with roles of this model's own."""
     added_tokens_decoder: dict[Count, AddedTokenValue] = Field(default_factory=dict)
     truncation_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
     padding_side: Annotated[Literal["left", "right"], _expected("'left' or 'right'")] = "right"
-    pad_token_type_id: Count = 0
     model_input_names: Annotated[tuple[String, ...], _expected("a list of strings")] = ()
     """What the tokenizer gives to the model; empty for the default of its class."""
     word_delimiter_token: SpecialToken | None = None
@@ -464,11 +492,20 @@ class TokenizerConfig(SpecialTokens, _File):
         return named_default[0] if named_default else ""
 
     def with_map(self, other: SpecialTokensMap) -> SpecialTokens:
-        """Return the special tokens of both files; tokenizer_config.json takes precedence."""
-        roles = SpecialTokens.model_fields
-        tokens = {role: getattr(other, role) for role in roles}
-        tokens |= {role: getattr(self, role) for role in roles if getattr(self, role) is not None}
+        """Return the special tokens of both files.
+
+        As in transformers: special_tokens_map.json takes precedence, but is not read beside a
+        tokenizer_config.json with `added_tokens_decoder`.
+        """
+        tokens = {role: getattr(self, role) for role in SpecialTokens.model_fields}
+        if not self.lists_added_tokens:
+            tokens |= other.model_dump(exclude_none=True, include=set(tokens))
         return SpecialTokens(**tokens)
+
+    @property
+    def lists_added_tokens(self) -> bool:
+        """True if the file has `added_tokens_decoder`, so that no older file is read beside it."""
+        return "added_tokens_decoder" in self.model_fields_set
 
 
 class ProcessingArguments(_Values):
@@ -600,6 +637,28 @@ def has_embedding_modules(directory: Path) -> bool:
         ArtifactError: modules.json cannot be read.
     """
     return any(kind not in ("Transformer", "LogitScore") for kind in module_kinds(directory))
+
+
+_SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja")
+
+
+def side_files(directory: Path, *, code: bool = False) -> list[str]:
+    """Return the names of the files beside a model's weights that its answers may depend on.
+
+    sentence-transformers stores its modules in numbered folders (`1_Pooling/config.json`).
+
+    Args:
+        directory: the model's directory.
+        code: name Python files, too.
+    """
+    suffixes = (*_SIDE_FILES, ".py") if code else _SIDE_FILES
+    folders = [path for path in directory.iterdir() if path.is_dir() and path.name[0].isdigit()]
+    return [
+        path.relative_to(directory).as_posix()
+        for folder in (directory, *folders)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix in suffixes and not path.name.endswith(".index.json")
+    ]
 
 
 def _present_modules(directory: Path) -> list[SentenceModule]:

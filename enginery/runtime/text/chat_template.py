@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,10 +22,10 @@ from enginery.core.json_file import read_document
 from enginery.core.model.files import (
     SentenceBertConfig,
     SentenceTransformersConfig,
-    SpecialTokensMap,
     TokenizerConfig,
     module_kinds,
 )
+from enginery.runtime.text.tokenizer_files import TokenizerFiles
 
 FILE = "chat_template.jinja"
 
@@ -54,8 +55,8 @@ class ChatTemplate:
         Raises:
             ArtifactError: a file cannot be read.
         """
-        settings = TokenizerConfig.read(directory)
-        file, text = directory / FILE, settings.default_chat_template
+        files = TokenizerFiles.read(directory)
+        file, text = directory / FILE, files.settings.default_chat_template
         if file.exists():
             try:
                 text = read_document(file, max_bytes=_MAX_BYTES).decode()
@@ -67,8 +68,7 @@ class ChatTemplate:
             file = directory / TokenizerConfig.FILE
         if not text:
             return None
-        special = settings.with_map(SpecialTokensMap.read(directory))
-        tokens = {role: token for role, token in special.model_dump().items() if token}
+        tokens = {role: token for role, token in files.special.model_dump().items() if token}
         return cls(text, file, tokens)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
@@ -101,6 +101,8 @@ class ChatTemplate:
             ArtifactError: the template is invalid.
         """
         import jinja2
+        import jinja2.ext
+        import jinja2.nodes
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Environment(ImmutableSandboxedEnvironment):
@@ -115,9 +117,35 @@ class ChatTemplate:
                     raise jinja2.exceptions.SecurityError(f"{operator} is limited")
                 return super().call_binop(context, operator, left, right)
 
+        class GenerationTag(jinja2.ext.Extension):
+            """Renders `{% generation %}`, which marks a model's own words for training."""
+
+            tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                # What is set in the block is not set behind it, as in transformers.
+                return jinja2.nodes.Scope(body, lineno=line)
+
         # Jinja's own filter escapes `<` and `&` for HTML, which models were not trained on.
-        def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
+        def to_json(
+            value: Any,
+            ensure_ascii: bool = False,  # as transformers' filter
+            indent: int | None = None,
+            separators: tuple[str, str] | None = None,
+            sort_keys: bool = False,
+        ) -> str:
+            return json.dumps(
+                value,
+                ensure_ascii=ensure_ascii,
+                indent=indent,
+                separators=separators,
+                sort_keys=sort_keys,
+            )
+
+        def strftime_now(pattern: str) -> str:
+            return datetime.now().strftime(pattern)  # as transformers does
 
         def limited_range(*bounds: int) -> range:
             values = range(*bounds)
@@ -130,11 +158,14 @@ class ChatTemplate:
 
         # The settings of transformers' `apply_chat_template`: other blanks would be other tokens.
         environment = Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = reject
         environment.globals["range"] = limited_range
+        environment.globals["strftime_now"] = strftime_now
         try:
             return environment.from_string(self.text)
         except jinja2.TemplateError as error:

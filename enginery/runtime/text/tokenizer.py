@@ -26,18 +26,13 @@ from numpy.typing import NDArray
 
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError
-from enginery.core.model.files import (
-    ModelConfig,
-    SentenceBertConfig,
-    SpecialTokensMap,
-    TokenizerConfig,
-)
+from enginery.core.model.files import ModelConfig, SentenceBertConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.languages import Languages, Placement
 from enginery.runtime.text.tokenizer_files import (
     HIDDEN,
-    apply_settings,
+    TokenizerFiles,
     failure_reason,
     length_limit,
     load_tokenizer,
@@ -250,16 +245,15 @@ class TextTokenizer:
             ArtifactError: tokenizer.json is missing, it or a config file cannot be read, or the
                 tokenizer rejects the settings of the config files.
         """
-        backend = load_tokenizer(directory)
-        settings = TokenizerConfig.read(directory)
-        config = ModelConfig.read(directory)
+        backend, stored = load_tokenizer(directory)
+        files = TokenizerFiles.read(directory, stored)
+        settings, config, special = files.settings, files.config, files.special
         sentence = SentenceBertConfig.read(directory)
-        special = settings.with_map(SpecialTokensMap.read(directory))
         limit, limit_source = length_limit(config.merged(), settings, sentence)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
-                apply_settings(tokenizer, settings)
+                files.configure(tokenizer)
                 tokenizer.enable_truncation(**truncation)
             # A panic of `tokenizers` is raised as an exception that derives from BaseException.
             except BaseException as error:
@@ -273,7 +267,7 @@ class TextTokenizer:
 
         @cache
         def load_pair_backend() -> Any:
-            tokenizer = load_tokenizer(directory)
+            tokenizer, _ = load_tokenizer(directory)
             # Truncation is a setting of the whole tokenizer, so the windows of pairs need one of
             # their own, which only question answering loads.
             window = min(limit, _WINDOW)
@@ -289,7 +283,7 @@ class TextTokenizer:
             limit=limit,
             limit_source=limit_source,
             pad_id=_pad_id(special_token_id(backend, special.pad_token), config.merged()),
-            pad_type_id=settings.pad_token_type_id,
+            pad_type_id=files.kind.pad_token_type_id,
             sends_types=_TYPES in (settings.model_input_names or (_TYPES,)),
             pad_left=settings.padding_side == "left",
             unk_id=special_token_id(backend, special.unk_token),
@@ -309,6 +303,11 @@ class TextTokenizer:
         if padding.side == "none":
             return replace(self, pads=False)
         return replace(self, pad_id=padding.token_id, pad_left=padding.side == "left")
+
+    def state(self) -> str:
+        """Return the tokenizer as tokenizer.json has it, with all settings but truncation."""
+        state: str = self._untruncated.to_str()
+        return state
 
     def encode(
         self,
@@ -544,6 +543,7 @@ class TextTokenizer:
     def _untruncated(self) -> Any:
         """A copy of the tokenizer without truncation."""
         copy = type(self.backend).from_str(self.backend.to_str())
+        copy.encode_special_tokens = self.backend.encode_special_tokens  # no part of the text
         copy.no_truncation()
         return copy
 

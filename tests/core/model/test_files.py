@@ -147,7 +147,10 @@ def test_real_notations_are_read():
     assert settings.added_tokens_decoder[4].special
     other = SpecialTokensMap(pad_token="<pad>", mask_token="<mask>", cls_token={"content": "<s>"})
     both = settings.with_map(other)
-    assert (both.pad_token, both.mask_token, both.cls_token) == ("[PAD]", "<mask>", "<s>")
+    assert (both.pad_token, both.mask_token, both.cls_token) == ("[PAD]", None, None)
+    # Without `added_tokens_decoder`, transformers reads the older file, and prefers it.
+    both = TokenizerConfig(pad_token="[PAD]", eos_token="</s>").with_map(other)
+    assert (both.pad_token, both.mask_token, both.eos_token) == ("<pad>", "<mask>", "</s>")
     for size in (224, 224.0, {"height": 224, "width": 224}, [224, 224], {"shortest_edge": 224}):
         found = PreprocessorConfig.model_validate({"size": size, "image_mean": [0.5, 0.5, 0.5]})
         assert found.size.sides(1) == (224, 224)

@@ -88,3 +88,17 @@ def test_the_file_comes_before_the_settings_and_a_list_has_a_default(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ArtifactError, match="is not UTF-8"):
         ChatTemplate.open(tmp_path)
+
+
+def test_what_transformers_gives_templates_is_there(tmp_path):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = (
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ messages[0].content }}{{ x }}"
+        "{% endgeneration %}{{ x }}{{ strftime_now('%Y') }}"
+        "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true, separators=(',', ':')) }}"
+        "{{ ['é'] | tojson(ensure_ascii=true, indent=1) }}"
+    )
+    messages = [{"role": "user", "content": "warm"}]
+    rendered = ChatTemplate(text, tmp_path).render(messages)
+    assert [rendered] == render_jinja_template([messages], chat_template=text)[0]

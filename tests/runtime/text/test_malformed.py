@@ -38,7 +38,6 @@ TOKENIZER = {
         "added_tokens_decoder",
         "truncation_side",
         "padding_side",
-        "pad_token_type_id",
         "pad_token",
         "mask_token",
         "clean_up_tokenization_spaces",

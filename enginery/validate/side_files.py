@@ -1,0 +1,384 @@
+"""Compare the files beside an artifact's graphs with the source's: equal in content or in effect.
+
+An answer depends on the tokenizer and its settings, the processor, labels, pooling, prompts and
+options of generation as much as on the graph. Most of these files were copied byte for byte.
+
+- A tokenizer has to be the one that transformers builds from the source's files, state for state
+  (`runtime/text/tokenizer_comparison.py`). If its files were changed, transformers also has to make
+  the same of them.
+- config.json, generation_config.json and preprocessor_config.json are compared by what
+  transformers reads from them, with all defaults, because Optimum saves the first two anew.
+- All other files are compared by content.
+
+A reference that is an .onnx file has its files beside it. They are compared by content, where
+transformers is not installed or cannot read them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginery.core.errors import ArtifactError, EngineryError, SourceError
+from enginery.core.json_file import load_json
+from enginery.core.model.files import ModelConfig, PreprocessorConfig, side_files
+from enginery.reports.validation import SideFileDifference, SideFileMetrics
+from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.runtime.text.tokenizer_comparison import (
+    TokenizerDescription,
+    compare_tokenizer,
+    equal_parts,
+)
+from enginery.runtime.torch_reference import describe_side_files
+from enginery.validate.reference import Reference
+
+_CONFIG, _GENERATION = ModelConfig.FILE, "generation_config.json"
+_DESCRIBED = (_CONFIG, _GENERATION, PreprocessorConfig.FILE)
+"""The files that are compared by what transformers reads from them."""
+_VOCABULARIES = ("vocab.txt", "vocab.json", "merges.txt")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_SENTENCEPIECE = (".model", ".spm")
+_READ_BY_LOADERS = (
+    *_DESCRIBED,
+    *_TOKENIZER,
+    *_VOCABULARIES,
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "processor_config.json",
+)
+"""Files that have an effect although the source has none of their name."""
+_IGNORED: Mapping[str, frozenset[str]] = {
+    # What `export` and Optimum set, and what only says where a model comes from.
+    _CONFIG: frozenset(
+        (
+            "_name_or_path",
+            "_attn_implementation_autoset",
+            "transformers_version",
+            "dtype",
+            "torch_dtype",
+            "use_cache",
+        )
+    ),
+    _GENERATION: frozenset(("transformers_version", "_from_model_config")),
+    PreprocessorConfig.FILE: frozenset(
+        ("processor_class", "_processor_class", "image_processor_type", "feature_extractor_type")
+    ),
+    "config_sentence_transformers.json": frozenset(("__version__",)),
+}
+_PATHS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
+"""Keys of tokenizer_config.json that say where the files were."""
+_MAX_COPIED_BYTES = 2**28
+"""Size of the largest file of an artifact that is copied for transformers."""
+
+
+def compare_side_files(reference: Reference, scratch: Path) -> SideFileMetrics:
+    """Compare an artifact's files beside its graphs with those of its reference.
+
+    Args:
+        reference: the reference.
+        scratch: a directory for copies of files.
+    """
+    return _Comparison(reference, scratch).run()
+
+
+@dataclass
+class _Comparison:
+    reference: Reference
+    scratch: Path
+    compared: list[str] = field(default_factory=list)
+    differences: list[SideFileDifference] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        artifact, source = self.reference.artifact, self.reference.source
+        self.theirs = source.path.parent if self.reference.is_onnx else source.path
+        self.mine = artifact.path
+        code = artifact.manifest.trust_remote_code
+        self.own = _read_names(self.mine, code=code) & set(artifact.side_files())
+        self.sources = _read_names(self.theirs, code=code)
+        if not (self.mine / _CONFIG).is_file() and not self.own:
+            self.sources = set()  # a file that was imported without the files beside it
+        self.changed = {
+            name
+            for name in self.own & self.sources
+            if (self.mine / name).read_bytes() != (self.theirs / name).read_bytes()
+        }
+        self.written = _written_by_export(self.reference)
+
+    def run(self) -> SideFileMetrics:
+        """Compare all files."""
+        differing = self.changed | (self.own ^ self.sources)
+        tokenizer = {name for name in self.own | self.sources if _is_tokenizer(name)}
+        source, mine = self._describe(tokenizer & differing)
+        self._compare_tokenizer(tokenizer, tokenizer & differing, source, mine)
+        for name in sorted((self.own | self.sources) - tokenizer):
+            self._compare_file(name, source, mine)
+        for name in sorted(self.reference.artifact.side_files()):
+            if name.endswith(".safetensors"):
+                self._compare_module(name)
+        if problem := mine.get("processor", ""):
+            file = PreprocessorConfig.FILE
+            if not any(difference.file == file for difference in self.differences):
+                problem = f"inputs are not those of transformers: {problem}"
+                self.differences.append(SideFileDifference(file, "", problem))
+        self.compared = sorted(
+            (self.own & self.sources)
+            - {difference.file for difference in self.differences}
+            - {reason.partition(":")[0] for reason in self.not_compared}
+        )
+        return SideFileMetrics(self.compared, self.differences, self.not_compared)
+
+    def _describe(self, tokenizer: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what transformers reads from the source and from the artifact.
+
+        Args:
+            tokenizer: the files of the tokenizer that differ.
+        """
+        nothing: dict[str, Any] = {"errors": {}}
+        if find_spec("transformers") is None:
+            return nothing, nothing
+        keys = {
+            key.partition(".")[0]
+            for name in tokenizer
+            for key, _ in self._different_keys(name)
+            if name == "tokenizer_config.json"
+        }
+        trust = self.reference.trust_remote_code
+        limit = self._limit()
+        copies = self.scratch / "side-files"
+        for name in self.own:
+            if (self.mine / name).stat().st_size <= _MAX_COPIED_BYTES:
+                (copies / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.mine / name, copies / name)
+        described = []
+        for directory, length in ((self.theirs, limit), (copies, limit if tokenizer else 0)):
+            if not directory.is_dir():
+                described.append(nothing)
+                continue
+            described.append(
+                describe_side_files(
+                    directory,
+                    self.scratch / "described.json",
+                    limit=length,
+                    keys=sorted(keys - _PATHS),
+                    processor=directory == copies and PreprocessorConfig.FILE not in self.written,
+                    trust_remote_code=trust,
+                )
+            )
+        shutil.rmtree(copies, ignore_errors=True)
+        return described[0], described[1]
+
+    def _limit(self) -> int:
+        """Return the tokenizer's limit in tokens; 0 if it cannot be opened."""
+        try:
+            return TextTokenizer.open(self.mine).limit
+        except ArtifactError:
+            # Words and letters of some models are in vocab.json alone.
+            return 16 if "tokenizer_config.json" in self.own & self.sources else 0
+
+    def _compare_tokenizer(
+        self,
+        names: set[str],
+        differing: set[str],
+        source: Mapping[str, Any],
+        mine: Mapping[str, Any],
+    ) -> None:
+        """Compare the tokenizer with that which transformers builds from the source's files."""
+        if not names:
+            return
+        if "tokenizer" not in source:
+            reason = source["errors"].get("tokenizer", "transformers cannot open one")
+            self.not_compared.append(f"tokenizer: only by content: {reason}")
+            self._name_keys(differing - self.written)
+            return
+        expected = TokenizerDescription.from_json(source["tokenizer"])
+        problem = ""
+        if "tokenizer.json" in self.own:
+            try:
+                tokenizer = TextTokenizer.open(self.mine)
+                differences = compare_tokenizer(self.mine, tokenizer, expected)
+                problem = differences.problem or ", ".join(differences.state)
+            except ArtifactError as error:
+                problem = error.message
+        elif "tokenizer.json" in self.sources:
+            problem = "is missing"
+        if not problem and not self._same_effect(differing, source, mine):
+            problem = "transformers makes another tokenizer of it than of the source's"
+        # Vocabularies beside tokenizer.json are read by slow tokenizers, which ask nothing here.
+        vocabularies = {name for name in differing if _is_vocabulary(name)} - self.written
+        if not problem:
+            self._name_keys(vocabularies)
+            return
+        named = len(self.differences)
+        self._name_keys(differing - self.written)
+        if len(self.differences) == named:
+            self.differences.append(SideFileDifference("tokenizer.json", "", problem))
+
+    def _same_effect(
+        self, differing: set[str], source: Mapping[str, Any], mine: Mapping[str, Any]
+    ) -> bool:
+        """Return True if transformers makes the same tokenizer of the artifact's files."""
+        if not differing - self.written:
+            return True
+        if "tokenizer" not in mine or source["attributes"] != mine["attributes"]:
+            return False
+        theirs, own = dict(source["tokenizer"]), dict(mine["tokenizer"])
+        # transformers may read the same state from another file.
+        states = [json.loads(described.pop("backend") or "{}") for described in (theirs, own)]
+        parts = states[0].keys() | states[1].keys()
+        return theirs == own and all(
+            equal_parts(states[0].get(part), states[1].get(part)) for part in parts
+        )
+
+    def _name_keys(self, names: set[str]) -> None:
+        """Add a difference for each key of these files that has another value."""
+        for name in sorted(names):
+            for key, problem in self._different_keys(name):
+                self.differences.append(SideFileDifference(name, key, problem))
+
+    def _different_keys(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield each key of a file whose value is not the source's, and how they differ."""
+        if name not in self.own:
+            yield "", "is missing"
+        elif name not in self.sources:
+            yield "", "is there, but the source has none"
+        elif name.endswith(".json"):
+            documents = []
+            for directory, error in ((self.theirs, SourceError), (self.mine, ArtifactError)):
+                try:
+                    documents.append(load_json(directory / name, error=error))
+                except EngineryError as problem:
+                    yield "", problem.message
+                    return
+            yield from _differing(documents[0], documents[1], _IGNORED.get(name, frozenset()))
+        elif name in self.changed and not self._same_lines(name):
+            yield "", "its content is not the source's"
+
+    def _same_lines(self, name: str) -> bool:
+        """Return True if two lists of merges differ in their first line alone, a comment."""
+        if name != "merges.txt":
+            return False
+        lines = [
+            [line for line in (path / name).read_text("utf-8").splitlines() if line]
+            for path in (self.mine, self.theirs)
+        ]
+        return [x for x in lines[0] if not x.startswith("#version")] == [
+            x for x in lines[1] if not x.startswith("#version")
+        ]
+
+    def _compare_file(self, name: str, source: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        """Compare a file that is no part of the tokenizer."""
+        if name in self.written:
+            self.not_compared.append(f"{name}: written by export, from options or from other files")
+            return
+        if name not in self.sources and name not in _READ_BY_LOADERS:
+            return
+        if name == _GENERATION and name not in self.sources:
+            return  # the model's own options; those of generated texts are compared with them
+        if name in source and name in mine:
+            ignored = _IGNORED[name]
+            differences = [*_differing(source[name], mine[name], ignored)]
+            if name == _CONFIG and source[name].get("pad_token_id") is None:
+                # Export names the tokenizer's, which classifiers need.
+                differences = [item for item in differences if item[0] != "pad_token_id"]
+            self.differences += [
+                SideFileDifference(name, key, problem) for key, problem in differences
+            ]
+            return
+        if name == _CONFIG and self.mine.joinpath(name).is_file() and name in self.sources:
+            reason = source["errors"].get(name) or mine["errors"].get(name, "")
+            if reason and name not in source:
+                self.not_compared.append(f"{name}: transformers cannot read the source's: {reason}")
+                return
+        self._name_keys({name})
+
+    def _compare_module(self, name: str) -> None:
+        """Compare the weights of a module of sentence-transformers, which export writes in FP32."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        source = self.theirs / name
+        if not source.is_file():
+            self.not_compared.append(f"{name}: the source has no file of this name")
+            return
+        try:
+            mine, theirs = load_file(self.mine / name), load_file(source)
+        except (SafetensorError, TypeError, KeyError, OSError) as error:
+            self.not_compared.append(f"{name}: numpy cannot read it: {error}")
+            return
+        for key in sorted(mine.keys() | theirs.keys()):
+            own, expected = (
+                tensors.get(key, np.empty(0)).astype(np.float32) for tensors in (mine, theirs)
+            )
+            if not np.array_equal(own, expected):
+                self.differences.append(
+                    SideFileDifference(name, key, "its values are not the source's")
+                )
+
+
+def _read_names(directory: Path, *, code: bool) -> set[str]:
+    return set(side_files(directory, code=code)) if directory.is_dir() else set()
+
+
+def _is_tokenizer(name: str) -> bool:
+    return name in _TOKENIZER or _is_vocabulary(name)
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name in _VOCABULARIES or ("/" not in name and name.endswith(_SENTENCEPIECE))
+
+
+def _written_by_export(reference: Reference) -> set[str]:
+    """Return the side files that export does not copy, but writes.
+
+    tokenizer.json, if transformers makes another of all files, or there was none; the processor of
+    a model of timm, and of an .onnx file with options for images.
+    """
+    manifest = reference.artifact.manifest
+    written: set[str] = set()
+    notes = [note for stage in manifest.stages if stage.stage == "export" for note in stage.notes]
+    directory = reference.source.path
+    if manifest.source.kind != "onnx" and not (directory / "tokenizer.json").is_file():
+        written |= {"tokenizer.json", "special_tokens_map.json"}
+    if any(note.startswith("tokenizer.json is that of ") for note in notes):
+        written.add("tokenizer.json")
+    if manifest.library in ("timm", "onnx"):
+        file = PreprocessorConfig.FILE
+        export = next((stage for stage in manifest.stages if stage.stage == "export"), None)
+        options = export.options if export else {}
+        images = ("resize", "rescale", "mean", "std", "channel_order")
+        if manifest.library == "timm" or any(options.get(name) for name in images):
+            written.add(file)
+    return written
+
+
+def _differing(
+    source: Any, mine: Any, ignored: frozenset[str] = frozenset(), prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield the keys at which two JSON values differ, and how; objects are compared key by key."""
+    if isinstance(source, dict) and isinstance(mine, dict):
+        for key in dict.fromkeys([*source, *mine]):
+            if key not in ignored:
+                path = f"{prefix}.{key}" if prefix else key
+                yield from _differing(source.get(key), mine.get(key), ignored, path)
+    elif source != mine:
+        yield prefix, f"{_shown(mine)}, but {_shown(source)} in the source"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"
