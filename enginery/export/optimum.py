@@ -31,10 +31,11 @@ from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
 from enginery.core.temporary import temporary_directory
-from enginery.export.checkpoint import require_trained, untrained_weights
+from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
+from enginery.export.positions import find_length_limit
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -82,9 +83,12 @@ def export_with_optimum(
                 attention="",
             ),
         )
+        unused_notes = check_unused(model, source, allow_unused=config.allow_unused)
+        length_limit, limit_notes = find_length_limit(model, settings)
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained = untrained_weights(model)
-        config_notes = getattr(model, "config_notes", ())
+        unused = getattr(model, "unused_tensors", ())
+        config_notes = (*getattr(model, "config_notes", ()), *unused_notes, *limit_notes)
         # What follows may load the graphs, whose weights would be in memory twice.
         del model
     gc.collect()
@@ -100,7 +104,7 @@ def export_with_optimum(
         notes = [*notes, *arrange_for_generation(out)]
     files = list_graphs(out)
     notes += [note for file in files for note in _drop_unnamed_outputs(out / file)]
-    require_trained(untrained, [out / file for file in files], source, task)
+    require_trained(untrained, [out / file for file in files], source, task, unused)
     return ExportedModel(
         files=files,
         task=task,
@@ -109,6 +113,7 @@ def export_with_optimum(
         traced=traced,
         from_registry=True,
         config=with_image_size(settings, source),
+        length_limit=length_limit,
         notes=[f"task {task}", *config_notes, *notes],
     )
 

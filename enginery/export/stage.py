@@ -28,7 +28,7 @@ from enginery.core.subprocess import run_in_subprocess
 from enginery.export.config import DEFAULT_OPSET, ExportConfig
 
 STAGE = "export"
-STAGE_VERSION = "10"
+STAGE_VERSION = "11"
 """Incremented when the same inputs yield another artifact; part of the fingerprint."""
 
 TOOLS = ("torch", "transformers", "optimum", "optimum-onnx", "onnx")
@@ -57,6 +57,7 @@ class WorkerResult:
     precision: str
     graphs: list[dict[str, Any]]
     notes: list[str]
+    length_limit: int | None
     peak_rss_bytes: int
 
 
@@ -173,6 +174,7 @@ def run(
             precision=result.precision,
             target="onnx",
             trust_remote_code=config.trust_remote_code,
+            length_limit=result.length_limit,
             graphs=graphs,
             stages=(record,),
             files={},

@@ -400,7 +400,7 @@ def generate_reference(
                 notes: list[str] = []
             else:
                 tokenizer = TextTokenizer.open(artifact.path)
-                source = open_inputs(artifact, graphs, tokenizer, options)
+                source = open_inputs(artifact, graphs, tokenizer, options, positions)
                 target = source.fallback(options)
                 chosen = source.implied(**target)
                 rows = _fitting(

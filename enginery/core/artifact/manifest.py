@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -28,6 +29,7 @@ from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
 
+FILE = "manifest.json"
 REPORTS = "reports"
 
 
@@ -157,9 +159,19 @@ class Verdict(_Record):
     report: ReportName
     """Path of the full report in the artifact, below `reports/`."""
     finished: str
+    longest: Count | None = None
+    """Longest input, in tokens, that was compared; None if the model takes none that is longer."""
 
     @classmethod
-    def of(cls, key: Fingerprint, *, passed: bool, summary: str, report: str) -> Self:
+    def of(
+        cls,
+        key: Fingerprint,
+        *,
+        passed: bool,
+        summary: str,
+        report: str,
+        longest: int | None = None,
+    ) -> Self:
         """Return the verdict of a run with this fingerprint, with the current time."""
         return cls(
             stage=key.stage,
@@ -169,6 +181,7 @@ class Verdict(_Record):
             summary=summary,
             report=report,
             finished=_now(),
+            longest=longest,
         )
 
 
@@ -193,6 +206,9 @@ class Manifest(_Record):
     """`onnx` for a plain export; `optimize` and `quantize` set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
     """True if the export was allowed to run the model's own code. This grants no permission."""
+    length_limit: Count | None = None
+    """Longest input, in tokens, for which the graphs do what the model does; None if they do at
+    every length that config.json allows."""
     graphs: tuple[GraphRecord, ...]
     stages: tuple[StageRecord, ...]
     files: dict[RelativePath, FileRecord]
@@ -247,6 +263,16 @@ class Manifest(_Record):
     def to_bytes(self) -> bytes:
         """Return the content of a manifest.json, with its checksum."""
         return append_checksum(self.model_dump_json(indent=2))
+
+
+def read_length_limit(directory: Path) -> int | None:
+    """Return the `length_limit` of an artifact; None for a model's directory without a manifest.
+
+    Raises:
+        ValueError: the manifest is damaged or malformed.
+    """
+    path = directory / FILE
+    return Manifest.from_bytes(path.read_bytes()).length_limit if path.is_file() else None
 
 
 def schema_json() -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +64,16 @@ class FeedLimits:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Usual sizes of other dims: an image's height and width, a spectrogram's bins."""
 
+    def up_to(self, length: int | None) -> FeedLimits:
+        """Return the limits for inputs of at most so many tokens; None for no further limit."""
+        if length is None:
+            return self
+        return replace(
+            self,
+            max_positions=min(self.max_positions, length),
+            position_limit=min(self.position_limit or length, length),
+        )
+
     @property
     def max_sizes(self) -> dict[str, int]:
         """Largest allowed size of each dim: of `sequence`, if the position embeddings limit it."""
@@ -84,7 +94,8 @@ class FeedLimits:
         """Derive the limits from an artifact's config.json and the records of its graphs."""
         graphs = artifact.manifest.graphs
         sizes = {name: size for graph in graphs for name, size in graph.sample_sizes.items()}
-        return cls.from_config(ModelConfig.read(artifact.path), sizes)
+        limits = cls.from_config(ModelConfig.read(artifact.path), sizes)
+        return limits.up_to(artifact.manifest.length_limit)
 
     @classmethod
     def from_config(

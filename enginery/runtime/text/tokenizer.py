@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from enginery.core.artifact.manifest import read_length_limit
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import (
     ModelConfig,
@@ -36,6 +37,7 @@ from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.languages import Languages, Placement
 from enginery.runtime.text.tokenizer_files import (
     HIDDEN,
+    LENGTH_LIMIT,
     apply_settings,
     failure_reason,
     length_limit,
@@ -230,7 +232,8 @@ class TextTokenizer:
         config = ModelConfig.read(directory)
         sentence = SentenceBertConfig.read(directory)
         special = settings.with_map(SpecialTokensMap.read(directory))
-        limit, limit_source = length_limit(config.merged(), settings, sentence)
+        faithful = read_length_limit(directory)
+        limit, limit_source = length_limit(config.merged(), settings, sentence, faithful)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
@@ -274,6 +277,11 @@ class TextTokenizer:
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
+
+    @property
+    def refuses_longer(self) -> bool:
+        """True if a text above the limit may not be cut in silence: the model would read it all."""
+        return self.limit_source == LENGTH_LIMIT
 
     def encode(
         self,
