@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from enginery.core.errors import ExportError
+
 _Attributes = dict[str, Any]
 
 _CONTAINERS = (dict, list, set)
@@ -90,6 +92,11 @@ class ModelState:
             (name, buffer, buffer.detach().clone(), buffer._version)  # noqa: SLF001
             for name, buffer in model.named_buffers()
         ]
+        # Copies of all weights would take too much memory.
+        self._weights = [
+            (name, weight, weight._version)  # noqa: SLF001
+            for name, weight in model.named_parameters()
+        ]
 
     def anew(self, model: Any) -> ModelState:
         """Return the model's present state, with what has changed before."""
@@ -98,7 +105,11 @@ class ModelState:
         return state
 
     def restore(self) -> None:
-        """Undo what has changed since the state was saved."""
+        """Undo what has changed since the state was saved.
+
+        Raises:
+            ExportError: the model has written into its weights, of which there is no copy.
+        """
         for holder in self._holders:
             if names := holder.changes():
                 prefix = f"{holder.name}." if holder.name else ""
@@ -110,6 +121,12 @@ class ModelState:
                 with torch.no_grad():
                     buffer.copy_(values)
                 self._buffers[index] = (name, buffer, values, buffer._version)  # noqa: SLF001
+        for name, weight, version in self._weights:
+            if weight._version != version:  # noqa: SLF001
+                raise ExportError(
+                    f"PyTorch's model changes its weight {name} while it runs, so its answers "
+                    "depend on the inputs before."
+                )
 
     def describe(self) -> str:
         """Describe what forwards have changed; empty if nothing."""

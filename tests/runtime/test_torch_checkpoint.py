@@ -1,7 +1,6 @@
 """Tensors of a checkpoint that no parameter of the model took."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from enginery.core.errors import ExportError
 from enginery.runtime.torch_checkpoint import UnusedTensor, find_renamed
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 from tests.tiny import save_tiny
-
-QUERY = "bert.encoder.layer.0.attention.self.query"
-WEIGHTS = re.compile(r"encoder\.layer\..*\.weight$")
+from tests.validate.faults.checkpoints import EXTRA, HARMLESS, QUANTIZED, quantized
 
 
 @pytest.fixture(scope="module")
@@ -64,48 +61,6 @@ def load(path, task="text-classification"):
     return load_pytorch(path, task, TorchOptions(pickled=pickled))
 
 
-def quantized(dtype, largest, *parts, weight="weight"):
-    """Return an edit that stores every layer's matrices at another precision, with more tensors."""
-
-    def edit(tensors):
-        stored = {}
-        for name, tensor in tensors.items():
-            if tensor.ndim != 2 or not WEIGHTS.search(name):
-                stored[name] = tensor
-                continue
-            scale = tensor.abs().max() / largest
-            values = tensor / scale
-            values = values if dtype.is_floating_point else values.round()
-            module = name.removesuffix("weight")
-            stored[module + weight] = values.to(dtype)
-            stored |= {module + part: scale.reshape(1).clone() for part in parts}
-        return stored
-
-    return edit
-
-
-def more(**tensors):
-    return lambda stored: stored | {f"{QUERY}.{name}": value for name, value in tensors.items()}
-
-
-QUANTIZED = {
-    "modelopt fp8": quantized(torch.float8_e4m3fn, 448, "weight_scale", "input_scale"),
-    "fine-grained fp8": quantized(torch.float8_e4m3fn, 448, "weight_scale_inv"),
-    "fp8 with scales of other names": quantized(torch.float8_e5m2, 448, "scale_weight"),
-    "fp8 with scales of unknown names": quantized(torch.float8_e4m3fn, 448, "multiplier"),
-    "int8": quantized(torch.int8, 127, "weight_scale"),
-    "int8 without scales": quantized(torch.int8, 127),
-    "uint8": quantized(torch.uint8, 127, "weight_scale", "weight_zero_point"),
-    "compressed-tensors": quantized(torch.int8, 127, "weight_scale", weight="weight_packed"),
-    "bitsandbytes int8": quantized(torch.int8, 127, "SCB", "weight_format"),
-    "bitsandbytes nf4": quantized(torch.uint8, 127, "weight.absmax", "weight.quant_map"),
-    "gptq": quantized(torch.int32, 127, "qzeros", "scales", "g_idx", weight="qweight"),
-    "awq": quantized(torch.int32, 127, "qzeros", "scales", weight="qweight"),
-    "quanto": quantized(torch.int8, 127, "weight._scale", weight="weight._data"),
-    "fake quantization": quantized(torch.float32, 127, "weight_quantizer._amax"),
-}
-
-
 @pytest.mark.parametrize("form", ["safetensors", "bin", "sharded"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_refused(changed, name, form):
@@ -132,27 +87,6 @@ def test_fp8_without_scales_needs_that_nothing_says_quantized(changed):
         load(changed(plain, files={"hf_quant_config.json": settings}))
 
 
-EXTRA = {
-    "lora of loralib": (more(lora_A=torch.ones(4, 32), lora_B=torch.ones(32, 4)), "adapter"),
-    "lora of peft": (
-        lambda t: t | {f"{QUERY}.lora_A.default.weight": torch.ones(4, 32)},
-        "adapter",
-    ),
-    "adapter": (
-        lambda t: t | {"bert.encoder.layer.0.adapter.down.weight": torch.ones(4, 32)},
-        "adapter",
-    ),
-    "prompt": (lambda t: t | {"prompt_encoder.embedding.weight": torch.ones(4, 32)}, "adapter"),
-    "gate": (more(gate=torch.ones(32)), "extra"),
-    "layer": (
-        lambda t: t | {n.replace("layer.1.", "layer.2."): v.clone() for n, v in t.items()},
-        "extra",
-    ),
-    "projection": (lambda t: t | {"linear.weight": torch.ones(8, 32)}, "extra"),
-    "normalization": (lambda t: t | {"bert.encoder.norm.weight": torch.ones(32)}, "extra"),
-}
-
-
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -165,21 +99,6 @@ def test_tensors_that_change_answers_are_told_from_others(changed, name, form):
     unused = load(changed(edit, form=form)).unused_tensors
     # A layer has biases of zeros, too.
     assert {tensor.kind for tensor in unused} - {"zeros"} == {kind}
-
-
-HARMLESS = {
-    "position ids": lambda t: t | {"bert.embeddings.position_ids": torch.arange(128)[None]},
-    "batches": lambda t: t | {"bert.encoder.num_batches_tracked": torch.tensor(3)},
-    "mask of attention": lambda t: (
-        t | {"bert.h.0.attn.bias": torch.ones(1, 1, 8, 8).to(torch.uint8)}
-    ),
-    "inverse frequencies": lambda t: t | {"bert.encoder.rotary_emb.inv_freq": torch.ones(4)},
-    "head of masked language": lambda t: t | {"cls.predictions.bias": torch.ones(600)},
-    "old names": lambda t: t | {"cls.predictions.transform.LayerNorm.gamma": torch.ones(32)},
-    "head of answers": lambda t: t | {"qa_outputs.weight": torch.ones(2, 32)},
-    "head of rewards": lambda t: t | {"v_head.summary.weight": torch.ones(1, 32)},
-    "bias of zeros": lambda t: t | {"bert.embeddings.word_embeddings.bias": torch.zeros(32)},
-}
 
 
 @pytest.mark.parametrize("name", HARMLESS)

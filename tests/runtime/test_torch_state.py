@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers
 
+from enginery.core.errors import ExportError
 from enginery.runtime.torch_state import ModelState
+from tests.validate.faults.reference import CHANGES
 
 COMMON = {
     "vocab_size": 100,
@@ -129,3 +131,33 @@ def test_model_that_keeps_its_state_has_no_note():
     _, state = answers(model, (16, 60, 16), fresh=True)
     state.restore()
     assert state.describe() == ""
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_the_next_answer_is_undone(name):
+    torch.manual_seed(0)
+    model = bert().eval()
+    state = ModelState(model)
+    ids = torch.randint(2, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+
+    def answer():
+        with torch.inference_mode():
+            return model(ids).last_hidden_state.clone()
+
+    expected = answer()
+    state.restore()
+    with torch.inference_mode():
+        CHANGES[name](model)
+    assert (answer() - expected).abs().max() > 1e-2, "a fault without an effect proves nothing"
+    state.restore()
+    assert torch.equal(answer(), expected)
+    assert state.describe()
+
+
+def test_model_that_writes_into_its_weights_is_no_reference():
+    model = bert().eval()
+    state = ModelState(model)
+    with torch.inference_mode():
+        model.pooler.dense.bias.add_(1)
+    with pytest.raises(ExportError, match=r"changes its weight pooler\.dense\.bias"):
+        state.restore()

@@ -68,11 +68,12 @@ def test_without_a_limit_nothing_is_said(proved, caplog):
 def test_generation_stops_where_nothing_was_compared(proved):
     artifact = proved("gpt2", "text-generation-with-past")
     with load_model(artifact, unproved="refuse") as model:
-        assert model.generate(["a b"], max_new_tokens=8, do_sample=False)
+        (short,) = model.generate(["a b"], min_new_tokens=60, max_new_tokens=60, do_sample=False)
         with pytest.raises(InputError, match="24"):
-            model.generate(["a b"], max_new_tokens=60, do_sample=False)
+            model.generate([LONG], max_new_tokens=8, do_sample=False)
     with load_model(artifact) as model:
-        assert model.generate(["a b"], max_new_tokens=60, do_sample=False)
+        (long,) = model.generate(["a b"], min_new_tokens=60, max_new_tokens=60, do_sample=False)
+    assert len(short.tokens) < 24 < len(long.tokens)
 
 
 def test_unknown_value_is_an_error(proved):
