@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.staging import MANIFEST
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
 from enginery.core.options import changed_options, options_dict
 from enginery.core.paths import require_relative_path, source_name
@@ -29,7 +30,6 @@ from enginery.core.shapes import TensorSpec
 
 SCHEMA_VERSION: Literal[2] = 2
 
-FILE = "manifest.json"
 REPORTS = "reports"
 
 
@@ -271,7 +271,7 @@ def read_length_limit(directory: Path) -> int | None:
     Raises:
         ValueError: the manifest is damaged or malformed.
     """
-    path = directory / FILE
+    path = directory / MANIFEST
     return Manifest.from_bytes(path.read_bytes()).length_limit if path.is_file() else None
 
 

@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from enginery.core.artifact.manifest import FILE
 from enginery.core.durable import make_directory, sync_directory, sync_tree
 from enginery.core.errors import ArtifactError, os_errors_as
 from enginery.core.json_file import load_json, parse_json, read_document
 from enginery.core.paths import list_tree
 from enginery.core.temporary import PREFIX, directory_beside, new_sibling
 
-MANIFEST = FILE
+MANIFEST = "manifest.json"
 CARD = "README.md"
 """The model card that `publish` adds to an artifact; not a file of the model."""
 LISTING = "reports/publication.json"
