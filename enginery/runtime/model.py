@@ -83,7 +83,7 @@ class Model(Closeable):
     `embed_images`, `classify_audio`, `transcribe`, or `generate` and `stream`; the methods of other
     tasks raise InputError. A method takes a list of inputs and returns the results in the same
     order. Texts and audio that are longer than the model takes are truncated, and counted in
-    `truncated`.
+    `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.

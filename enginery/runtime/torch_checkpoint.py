@@ -52,8 +52,9 @@ _CONSTANT = re.compile(
     r"(^|[.])(position_ids|token_type_ids|num_batches_tracked|(original_)?inv_freq|masked_bias|"
     r"attn_mask|causal_mask|relative_position_index|relative_coords_table|version|_float_tensor|"
     r"embed_positions\.weights|"
-    # Read in training alone: they stand for what is hidden from the model.
-    r"mask_token|masked_spec_embed)$"
+    # Read in training alone: what stands for hidden inputs, and what DeBERTa v3 adds to the
+    # embeddings of its generator.
+    r"mask_token|masked_spec_embed|(word|position)_embeddings\._weight)$"
 )
 _HEAD = re.compile(
     r"^((\w*_)?(head|heads|classifier|classifiers|predictions|prediction|predictor|cls|pooler|"
@@ -269,11 +270,17 @@ class _OtherClasses:
         from transformers.modeling_utils import no_init_weights
 
         own = type(self._model)
-        # A list, because to make a model may import more into its module.
-        for model_class in list(vars(sys.modules[own.__module__]).values()):
-            is_other = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
-            if not is_other or model_class is own or model_class.__module__ != own.__module__:
-                continue
+        classes = [
+            item
+            for item in vars(sys.modules[own.__module__]).values()
+            if isinstance(item, type)
+            and issubclass(item, PreTrainedModel)
+            and item.__module__ == own.__module__
+            and item is not own
+        ]
+        # The last one of several that have a weight is named: the checkpoint's own.
+        named = {name for config in self._configs for name in config.architectures or ()}
+        for model_class in sorted(classes, key=lambda item: item.__name__ in named):
             for config in self._configs:
                 if not isinstance(config, model_class.config_class or ()):
                     continue

@@ -48,6 +48,22 @@ SMALL = {**COMMON, "max_position_embeddings": 512}
             64,
         ),
         (transformers.BertConfig(**SMALL), None),
+        (
+            transformers.BigBirdPegasusConfig(
+                vocab_size=100,
+                d_model=32,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=32,
+                decoder_ffn_dim=32,
+                max_position_embeddings=512,
+                block_size=4,
+                num_random_blocks=1,
+            ),
+            28,
+        ),
     ],
 )
 def test_limit_is_where_the_model_changes(config, limit):

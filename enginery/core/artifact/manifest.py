@@ -266,13 +266,14 @@ class Manifest(_Record):
 
 
 def read_length_limit(directory: Path) -> int | None:
-    """Return the `length_limit` of an artifact; None for a model's directory without a manifest.
-
-    Raises:
-        ValueError: the manifest is damaged or malformed.
-    """
+    """Return the `length_limit` of an artifact; None for a model's directory."""
     path = directory / MANIFEST
-    return Manifest.from_bytes(path.read_bytes()).length_limit if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Manifest.from_bytes(path.read_bytes()).length_limit
+    except ValueError:  # a model's file of this name: an artifact's was checked as it was opened
+        return None
 
 
 def schema_json() -> str:

@@ -169,7 +169,8 @@ class TextTask(Task):
                         f"tokens{reason}.",
                         do="Send a shorter text, or set truncate to true.",
                     )
-        self.lengths.check(row.tokens for row in rows)
+        if self.lengths.longest is not None:
+            self.lengths.check(row.tokens for row in rows)
         return rows
 
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:

@@ -97,6 +97,9 @@ HARMLESS = {
         t | {"bert.h.0.attn.bias": torch.ones(1, 1, 8, 8).to(torch.uint8)}
     ),
     "inverse frequencies": lambda t: t | {"bert.encoder.rotary_emb.inv_freq": torch.ones(4)},
+    "difference of embeddings": lambda t: (
+        t | {"bert.embeddings.word_embeddings._weight": torch.ones(600, 32)}
+    ),
     "head of masked language": lambda t: t | {"cls.predictions.bias": torch.ones(600)},
     "old names": lambda t: t | {"cls.predictions.transform.LayerNorm.gamma": torch.ones(32)},
     "head of answers": lambda t: t | {"qa_outputs.weight": torch.ones(2, 32)},
