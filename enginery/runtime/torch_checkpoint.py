@@ -270,7 +270,7 @@ class _OtherClasses:
         from transformers.modeling_utils import no_init_weights
 
         own = type(self._model)
-        classes = [
+        classes: list[Any] = [
             item
             for item in vars(sys.modules[own.__module__]).values()
             if isinstance(item, type)
