@@ -44,6 +44,9 @@ class ExportKeywords(TypedDict, total=False):
     """Run Python code that comes with the model. Only use it for authors you trust."""
     allow_pickle: bool
     """Load pickled weights, with PyTorch's restricted unpickler."""
+    allow_unused: bool
+    """Export a model without tensors of its checkpoint that no weight takes: adapters, layers that
+    config.json does not have. Without it they are an error."""
     cache_dir: str
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
     layout: Literal["enginery", "optimum"]
@@ -396,6 +399,9 @@ class PredictKeywords(TypedDict, total=False):
     optimized_graph: bool
     """Keep ONNX Runtime's optimized graph for this processor in the store: the next run starts
     faster and needs less memory."""
+    unproved: Literal["warn", "refuse"]
+    """A text that is longer than any that validate has compared with PyTorch: predict it, and say
+    so once in the log; or count it as a bad row."""
     workers: int
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor. On a GPU one batch runs at a time."""

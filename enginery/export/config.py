@@ -54,6 +54,9 @@ class ExportConfig:
     """Run Python code that comes with the model. Only use it for authors you trust."""
     allow_pickle: bool = not_in_key(False)  # a permission
     """Load pickled weights, with PyTorch's restricted unpickler."""
+    allow_unused: bool = False
+    """Export a model without tensors of its checkpoint that no weight takes: adapters, layers that
+    config.json does not have. Without it they are an error."""
     cache_dir: str = not_in_key()  # where files are, not what is in them
     """The directory for Hub downloads; empty for the default cache of the Hub library."""
     layout: Literal["enginery", "optimum"] = "enginery"

@@ -19,10 +19,12 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Dim, TensorSpec
 from enginery.core.subprocess import report_phase
+from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, compare_inputs
 from enginery.export.optimum import choose_task, with_image_size
+from enginery.export.positions import find_length_limit
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -67,6 +69,8 @@ def export_with_dynamo(
             device=config.device,
         ),
     )
+    unused_notes = check_unused(model, source, allow_unused=config.allow_unused)
+    length_limit, limit_notes = find_length_limit(model, settings)
     model.config.use_cache = False
     described = with_image_size(settings, source)
     inputs = _inputs(model, source, task, described, config)
@@ -74,6 +78,8 @@ def export_with_dynamo(
     feeds = make_feeds(inputs, _sizes(limits), limits, seed=0)
     report_phase(f"tracing {settings.model_type or 'the model'} for {task} with dynamo")
     _trace(model, inputs, feeds, config, out / "model.onnx")
+    unused = getattr(model, "unused_tensors", ())
+    require_trained(untrained_weights(model), [out / "model.onnx"], source, task, unused)
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
     require_equal_processor(out)
@@ -84,10 +90,13 @@ def export_with_dynamo(
         model_type=settings.model_type or "unknown",
         library="transformers",
         config=described,
+        length_limit=length_limit,
         notes=[
             f"task {task}",
             "exported by torch's dynamo exporter",
             *model.config_notes,
+            *unused_notes,
+            *limit_notes,
             *notes,
         ],
     )

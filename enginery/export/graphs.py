@@ -111,6 +111,8 @@ class ExportedModel:
     notes: list[str] = field(default_factory=list)
     from_registry: bool = False
     """True if Optimum's registry has chosen the outputs for the model type and the task."""
+    length_limit: int | None = None
+    """Longest input, in tokens, for which the graphs do what the model does; None for its own."""
     imported: str = ""
     """The name of the .onnx file that was imported, for messages; empty for other models."""
 

@@ -14,12 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import torch
 import transformers
-from numpy.typing import NDArray
-from onnx import numpy_helper
 from optimum.exporters.onnx import onnx_export_from_model
 from optimum.exporters.tasks import TasksManager
 from optimum.utils import DEFAULT_DUMMY_SHAPES
@@ -34,10 +31,12 @@ from enginery.core.model.files import ModelConfig, PreprocessorConfig
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
 from enginery.core.temporary import temporary_directory
+from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
+from enginery.export.positions import find_length_limit
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_config import load_config
@@ -86,9 +85,12 @@ def export_with_optimum(
                 attention="",
             ),
         )
+        unused_notes = check_unused(model, source, allow_unused=config.allow_unused)
+        length_limit, limit_notes = find_length_limit(model, settings)
         _export(model, source, config, out, task=task, vocoder=vocoder)
-        untrained = _untrained_weights(model)
-        config_notes = getattr(model, "config_notes", ())
+        untrained = untrained_weights(model)
+        unused = getattr(model, "unused_tensors", ())
+        config_notes = (*getattr(model, "config_notes", ()), *unused_notes, *limit_notes)
         # What follows may load the graphs, whose weights would be in memory twice.
         del model
     gc.collect()
@@ -105,7 +107,7 @@ def export_with_optimum(
         notes = [*notes, *arrange_for_generation(out)]
     files = list_graphs(out)
     notes += [note for file in files for note in _drop_unnamed_outputs(out / file)]
-    _require_trained(untrained, [out / file for file in files], source, task)
+    require_trained(untrained, [out / file for file in files], source, task, unused)
     return ExportedModel(
         files=files,
         task=task,
@@ -114,6 +116,7 @@ def export_with_optimum(
         traced=traced,
         from_registry=True,
         config=with_image_size(settings, source),
+        length_limit=length_limit,
         notes=[f"task {task}", *config_notes, *notes],
     )
 
@@ -170,16 +173,6 @@ def _export(
             model_kwargs={"vocoder": str(vocoder)} if vocoder else None,
             **shapes,
         )
-
-
-def _untrained_weights(model: Any) -> dict[str, NDArray[np.float32]]:
-    """Return the weights by name that the files lack, which are random numbers."""
-    names = getattr(model, "untrained_weights", ())
-    return {
-        n: weight.detach().cpu().float().numpy()
-        for n, weight in model.named_parameters()
-        if n in names
-    }
 
 
 def _write_timm_processor(source: Path, out: Path) -> None:
@@ -406,45 +399,6 @@ def _drop_unnamed_outputs(path: Path) -> list[str]:
     onnx.save(model, str(path))
     names = ", ".join(value.name for value in unnamed)
     return [f"{path.name}: dropped the outputs {names}, which no task has"]
-
-
-def _require_trained(
-    untrained: Mapping[str, NDArray[np.float32]], graphs: list[Path], source: Path, task: str
-) -> None:
-    """Raise ExportError if a graph has weights that the model's files lack.
-
-    A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
-    transposes, so matrices are found by their values.
-    """
-    if not untrained:
-        return  # no weight to compare, so the graphs need not be read
-    random: list[str] = []
-    for path in graphs:
-        tensors = load_graph(path).graph.initializer
-        names = {tensor.name for tensor in tensors}
-        shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}
-        shapes |= {shape[::-1] for shape in shapes}
-        matrices = [
-            numpy_helper.to_array(tensor, str(path.parent)).astype(np.float32)
-            for tensor in tensors
-            if tuple(tensor.dims) in shapes
-        ]
-        random += [
-            name
-            for name, weight in untrained.items()
-            if name in names
-            or (
-                weight.ndim > 1
-                and any(np.array_equal(m, w) for m in matrices for w in (weight, weight.T))
-            )
-        ]
-    if random := sorted(set(random)):
-        raise ExportError(
-            f"{source} has no weights for {task}: {', '.join(random[:4])}"
-            f"{', …' if len(random) > 4 else ''} would be random numbers.",
-            do="Name the task that the model was trained for: --task, or --task auto.",
-            option="task",
-        )
 
 
 def _refuse_padding_at_the_end(source: Path, *, trust_remote_code: bool) -> None:

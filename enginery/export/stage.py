@@ -57,6 +57,7 @@ class WorkerResult:
     precision: str
     graphs: list[dict[str, Any]]
     notes: list[str]
+    length_limit: int | None
     peak_rss_bytes: int
 
 
@@ -173,6 +174,7 @@ def run(
             precision=result.precision,
             target="onnx",
             trust_remote_code=config.trust_remote_code,
+            length_limit=result.length_limit,
             graphs=graphs,
             stages=(record,),
             files={},

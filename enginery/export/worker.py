@@ -50,6 +50,7 @@ def handle_request(values: dict[str, Any]) -> dict[str, Any]:
         precision=precision,
         graphs=[record.model_dump(mode="json") for record in records],
         notes=exported.notes,
+        length_limit=exported.length_limit,
         peak_rss_bytes=peak_rss_bytes(),
     )
     return asdict(result)

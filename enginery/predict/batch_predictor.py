@@ -48,7 +48,7 @@ from enginery.runtime.providers.specification import check_run_options
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.results import is_finite
 from enginery.runtime.tasks.row_stream import Window
-from enginery.runtime.tasks.task import Modality, RowValues
+from enginery.runtime.tasks.task import InputLimits, Modality, RowValues
 from enginery.runtime.tasks.text_generator import TextGenerator
 
 Item = TypeVar("Item")
@@ -145,7 +145,8 @@ class BatchPredictor(Closeable):
             self._model: WindowRunner | GenerationRunner
             if issubclass(definition, Generate):
                 on_cuda = specs[0].full_name == CUDA
-                task = definition.open(artifact, artifact.manifest.graphs[0])
+                limits = InputLimits(unproved=config.unproved)
+                task = definition.open(artifact, artifact.manifest.graphs[0], limits)
                 generator = TextGenerator(task, open_graph, fixed_cache=on_cuda)
                 opened.enter_context(generator)
                 options = read_generation_options(config)

@@ -78,6 +78,9 @@ class PredictConfig:
     optimized_graph: bool = not_in_key(True)
     """Keep ONNX Runtime's optimized graph for this processor in the store: the next run starts
     faster and needs less memory."""
+    unproved: Literal["warn", "refuse"] = "warn"
+    """A text that is longer than any that validate has compared with PyTorch: predict it, and say
+    so once in the log; or count it as a bad row."""
     workers: int = not_in_key(0)
     """Number of batches that run at the same time, on the CPU one thread each; 0 for one per core,
     or one per Ray actor. On a GPU one batch runs at a time."""

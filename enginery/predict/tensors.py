@@ -50,7 +50,7 @@ from enginery.runtime.sample_inputs import (
     takes_real_inputs,
 )
 from enginery.runtime.tasks.batch_runner import BatchRunner
-from enginery.runtime.tasks.task import Row
+from enginery.runtime.tasks.task import InputLimits, Row
 from enginery.runtime.tasks.tensors import Tensors
 
 NPZ = ".npz"
@@ -123,7 +123,7 @@ def write_tensors(
             opened.enter_context(_Spool(spec.name, scratch / f"part-{index:06}"))
             for index, spec in enumerate(record.outputs)
         ]
-        task = Tensors.open(artifact, record)
+        task = Tensors.open(artifact, record, InputLimits(unproved=config.unproved))
         names = _run(BatchRunner(task, runner), inputs, spools, config.batch_rows or MAX_ROWS)
         finished = time.perf_counter()
         providers = tuple(provider.name for provider in runner.providers)

@@ -42,6 +42,7 @@ from enginery.runtime.tasks.row_stream import (
 )
 from enginery.runtime.tasks.task import (
     Arrays,
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
@@ -154,7 +155,8 @@ class WindowRunner:
         config: PredictConfig,
     ) -> WindowRunner:
         """Open a task of the artifact; raise the errors of `read_options` and `Task.open`."""
-        task = definition.open(artifact, runner.record)
+        limits = InputLimits(unproved=config.unproved)
+        task = definition.open(artifact, runner.record, limits)
         if isinstance(task, TextTask):
             settings = {f.name: getattr(task.tokenizer, f.name) for f in fields(TextTokenizer)}
             task = replace(task, tokenizer=WatchedTokenizer(**settings))

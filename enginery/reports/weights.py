@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from enginery.core.accuracy import Number
 from enginery.core.artifact.manifest import Count
 from enginery.core.table import Row
+
+_NAMED = 3
+"""Tensors that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,13 @@ class WeightMetrics:
     """The largest of those that were not traced."""
     unused: list[str]
     """Parameters that no graph has."""
+    absent: list[str] = field(default_factory=list)
+    """Tensors of the source's checkpoint that no graph has: poolers, heads of other tasks."""
+    absent_elements: Count = 0
+    """Elements of all of those."""
+    lost: list[str] = field(default_factory=list)
+    """Tensors of the checkpoint that the reference itself did not load, though they change its
+    answers: adapters, more layers."""
 
     def without_undone(self) -> WeightMetrics:
         """Return the metrics of a graph whose outputs agree with the reference's.
@@ -81,12 +91,30 @@ class WeightMetrics:
         kinds["scaled"] = kinds.get("scaled", 0) + undone
         return replace(self, differences=kept, kinds=kinds)
 
+    @property
+    def problem(self) -> str:
+        """Describe what the reference did not load; empty if it is nothing."""
+        if not self.lost:
+            return ""
+        more = f", … ({len(self.lost)} tensors)" if len(self.lost) > _NAMED else ""
+        return (
+            "the checkpoint has tensors that no model was compared with: "
+            f"{', '.join(self.lost[:_NAMED])}{more}"
+        )
+
     def describe(self) -> str:
-        """Return `99.8 % of 22.6 M elements compared in full`."""
+        """Return `99.8 % of 22.6 M elements compared in full`, and what no graph has."""
         share = self.compared / self.elements if self.elements else 0.0
         # Not 100 % if anything is left.
         shown = 100.0 if share == 1 else min(99.99, 100 * share)
-        return f"{shown:.4g} % of {self.elements / 1e6:.3g} M elements compared in full"
+        text = f"{shown:.4g} % of {self.elements / 1e6:.3g} M elements compared in full"
+        if not self.absent:
+            return text
+        more = ", …" if len(self.absent) > _NAMED else ""
+        return (
+            f"{text}; {self.absent_elements / 1e6:.3g} M of the source's are in no graph "
+            f"({', '.join(self.absent[:_NAMED])}{more})"
+        )
 
     def different_rows(self) -> list[Row]:
         """Return a row for each weight that differs."""

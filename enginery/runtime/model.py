@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.closing import Closeable
-from enginery.core.errors import InputError
+from enginery.core.errors import InputError, OptionError
 from enginery.core.extras import missing_packages_as_errors
 from enginery.runtime.onnxruntime.runner import OrtRunner, RunnerOptions
 from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxruntime
@@ -46,12 +46,14 @@ from enginery.runtime.tasks.row_stream import (
 )
 from enginery.runtime.tasks.tag import Aggregation, TokenSpan
 from enginery.runtime.tasks.task import (
+    InputLimits,
     MediaTask,
     ModelInputs,
     Row,
     RowValues,
     Task,
     TaskOptions,
+    Unproved,
     count_characters,
 )
 from enginery.runtime.tasks.text_generator import TextGenerator, open_rows
@@ -81,7 +83,7 @@ class Model(Closeable):
     `embed_images`, `classify_audio`, `transcribe`, or `generate` and `stream`; the methods of other
     tasks raise InputError. A method takes a list of inputs and returns the results in the same
     order. Texts and audio that are longer than the model takes are truncated, and counted in
-    `truncated`.
+    `truncated`; texts beyond the `length_limit` of the artifact raise InputError.
 
     Every method raises InputError for an invalid input, with its index, and for an option's value
     that is out of range.
@@ -482,6 +484,7 @@ def load_model(
     cuda_graph: bool = False,
     ladder: bool = True,
     shrink_arena: bool = False,
+    unproved: Unproved = "warn",
 ) -> Model:
     """Load an artifact for inference; under TensorRT, load its engines and run each once.
 
@@ -501,6 +504,8 @@ def load_model(
             each when it first runs. The answers are those of the inputs alone; new sizes of inputs
             are as fast as others.
         shrink_arena: after each run, free the memory that it took beyond the arena's initial chunk.
+        unproved: `warn` answers texts that are longer than any that validate has compared with
+            PyTorch, and says so once in the log; `refuse` raises InputError for them.
 
     Raises:
         ArtifactError: the directory is not an artifact, its task is not supported, or a file that
@@ -537,7 +542,10 @@ def load_model(
             allow_build=allow_build,
         )
 
-    task = definition.open(opened, opened.manifest.graphs[0])
+    if unproved not in get_args(Unproved):
+        raise OptionError(f"option 'unproved' is '{unproved}', expected warn or refuse.")
+    limits = InputLimits(unproved=unproved)
+    task = definition.open(opened, opened.manifest.graphs[0], limits)
     rows = open_rows(task, open_graph, on_cuda=specs[0].full_name == CUDA)
     try:
         rows.runner.warm_up()

@@ -68,6 +68,7 @@ class TorchAnswers:
         path: Path,
         run_model: Callable[[dict[str, Any]], dict[str, Any]],
         *,
+        restore: Callable[[], object],
         trust_remote_code: bool = False,
     ) -> None:
         """Take the model.
@@ -76,9 +77,11 @@ class TorchAnswers:
             model: the model in PyTorch.
             path: its directory.
             run_model: runs the model on tensors; returns its outputs by the graph's names.
+            restore: undoes what an earlier input changed in the model.
             trust_remote_code: run Python code that comes with the model.
         """
         self._model, self._path, self._run_model = model, path, run_model
+        self._restore = restore
         self._options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
 
     def __call__(self, kind: str, items: Sequence[Item]) -> list[RawAnswer]:
@@ -101,6 +104,7 @@ class TorchAnswers:
         return [self._answer(answer, item) for item in items]
 
     def _answer(self, answer: Callable[[Item], RawAnswer], item: Item) -> RawAnswer:
+        self._restore()
         try:
             with torch.inference_mode(), self._watched() as logits:
                 result = answer(item)

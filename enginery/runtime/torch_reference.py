@@ -70,6 +70,12 @@ class TorchWeights:
     """Names of weights that are (inputs, outputs), as in ONNX's MatMul."""
     by_path: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Path and role, `encoder.output.dense.bias`, -> the weights that nodes of this path read."""
+    stored: frozenset[str] = frozenset()
+    """Names of weights that the checkpoint has."""
+    unused: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of the checkpoint that no weight took -> their number of elements."""
+    lost: tuple[str, ...] = ()
+    """Those of them without which the answers are others: adapters, more layers."""
 
 
 def sample_positions(shape: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
@@ -277,7 +283,14 @@ class TorchReference(Closeable):
             name: TorchWeight(name, tuple(shape), sample)
             for (name, shape), sample in zip(answer["weights"], samples, strict=True)
         }
-        return TorchWeights(weights, frozenset(answer["linear"]), answer["batch_norms"])
+        return TorchWeights(
+            weights,
+            frozenset(answer["linear"]),
+            answer["batch_norms"],
+            stored=frozenset(answer["stored"]),
+            unused=answer["unused"],
+            lost=tuple(answer["lost"]),
+        )
 
     def weight(self, name: str, directory: Path) -> NDArray[Any]:
         """Return all elements of a weight, through a file in `directory`.
@@ -577,6 +590,7 @@ class _Child:
         self._write(request["file"], lambda stream: np.savez(stream, allow_pickle=False, **samples))
         return {
             "weights": [(name, array.shape) for name, array in self._weights.items()],
+            **self._runner.checkpoint(),
             "linear": self._runner.linear_modules(),
             "batch_norms": self._runner.batch_norms(),
         }

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,17 @@ from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
 from enginery.runtime.torch_answers import Item, RawAnswer, TorchAnswers
+from enginery.runtime.torch_checkpoint import (
+    CHANGES_ANSWERS,
+    explain_load_error,
+    find_unused,
+    read_checkpoint,
+    require_float_weights,
+)
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_decoder import TorchDecoder
 from enginery.runtime.torch_random import RandomNumbers
+from enginery.runtime.torch_state import ModelState
 from enginery.runtime.torch_weights import UpcastWeights, as_classifier, restore_head
 
 _UPCAST_ON_USE_BYTES = 1 << 30
@@ -147,6 +156,8 @@ def load_pytorch(path: Path, task: str, options: TorchOptions = TorchOptions()) 
         except EngineryError:
             raise
         except Exception as error:  # a bad config can cause any error, anywhere in transformers
+            if reason := explain_load_error(path):
+                raise reason from error
             first = _first_line(error)
             raise ExportError(f"PyTorch cannot load {path} for {task}: {first}") from error
     # FP64 weights take twice the memory of FP32: for a large model, upcast each as it is used.
@@ -163,6 +174,7 @@ def _from_timm(path: Path, dtype: Any, device: str) -> Any:
     import timm
 
     model = timm.create_model(f"local-dir:{path}", pretrained=True, exportable=True)
+    require_float_weights(model, path, read_checkpoint(path))
     model = model.to(dtype).to(device)
     TasksManager.standardize_model_attributes(model, library_name="timm")
     return model
@@ -173,7 +185,8 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
 
     If PyTorch weights cannot be read, Optimum's function falls back to TensorFlow weights. The
     attribute `untrained_weights` has the names of weights that no file has, which are random;
-    `config_notes` says what of config.json was translated.
+    `unused_tensors` has the tensors of the files that no weight took, `config_notes` says what of
+    config.json was translated.
     """
     read = load_config(path, trust_remote_code=options["trust_remote_code"])
     config = read.config
@@ -194,6 +207,9 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         loader = AutoModelForCausalLM if score else model_class
         # LogitScore models are language models; `as_classifier` turns their heads into classifiers.
         model, loaded = loader.from_pretrained(str(path), output_loading_info=True, **options)
+    tensors = read_checkpoint(path)
+    require_float_weights(model, path, tensors)
+    unused = find_unused(model, config, tensors, loaded["unexpected_keys"])
     missing = set(loaded["missing_keys"])
     if read.is_newer:
         missing -= restore_head(model, path, missing)
@@ -202,6 +218,7 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
     if task == "text-classification" and getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = _pad_token_id(path, options["trust_remote_code"])
     model.untrained_weights, model.config_notes = tuple(sorted(missing)), read.notes
+    model.unused_tensors = unused
     TasksManager.standardize_model_attributes(model, library_name="transformers")
     return model
 
@@ -255,7 +272,7 @@ class TorchRunner(Closeable):
                 f"the artifact has no graph '{graph}', expected one of {', '.join(graphs)}."
             )
         self.record: GraphRecord = graphs[graph or manifest.graphs[0].file]
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         self._device = options.device
         self._float = _DTYPES[options.precision]
         self._path, self._trust_remote_code = source.path, options.trust_remote_code
@@ -265,6 +282,8 @@ class TorchRunner(Closeable):
             manifest.task,
             replace(options, library=library, pickled=source.pickled),
         )
+        # Before the first run: each input gets the model as it was loaded.
+        self._state: Any = ModelState(self._model)
         self._decoder: TorchDecoder | None = None
         self._manifest, self._precision_name = manifest, options.precision
         # Optimum adds the vocoder that it has loaded.
@@ -275,6 +294,12 @@ class TorchRunner(Closeable):
         self._run: _RunModel = self._run_whole
         if len(graphs) > 1 or is_decoder(self.record):
             self._run = self._choose_part()
+
+    @property
+    def notes(self) -> list[str]:
+        """How the reference runs, where that is not plain, and what it changes of itself."""
+        changes = self._state.describe() if self._state else ""
+        return [*self._notes, changes] if changes else self._notes
 
     def __call__(self, feeds: Feeds, random: RandomNumbers | None = None) -> Outputs:
         """Run the model on the feeds of the graph.
@@ -289,6 +314,7 @@ class TorchRunner(Closeable):
         Raises:
             InputError: PyTorch itself rejects the feeds.
         """
+        self._state.restore()
         with random or nullcontext():
             return self._call(self._run, feeds)
 
@@ -299,6 +325,8 @@ class TorchRunner(Closeable):
             InputError: PyTorch rejects the feeds, or those before, or has no cache.
         """
         decoder = self._decoder = self._decoder or TorchDecoder(self._model, self.record)
+        if not resume:
+            self._state.restore()
         with self._threads_for_steps():
             return self._call(partial(decoder.decode, resume=resume), feeds)
 
@@ -338,6 +366,7 @@ class TorchRunner(Closeable):
             # Each step's scores are (1, vocabulary), since the batch is one.
             return {**outputs, "scores": torch.cat(output.scores)}
 
+        self._state.restore()
         with self._threads_for_steps():
             found = self._attempt(run, feeds)
         return {name: _array(tensor) for name, tensor in found.items()}
@@ -367,7 +396,11 @@ class TorchRunner(Closeable):
     @cached_property
     def _answers(self) -> TorchAnswers:
         return TorchAnswers(
-            self._model, self._path, self._run, trust_remote_code=self._trust_remote_code
+            self._model,
+            self._path,
+            self._run,
+            restore=self._state.restore,
+            trust_remote_code=self._trust_remote_code,
         )
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -438,12 +471,23 @@ class TorchRunner(Closeable):
 
         A parametrized weight, such as one with weight normalization, is there as it is used, too.
         """
+        self._state.restore()
         tensors = dict(self._model.named_parameters(remove_duplicate=False))
         tensors |= self._model.named_buffers(remove_duplicate=False)
         for prefix, module in self._model.named_modules():
             if torch.nn.utils.parametrize.is_parametrized(module):
                 tensors |= {f"{prefix}.{n}": getattr(module, n) for n in module.parametrizations}
         return {name: _array(tensor) for name, tensor in tensors.items()}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the names of weights that the checkpoint has, and its tensors without a weight."""
+        untrained = set(getattr(self._model, "untrained_weights", ()))
+        unused = getattr(self._model, "unused_tensors", ())
+        return {
+            "stored": sorted(set(self._model.state_dict()) - untrained),
+            "unused": {tensor.name: prod(tensor.shape) for tensor in unused},
+            "lost": [tensor.name for tensor in unused if tensor.kind in CHANGES_ANSWERS],
+        }
 
     def linear_modules(self) -> list[str]:
         """Return the names of modules whose weight is (outputs, inputs)."""
@@ -462,7 +506,7 @@ class TorchRunner(Closeable):
 
     def close(self) -> None:
         """Free the model."""
-        self._model = self._decoder = None
+        self._model = self._decoder = self._state = None
         self.__dict__.pop("_answers", None)
         self._run = self._run_whole
         self._submodels = None
@@ -479,7 +523,7 @@ class TorchRunner(Closeable):
             return self._run_encoder
         else:
             reason = "it is neither a decoder nor the encoder of an encoder-decoder"
-        self.notes.append(
+        self._notes.append(
             f"{self.record.file}: the reference is PyTorch through Optimum's submodels, because "
             f"{reason}"
         )
@@ -544,13 +588,15 @@ class TorchRunner(Closeable):
                 f"{self.record.file}: the reference of {', '.join(lacking)} is PyTorch through "
                 "Optimum's submodel, because the model has no outputs of these names"
             )
-            self.notes = [*dict.fromkeys([*self.notes, note])]
+            self._notes = [*dict.fromkeys([*self._notes, note])]
             outputs |= self._run_submodel(tensors)
         return outputs
 
     def _find_submodels(self) -> Mapping[str, tuple[Any, Any]]:
         """Return Optimum's submodels, by the graphs' file stems; none for other exporters."""
         if self._submodels is None:
+            # Optimum's parts share the model, and keep what they change of its configuration.
+            self._state.restore()
             try:
                 self._submodels = _optimum_submodels(
                     self._model, self._manifest, self._precision_name, self._model_kwargs
@@ -559,6 +605,7 @@ class TorchRunner(Closeable):
                 self._submodels = {}
                 reason = _first_line(error).rstrip(".")
                 self._submodel_obstacle = f"cannot make its parts again: {reason}"
+            self._state = self._state.anew(self._model)
         return self._submodels
 
     def _run_encoder(self, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,9 @@ class ServeConfig:
     truncate: bool = True
     """Truncate texts that are longer than the model takes, unless the request sets its own
     option."""
+    unproved: Literal["warn", "refuse"] = "warn"
+    """A text that is longer than any that validate has compared with PyTorch: answer, and say so
+    once in the log; or refuse it with status 413."""
     api_key: str = ""
     """API key that clients must send. Prefer `api_key_file` or ENGINERY_API_KEY, because other
     users of the machine can read command lines."""

@@ -419,7 +419,7 @@ def generate_reference(
             else:
                 try:
                     tokenizer = TextTokenizer.open(artifact.path)
-                    source = open_inputs(artifact, graphs, tokenizer, options)
+                    source = open_inputs(artifact, graphs, tokenizer, options, positions)
                 except ArtifactError as error:
                     raise GenerationRefusedError(graphs.later.file, error) from error
                 target = source.fallback(options)

@@ -104,6 +104,8 @@ def summarize(report: ValidationReport) -> str:
     # Outputs agree, so a weight that differs is one that the inputs hardly reach.
     if weights.differences:
         return describe_weights(weights, name)
+    if weights.problem:
+        return weights.problem
     if other := [share for share in report.rounding if share.problem]:
         worst = max(other, key=lambda share: share.other_share)
         return f"{worst.graph}, {worst.output} differs from {name}: {worst.problem}"

@@ -41,8 +41,9 @@ from enginery.core.errors import (
     SourceError,
 )
 from enginery.core.home import enginery_home
-from enginery.core.json_file import read_document
+from enginery.core.json_file import read_document, read_json
 from enginery.core.model.feeds import FeedLimits
+from enginery.core.model.files import ModelConfig
 from enginery.core.model.onnx_structure import random_notes, read_structure
 from enginery.core.model.source import resolve_source
 from enginery.core.progress import SILENT, Progress
@@ -70,10 +71,10 @@ from enginery.runtime.providers.specification import ProviderSpec, format_provid
 from enginery.runtime.text.tokenizer import TextTokenizer
 from enginery.validate.answers import compare_answers
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
+from enginery.validate.cases.positions import longest_compared, threshold_cases
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
 from enginery.validate.cases.rungs import run_on_rungs
 from enginery.validate.cases.sweep import (
-    LONGEST,
     ValidationCase,
     profile_cases,
     sweep_cases,
@@ -101,7 +102,7 @@ if TYPE_CHECKING:
     from enginery.validate.random_numbers import GivenNumbers
 
 STAGE = "validate"
-STAGE_VERSION = "22"
+STAGE_VERSION = "23"
 REPORT = f"{REPORTS}/{ValidationReport.FILE}"
 TOOLS = ("torch", "transformers", "optimum-onnx", "numpy", "tokenizers", "pillow")
 
@@ -206,10 +207,6 @@ def run(
     notes = []
     for record in manifest.graphs:
         notes += random_notes(read_structure(artifact.path / record.file).op_types(), record.file)
-    tokens = feed_limits.min_sequence == 1  # and not samples of audio
-    # The sweep ends at `LONGEST`, because eager attention needs quadratic memory.
-    if tokens and feed_limits.max_positions > LONGEST and not config.profile:
-        notes.append(f"longest input compared: {LONGEST} of {feed_limits.max_positions} positions")
     embeddings = _embeddings(artifact, notes)
     answers = AnswerComparison.of(artifact) if limits.accuracy else None
     labels = LabelComparison()
@@ -231,24 +228,10 @@ def run(
         with progress.task("comparing the files beside the graphs"):
             side_files = compare_side_files(reference, scratch)
         for record in graphs:
-            real, more_notes = real_cases(artifact, record, config)
             # Engines are checked at the corners of their own profiles, too, where errors show.
             promised = [*profiles[record.file], *reached[record.file]]
-            cases, left_out = split_by_profiles(
-                [
-                    # The cosine of a few scores in one row would mean little.
-                    *sweep_cases(
-                        record,
-                        feed_limits,
-                        seed=config.seed,
-                        longest_rows=2 if artifact.manifest.is_quantized else 1,
-                    ),
-                    *profile_cases(record, promised, feed_limits, seed=config.seed),
-                    *real,
-                ],
-                record,
-                reached[record.file],
-            )
+            made, more_notes = comparison.make_cases(record, promised)
+            cases, left_out = split_by_profiles(made, record, reached[record.file])
             graph_results = comparison.run(record, cases, promised, reached[record.file], limits)
             results += graph_results
             results += left_out
@@ -262,14 +245,18 @@ def run(
         *comparison.idle,
         *find_unproven(results, reference.name, own_data=bool(config.data)),
     ]
+    longest, more_notes = _longest_proved(graphs, results, feed_limits)
+    notes += more_notes
     checks = (pooled, accuracy, comparison.layers, *comparison.rounding)
     failures = [check.problem for check in checks if check is not None and check.problem]
     agrees = _all_passed(results) and not failures and not not_proven
-    # If all outputs agree, a parameter multiplied by one factor is undone elsewhere in the graph.
-    if agrees and not artifact.manifest.is_quantized:
-        weights = weights.without_undone()
+    weights, more_notes = _excuse_weights(weights, artifact, agrees=agrees)
+    notes += more_notes
     report = ValidationReport(
-        passed=agrees and not weights.differences and not side_files.differences,
+        passed=agrees
+        and not weights.differences
+        and not weights.problem
+        and not side_files.differences,
         summary="",
         precision=manifest.describe_precision(),
         providers=comparison.providers,
@@ -304,8 +291,28 @@ def run(
         seconds=round(time.monotonic() - started, 3),
     )
     report = replace(report, summary=summarize(report))
-    _save_verdict(artifact, key, report)
+    _save_verdict(artifact, key, report, longest)
     return report
+
+
+def _excuse_weights(
+    weights: WeightMetrics, artifact: Artifact, *, agrees: bool
+) -> tuple[WeightMetrics, list[str]]:
+    """Return the weights without differences that are harmless or permitted, and notes.
+
+    Args:
+        weights: how the weights compare.
+        artifact: the artifact.
+        agrees: all outputs agree.
+    """
+    notes = []
+    if weights.lost and _may_leave_out(artifact):
+        notes.append(f"left out, as the export's allow_unused says: {', '.join(weights.lost)}")
+        weights = replace(weights, lost=[])
+    # If all outputs agree, a parameter multiplied by one factor is undone elsewhere in the graph.
+    if agrees and not artifact.manifest.is_quantized:
+        weights = weights.without_undone()
+    return weights, notes
 
 
 @dataclass
@@ -346,6 +353,36 @@ class _Comparison:
             layers=self.scratch / "layers" if self.layer_limits else None,
             progress=self.progress,
         )
+
+    def make_cases(
+        self, record: GraphRecord, profiles: Sequence[Profile]
+    ) -> tuple[list[ValidationCase], list[str]]:
+        """Return the inputs to compare a graph on, and notes on real ones.
+
+        Args:
+            record: the graph.
+            profiles: shape profiles, whose bounds are run in any case.
+        """
+        artifact, limits, seed = self.reference.artifact, self.feed_limits, self.config.seed
+        # The cosine of a few scores in one row would mean little.
+        rows = 2 if artifact.manifest.is_quantized else 1
+        thresholds = threshold_cases(
+            record,
+            limits,
+            read_json(artifact.path / ModelConfig.FILE),
+            elements=self.weights.elements if self.weights else 0,
+            effort=self.config.effort,
+            rows=rows,
+            seed=seed,
+        )
+        real, notes = real_cases(artifact, record, self.config)
+        cases = [
+            *sweep_cases(record, limits, seed=seed, longest_rows=rows),
+            *thresholds,
+            *profile_cases(record, profiles, limits, seed=seed),
+            *real,
+        ]
+        return cases, notes
 
     def run(
         self,
@@ -736,6 +773,24 @@ class _Comparison:
         )
 
 
+def _longest_proved(
+    graphs: Sequence[GraphRecord], results: Sequence[ValidationCaseResult], limits: FeedLimits
+) -> tuple[int | None, list[str]]:
+    """Return the longest input that agreed, None if the model takes no longer one, and notes."""
+    longest = longest_compared(graphs, results)
+    if longest is None or limits.min_sequence > 1:  # samples of audio
+        return None, []
+    if longest < limits.max_positions:
+        return longest, [f"longest input compared: {longest} of {limits.max_positions} positions"]
+    return (longest if limits.position_limit is None else None), []
+
+
+def _may_leave_out(artifact: Artifact) -> bool:
+    """Return True if the model was exported without some of its checkpoint's tensors, knowingly."""
+    stages = artifact.manifest.stages
+    return any(s.stage == "export" and s.options.get("allow_unused") is True for s in stages)
+
+
 def _layer_limits(
     artifact: Artifact, config: ValidateConfig, limits: ComparisonLimits
 ) -> LayerExpectation | None:
@@ -786,8 +841,12 @@ def _describe_rule(limits: ComparisonLimits, accuracy: QuantizedAccuracy | None)
     return [f"{limits.rule}; {limits.tolerance.min_cosine:g} on any one input"]
 
 
-def _save_verdict(artifact: Artifact, key: Fingerprint, report: ValidationReport) -> None:
-    verdict = Verdict.of(key, passed=report.passed, summary=report.summary, report=REPORT)
+def _save_verdict(
+    artifact: Artifact, key: Fingerprint, report: ValidationReport, longest: int | None
+) -> None:
+    verdict = Verdict.of(
+        key, passed=report.passed, summary=report.summary, report=REPORT, longest=longest
+    )
     written = report.to_json()
     artifact.annotate(verdict, written)
     note = _verdict_marker(verdict.key, written)

@@ -16,11 +16,13 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from enginery.core.artifact.fingerprint import Fingerprint
+from enginery.core.artifact.staging import MANIFEST
 from enginery.core.json_file import CHECKSUM_KEY, append_checksum, verify_checksum
 from enginery.core.options import changed_options, options_dict
 from enginery.core.paths import require_relative_path, source_name
@@ -169,9 +171,19 @@ class Verdict(_Record):
     report: ReportName
     """Path of the full report in the artifact, below `reports/`."""
     finished: str
+    longest: Count | None = None
+    """Longest input, in tokens, that was compared; None if the model takes none that is longer."""
 
     @classmethod
-    def of(cls, key: Fingerprint, *, passed: bool, summary: str, report: str) -> Self:
+    def of(
+        cls,
+        key: Fingerprint,
+        *,
+        passed: bool,
+        summary: str,
+        report: str,
+        longest: int | None = None,
+    ) -> Self:
         """Return the verdict of a run with this fingerprint, with the current time."""
         return cls(
             stage=key.stage,
@@ -181,6 +193,7 @@ class Verdict(_Record):
             summary=summary,
             report=report,
             finished=_now(),
+            longest=longest,
         )
 
 
@@ -205,6 +218,9 @@ class Manifest(_Record):
     """`onnx` for a plain export; `optimize` and `quantize` set cuda, tensorrt or cpu."""
     trust_remote_code: bool = False
     """True if the export was allowed to run the model's own code. This grants no permission."""
+    length_limit: Count | None = None
+    """Longest input, in tokens, for which the graphs do what the model does; None if they do at
+    every length that config.json allows."""
     graphs: tuple[GraphRecord, ...]
     stages: tuple[StageRecord, ...]
     files: dict[RelativePath, FileRecord]
@@ -259,6 +275,17 @@ class Manifest(_Record):
     def to_bytes(self) -> bytes:
         """Return the content of a manifest.json, with its checksum."""
         return append_checksum(self.model_dump_json(indent=2))
+
+
+def read_length_limit(directory: Path) -> int | None:
+    """Return the `length_limit` of an artifact; None for a model's directory."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        return Manifest.from_bytes(path.read_bytes()).length_limit
+    except ValueError:  # a model's file of this name: an artifact's was checked as it was opened
+        return None
 
 
 def schema_json() -> str:

@@ -64,6 +64,16 @@ class FeedLimits:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Usual sizes of other dims: an image's height and width, a spectrogram's bins."""
 
+    def up_to(self, length: int | None) -> FeedLimits:
+        """Return the limits for inputs of at most so many tokens; None for no further limit."""
+        if length is None:
+            return self
+        return replace(
+            self,
+            max_positions=min(self.max_positions, length),
+            position_limit=min(self.position_limit or length, length),
+        )
+
     @property
     def max_sizes(self) -> dict[str, int]:
         """Largest allowed size of each dim: of `sequence`, if the position embeddings limit it."""
@@ -85,6 +95,7 @@ class FeedLimits:
         graphs = artifact.manifest.graphs
         sizes = {name: size for graph in graphs for name, size in graph.sample_sizes.items()}
         limits = cls.from_config(ModelConfig.read(artifact.path), sizes)
+        limits = limits.up_to(artifact.manifest.length_limit)
         padding = graphs[0].padding
         if padding is None or padding.side == "none":
             return limits

@@ -1,6 +1,6 @@
 """Turn texts, images and sounds into a decoder's prompts and its encoder's inputs.
 
-inputs = open_inputs(artifact, graphs, tokenizer, defaults)
+inputs = open_inputs(artifact, graphs, tokenizer, defaults, positions)
 rows = inputs.rows(["Where is it?"], options)
 feeds = inputs.join(rows)
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from enginery.core.artifact.artifact import Artifact
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, read_length_limit
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.feeds import FeedLimits
 from enginery.core.model.files import ModelConfig
@@ -320,16 +320,21 @@ class SourceSounds(GenerationInputs):
 
 
 def read_positions(model: Path) -> int | None:
-    """Return the largest number of tokens in config.json's model; None if it has no limit.
+    """Return the largest number of tokens of an artifact's model; None if it has no limit.
 
     Raises:
         ArtifactError: config.json is missing or malformed.
     """
-    return FeedLimits.from_config(ModelConfig.read(model)).position_limit
+    limits = FeedLimits.from_config(ModelConfig.read(model))
+    return limits.up_to(read_length_limit(model)).position_limit
 
 
 def open_inputs(
-    artifact: Artifact, graphs: DecoderGraphs, tokenizer: TextTokenizer, options: GenerationOptions
+    artifact: Artifact,
+    graphs: DecoderGraphs,
+    tokenizer: TextTokenizer,
+    options: GenerationOptions,
+    positions: int | None,
 ) -> GenerationInputs:
     """Return how an artifact's inputs are prepared.
 
@@ -338,12 +343,13 @@ def open_inputs(
         graphs: its graphs.
         tokenizer: its tokenizer.
         options: the model's own options.
+        positions: the largest number of tokens; None without a limit.
 
     Raises:
         ArtifactError: a file is missing or malformed, or the encoder takes something else.
     """
     if graphs.encoder is None:
-        return PromptInputs(tokenizer, read_positions(artifact.path))
+        return PromptInputs(tokenizer, positions)
     if options.decoder_start_token_id is None and options.bos_token_id is None:
         raise ArtifactError(
             f"{artifact.path / FILE} has no decoder_start_token_id.",
@@ -351,7 +357,7 @@ def open_inputs(
         )
     names = require_prepared(graphs.encoder)
     if names == _OF_TEXTS:
-        return SourceTexts(tokenizer, read_positions(artifact.path))
+        return SourceTexts(tokenizer, positions)
     if names == _OF_IMAGES:
         encoder = ModelConfig.read(artifact.path).encoder
         replaces = encoder is not None and "donut" in encoder.model_type

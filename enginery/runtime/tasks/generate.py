@@ -6,6 +6,7 @@ of other tasks in one step each.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
@@ -43,6 +44,7 @@ from enginery.runtime.tasks.task import (
     describe_value,
     without_null,
 )
+from enginery.runtime.tasks.text import ComparedLengths
 from enginery.runtime.text.chat_template import ChatTemplate, Message
 from enginery.runtime.text.tokenizer import TextTokenizer
 
@@ -193,6 +195,7 @@ class Generate(Task):
     """Number of tokens; 0 if config.json does not say."""
     chat_template: ChatTemplate | None = None
     limits: InputLimits = field(default=NO_LIMITS, kw_only=True)
+    lengths: ComparedLengths = field(default_factory=ComparedLengths, kw_only=True)
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
@@ -202,7 +205,11 @@ class Generate(Task):
             require_prepared(graphs.encoder)
         tokenizer = TextTokenizer.open(artifact.path)
         defaults = read_generation_config(artifact.path)
-        reader = open_inputs(artifact, graphs, tokenizer, defaults)
+        lengths = ComparedLengths.of(artifact, limits.unproved)
+        positions = read_positions(artifact.path)
+        if lengths.longest is not None and limits.unproved == "refuse":
+            positions = min(positions or lengths.longest, lengths.longest)
+        reader = open_inputs(artifact, graphs, tokenizer, defaults, positions)
         reader.max_pixels = limits.max_pixels
         return cls(
             record=record,
@@ -210,10 +217,12 @@ class Generate(Task):
             reader=reader,
             graphs=graphs,
             defaults=defaults,
-            positions=read_positions(artifact.path),
+            positions=positions,
             vocabulary=ModelConfig.read(artifact.path).merged().vocab_size,
             chat_template=ChatTemplate.open(artifact.path),
             limits=limits,
+            lengths=lengths,
+            notes=tuple(lengths.notes(positions or sys.maxsize)),
         )
 
     @classmethod
@@ -393,6 +402,7 @@ class Generate(Task):
             InputError: the prompt alone reaches the largest length.
         """
         longest = options.longest(row.prompt_length, self.positions)
+        self.lengths.check([longest])
         # A length in the request was refused above the limit; one of the model's files is cut to
         # it.
         limit = self.limits.max_new_tokens

@@ -41,6 +41,9 @@ Modality = Literal["text", "image", "audio"]
 """What a task's inputs are."""
 PLURALS: Mapping[Modality, str] = {"text": "texts", "image": "images", "audio": "audio"}
 
+Unproved = Literal["warn", "refuse"]
+"""`warn` answers, and says once in the log that the answer was never compared."""
+
 MAX_RESULTS = 10_000
 """Upper bound of `top_k`."""
 
@@ -160,6 +163,8 @@ class InputLimits:
     """Maximum number of tokens to generate for a text."""
     max_sequences: int = 0
     """Maximum number of beams or texts of an input."""
+    unproved: Unproved = "warn"
+    """What to do with a text that is longer than any that was compared with PyTorch."""
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, see `TextTokenizer`."""
 

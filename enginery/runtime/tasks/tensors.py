@@ -17,6 +17,7 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import Profile, choose_profile
 from enginery.runtime.engines.padding import dim_sizes
 from enginery.runtime.tasks.task import NO_LIMITS, Arrays, InputLimits, ModelInputs, Row, RowTask
+from enginery.runtime.tasks.text import ComparedLengths
 
 
 @dataclass
@@ -29,13 +30,16 @@ class Tensors(RowTask):
     max_positions: int
     profiles: Sequence[Profile] = field(default=(), kw_only=True)
     """The engines' profiles, which inputs have to fit; empty without engines."""
+    lengths: ComparedLengths = field(default_factory=ComparedLengths, kw_only=True)
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
         """Read the sizes of the model's embedding tables; see `RowTask.open`."""
         config = ModelConfig.read(artifact.path)
         tables = {"input_ids": config.vocab_size, "token_type_ids": config.type_vocab_size}
-        return cls(record, tables, FeedLimits.from_config(config).max_positions)
+        positions = FeedLimits.from_artifact(artifact).max_positions
+        lengths = ComparedLengths.of(artifact, limits.unproved)
+        return cls(record, tables, positions, lengths=lengths)
 
     @property
     def has_rows(self) -> bool:
@@ -118,6 +122,7 @@ class Tensors(RowTask):
             raise InputError(
                 f"sequence is {sizes['sequence']}, the model takes at most {self.max_positions}."
             )
+        self.lengths.check([sizes.get("sequence", 0)])
         if self.profiles:
             choose_profile(self.profiles, sizes)
 

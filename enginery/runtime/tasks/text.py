@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,9 +24,12 @@ from enginery.runtime.tasks.task import (
     Row,
     Task,
     TaskOptions,
+    Unproved,
     require_outputs,
 )
 from enginery.runtime.text.tokenizer import EQUAL_LENGTHS, TextTokenizer, TokenIds, check_texts
+
+_log = logging.getLogger("enginery.runtime")
 
 _LIGHT_TOKENS = 2000
 """Number of tokens whose scores are processed in about a millisecond."""
@@ -39,6 +43,58 @@ class TextOptions(TaskOptions):
     for the server's default."""
 
 
+class TooLongError(InputError):
+    """A text has more tokens than the model takes, and truncation is off."""
+
+
+@dataclass
+class ComparedLengths:
+    """The longest input that the artifact's validation has compared, and what is done beyond."""
+
+    longest: int | None = None
+    """Tokens; None if there is no such limit, or the artifact was not validated."""
+    unproved: Unproved = "warn"
+    _warned: bool = False
+
+    @classmethod
+    def of(cls, artifact: Artifact, unproved: Unproved) -> ComparedLengths:
+        """Read the newest verdict of `validate`."""
+        verdict = artifact.manifest.verdict("validate")
+        return cls(verdict.longest if verdict else None, unproved)
+
+    def notes(self, limit: int) -> list[str]:
+        """Describe the lengths below a limit that were not compared."""
+        if self.longest is None or limit <= self.longest:
+            return []
+        return [f"unproved beyond {self.longest} tokens: no longer text was compared"]
+
+    def check(self, lengths: Iterable[int]) -> None:
+        """Warn of a longer input, once, or raise TooLongError, as the option says.
+
+        Args:
+            lengths: tokens of each input, with those to generate.
+        """
+        if self.longest is None:
+            return
+        for index, tokens in enumerate(lengths):
+            if tokens <= self.longest:
+                continue
+            if self.unproved == "refuse":
+                raise TooLongError(
+                    f"input {index} has {tokens} tokens, but validate has compared at most "
+                    f"{self.longest}, and the option 'unproved' is refuse.",
+                    do="Send a shorter text, or compare longer ones: enginery validate --effort "
+                    "thorough, or --profile sequence=1:512:N.",
+                )
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "an input has %d tokens, but validate has compared at most %d",
+                    tokens,
+                    self.longest,
+                )
+
+
 @dataclass
 class TextTask(Task):
     """Base of tasks on texts: a graph with its tokenizer and config.json."""
@@ -48,6 +104,7 @@ class TextTask(Task):
 
     tokenizer: TextTokenizer
     config: ModelConfig
+    lengths: ComparedLengths = field(default_factory=ComparedLengths, kw_only=True)
 
     @classmethod
     def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
@@ -55,13 +112,17 @@ class TextTask(Task):
         require_outputs(artifact.manifest.task, record, cls.graph_outputs)
         tokenizer = TextTokenizer.open(artifact.path).for_graph(record)
         notes, settings = cls._read_settings(artifact, record)
+        lengths = ComparedLengths.of(artifact, limits.unproved)
+        cut = "refused above" if tokenizer.refuses_longer else "truncated to"
         return cls(
             record=record,
             tokenizer=replace(tokenizer, parallel_encode=limits.parallel_encode),
             config=ModelConfig.read(artifact.path),
+            lengths=lengths,
             notes=(
-                f"texts are truncated to {tokenizer.limit} tokens: {tokenizer.limit_source}",
+                f"texts are {cut} {tokenizer.limit} tokens: {tokenizer.limit_source}",
                 *([] if tokenizer.pads else [EQUAL_LENGTHS]),
+                *lengths.notes(tokenizer.limit),
                 *notes,
             ),
             **settings,
@@ -90,21 +151,27 @@ class TextTask(Task):
             offsets: keep the character offsets of each token.
 
         Raises:
-            InputError: a text cannot be tokenized, or is too long and `truncate` is False.
+            InputError: a text cannot be tokenized, or is too long and `truncate` is False, or so
+                long that the graph answers otherwise than the model.
         """
         return self.rows(self.tokenizer.encode(texts, offsets=offsets), options)
 
     def rows(self, encodings: Sequence[Any], options: Any) -> list[Row]:
         """Convert encodings to rows; raise TooLongError for a truncated one if that is off."""
         rows = [Row(e, len(e), truncated=bool(e.overflowing)) for e in encodings]
-        if options.truncate is False:
+        # The model reads what its own limit leaves; a graph with a lower one must not cut more.
+        must_fit = options.truncate is None and self.tokenizer.refuses_longer
+        if options.truncate is False or must_fit:
             for index, row in enumerate(rows):
                 if row.truncated:
+                    reason = f": {self.tokenizer.limit_source}" if must_fit else ""
                     raise TooLongError(
                         f"input {index} is too long: expected at most {self.tokenizer.limit} "
-                        "tokens.",
+                        f"tokens{reason}.",
                         do="Send a shorter text, or set truncate to true.",
                     )
+        if self.lengths.longest is not None:
+            self.lengths.check(row.tokens for row in rows)
         return rows
 
     def collate(self, rows: Sequence[Row], width: int) -> Arrays:
@@ -142,10 +209,6 @@ class TextTask(Task):
 def scan_cost(rows: Sequence[Row]) -> ProcessingCost:
     """Return the cost of going through the scores of every token."""
     return "light" if sum(row.tokens for row in rows) <= _LIGHT_TOKENS else "heavy"
-
-
-class TooLongError(InputError):
-    """A text has more tokens than the model takes, and truncation is off."""
 
 
 def output_rows(

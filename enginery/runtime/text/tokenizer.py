@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.artifact.manifest import GraphRecord
+from enginery.core.artifact.manifest import GraphRecord, read_length_limit
 from enginery.core.errors import ArtifactError, InputError
 from enginery.core.model.files import ModelConfig, SentenceBertConfig
 from enginery.core.shapes import TensorSpec
@@ -32,6 +32,7 @@ from enginery.runtime.text.chat_template import PairTemplate
 from enginery.runtime.text.languages import Languages, Placement
 from enginery.runtime.text.tokenizer_files import (
     HIDDEN,
+    LENGTH_LIMIT,
     TokenizerFiles,
     failure_reason,
     length_limit,
@@ -249,7 +250,8 @@ class TextTokenizer:
         files = TokenizerFiles.read(directory, stored)
         settings, config, special = files.settings, files.config, files.special
         sentence = SentenceBertConfig.read(directory)
-        limit, limit_source = length_limit(config.merged(), settings, sentence)
+        faithful = read_length_limit(directory)
+        limit, limit_source = length_limit(config.merged(), settings, sentence, faithful)
 
         def configure(tokenizer: Any, **truncation: Any) -> None:
             try:
@@ -308,6 +310,11 @@ class TextTokenizer:
         """Return the tokenizer as tokenizer.json has it, with all settings but truncation."""
         state: str = self._untruncated.to_str()
         return state
+
+    @property
+    def refuses_longer(self) -> bool:
+        """True if a text above the limit may not be cut in silence: the model would read it all."""
+        return self.limit_source == LENGTH_LIMIT
 
     def encode(
         self,

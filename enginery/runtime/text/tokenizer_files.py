@@ -33,6 +33,9 @@ HIDDEN = " "
 """First character of the tokens in tokenizer.json that texts are not segmented into. No normalized
 text contains it. `enginery.export.sentencepiece_tokenizers` writes such tokens."""
 
+LENGTH_LIMIT = "the length_limit of manifest.json, beyond which the graph answers otherwise"
+"""Source of a limit that is the graph's own: the model itself takes longer texts."""
+
 _MAX_REASON_CHARACTERS = 300
 """Maximum length of a reason in an error message: a panic may quote the whole text."""
 
@@ -393,7 +396,10 @@ _EMPTY: dict[str, Any] = {
 
 
 def length_limit(
-    config: ModelConfig, settings: TokenizerConfig, sentence: SentenceBertConfig
+    config: ModelConfig,
+    settings: TokenizerConfig,
+    sentence: SentenceBertConfig,
+    faithful: int | None = None,
 ) -> tuple[int, str]:
     """Return the smallest of the model's limits on tokens per input, and where it comes from.
 
@@ -401,6 +407,7 @@ def length_limit(
         config: config.json.
         settings: tokenizer_config.json.
         sentence: sentence_bert_config.json.
+        faithful: `length_limit` of manifest.json.
     """
     limits = [
         (sentence.max_seq_length, "max_seq_length of sentence_bert_config.json"),
@@ -414,7 +421,10 @@ def length_limit(
     # transformers writes 1e30 if a tokenizer has no limit.
     usable = [(n, name) for n, name in limits if 0 < n <= MAX_POSITIONS]
     # Nearly every text encoder is trained with 512 positions.
-    return min(usable, default=(512, "default, because no file has a limit"))
+    limit = min(usable, default=(512, "default, because no file has a limit"))
+    if faithful is not None and faithful < limit[0]:
+        return faithful, LENGTH_LIMIT
+    return limit
 
 
 def special_token_id(tokenizer: Any, token: str | None) -> int | None:

@@ -80,7 +80,8 @@ class ModelFiles:
         self.providers, self.profiles = providers, profiles
         self.on_cpu = providers[0].name == CPU
         self.config = ModelConfig.read(artifact.path)
-        self.tensors = replace(Tensors.open(artifact, record), profiles=profiles)
+        limits = InputLimits(unproved=options.unproved)
+        self.tensors = replace(Tensors.open(artifact, record, limits), profiles=profiles)
         self.task = task
         self.quick_characters = quick_characters(task)
         """Number of characters of the longest request whose texts need no thread; 0 for none."""
@@ -130,6 +131,7 @@ def open_task(
         max_seconds=options.max_seconds,
         max_new_tokens=options.max_new_tokens,
         max_sequences=options.generation_rows,
+        unproved=options.unproved,
         parallel_encode=parallel_encode,
     )
     return definition.open(artifact, record, limits)

@@ -166,6 +166,8 @@ def _metrics(comparisons: Sequence[_GraphComparison], parameters: Parameters) ->
     kinds = sum((comparison.kinds for comparison in comparisons), Counter[str]())
     untraced = [weight for comparison in comparisons for weight in comparison.untraced]
     untraced_elements = sum(prod(weight.shape) for weight in untraced)
+    unused = parameters.without({name for comparison in comparisons for name in comparison.seen})
+    absent = parameters.absent(unused)
     return WeightMetrics(
         elements=kinds.total() + untraced_elements,
         compared=kinds.total(),
@@ -174,7 +176,10 @@ def _metrics(comparisons: Sequence[_GraphComparison], parameters: Parameters) ->
             difference for comparison in comparisons for difference in comparison.differences
         ],
         untraced=sorted(untraced, key=lambda weight: -prod(weight.shape))[:_LISTED],
-        unused=parameters.without({name for comparison in comparisons for name in comparison.seen}),
+        unused=unused,
+        absent=sorted(absent)[:_LISTED],
+        absent_elements=sum(absent.values()),
+        lost=list(parameters.lost),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -83,6 +84,10 @@ class Parameters:
         self._inputs_first = torch_weights.inputs_first
         self._by_path = torch_weights.by_path
         self._epsilons = torch_weights.batch_norms
+        self._stored = torch_weights.stored
+        self.lost = torch_weights.lost
+        """Tensors of the checkpoint that no weight took, and that change answers."""
+        self._no_weight = torch_weights.unused
         self._batch_norms: list[BatchNorm] | None = None
         self._by_tail: dict[str, list[str]] = defaultdict(list)
         self._by_size: dict[int, list[TorchWeight]] = defaultdict(list)
@@ -210,6 +215,15 @@ class Parameters:
             and name not in seen
             and (weight.shape, weight.sample.tobytes()) not in known
         ]
+
+    def absent(self, unused: Sequence[str]) -> dict[str, int]:
+        """Return the checkpoint's tensors that no graph has -> their number of elements.
+
+        Args:
+            unused: the result of `without`.
+        """
+        weights = {name: prod(self.weights[name].shape) for name in unused if name in self._stored}
+        return {**weights, **self._no_weight}
 
     def _read_batch_norm(self, module: str) -> BatchNorm:
         mean = self.read(f"{module}.running_mean")
