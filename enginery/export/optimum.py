@@ -19,26 +19,31 @@ import onnx
 import torch
 import transformers
 from numpy.typing import NDArray
-from onnx import numpy_helper
 from optimum.exporters.onnx import onnx_export_from_model
 from optimum.exporters.tasks import TasksManager
 from optimum.utils import DEFAULT_DUMMY_SHAPES
 from optimum.utils.save_utils import maybe_load_preprocessors
+from transformers import CONFIG_MAPPING
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, SourceError, nearest
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.model.files import ModelConfig, PreprocessorConfig, module_kinds
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
 from enginery.core.temporary import temporary_directory
 from enginery.export.config import ExportConfig
+from enginery.export.encoder_configs import encoder_config, needs_encoder_config
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.side_files import copy_side_files
+from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
+from enginery.export.used_weights import UsedWeights, weights_in_graphs
+from enginery.runtime.torch_classes import default_class, feature_class
+from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 
@@ -67,11 +72,12 @@ def export_with_optimum(
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library
     task = choose_task(config.task, settings)
-    if library == "transformers":
+    if library == "transformers" and not _is_encoder(source, config, task):
         task = _supported_task(model_type, task, requested=config.task)
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
-    with _traced_inputs() as traced:
+    used = UsedWeights()
+    with _traced_inputs(used) as traced:
         model = load_pytorch(
             source,
             task,
@@ -86,6 +92,7 @@ def export_with_optimum(
         )
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained = _untrained_weights(model)
+        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
         config_notes = getattr(model, "config_notes", ())
         # What follows may load the graphs, whose weights would be in memory twice.
         del model
@@ -95,7 +102,10 @@ def export_with_optimum(
     if library == "timm":
         _write_timm_processor(source, out)
     copy_side_files(source, out, code=config.trust_remote_code)
-    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
+    notes = [
+        *use_notes,
+        *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+    ]
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
     if generates and config.layout == "enginery":
         report_phase("arranging the graphs for generation")
@@ -139,6 +149,8 @@ def _export(
     if task.endswith("-with-past"):  # the past is as long as the tokens after it
         longest //= 2
     shapes = {"sequence_length": min(DEFAULT_DUMMY_SHAPES["sequence_length"], longest)}
+    # An encoder's outputs are those of its class.
+    encoder = encoder_config(model, config.dtype) if task == "feature-extraction" else None
     takes_pixels = (source / PreprocessorConfig.FILE).is_file()
     with _masks_for_any_length(), _processor_alone(source, settings, limits) as processor:
         # Optimum loads and saves the tokenizer of this path, too; the stage copies its files.
@@ -154,8 +166,21 @@ def _export(
             preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
             do_validation=False,  # the validate stage is stricter and raises
             model_kwargs={"vocoder": str(vocoder)} if vocoder else None,
+            custom_onnx_configs={"model": encoder} if encoder is not None else None,
             **shapes,
         )
+
+
+def _is_encoder(source: Path, config: ExportConfig, task: str) -> bool:
+    """Return True for an encoder that is exported without Optimum's registry."""
+    described = ModelConfig.read(source, error=SourceError)
+    is_candidate = described.names_encoder or "Transformer" in module_kinds(source)
+    is_known = described.model_type in CONFIG_MAPPING
+    if task != "feature-extraction" or config.trust_remote_code or not (is_candidate and is_known):
+        return False
+    settings = load_config(source, trust_remote_code=False).config
+    model_class = feature_class(source, settings) or default_class(settings)
+    return model_class is not None and needs_encoder_config(model_class, settings)
 
 
 def _untrained_weights(model: Any) -> dict[str, NDArray[np.float32]]:
@@ -242,8 +267,8 @@ def _processor_alone(
 
 
 @contextmanager
-def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
-    """Yield the inputs that graphs are traced with, by file.
+def _traced_inputs(used: UsedWeights) -> Iterator[dict[str, TracedInputs]]:
+    """Yield the inputs that graphs are traced with, by file; collect the weights in use.
 
     Optimum generates inputs that the model accepts: images of its size, series of its length.
     """
@@ -265,7 +290,10 @@ def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
                 if not _takes_one_less(model, dim, args[0], dynamic_axes)
             ),
         )
-        return original(model, args, f=f, dynamic_axes=dynamic_axes, **options)
+        program = original(model, args, f=f, dynamic_axes=dynamic_axes, **options)
+        # Afterwards: LeViT keeps tensors of its first run, which in a trace must have no gradient.
+        used.add(model, args[0], Path(f).name)
+        return program
 
     torch.onnx.export = export
     try:
@@ -357,38 +385,37 @@ def _require_trained(
 ) -> None:
     """Raise ExportError if a graph has weights that the model's files lack.
 
-    A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
-    transposes, so matrices are found by their values.
+    A pooler that no output reads, for example, is in no graph.
     """
     if not untrained:
         return  # no weight to compare, so the graphs need not be read
-    random: list[str] = []
-    for path in graphs:
-        tensors = load_graph(path).graph.initializer
-        names = {tensor.name for tensor in tensors}
-        shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}
-        shapes |= {shape[::-1] for shape in shapes}
-        matrices = [
-            numpy_helper.to_array(tensor, str(path.parent)).astype(np.float32)
-            for tensor in tensors
-            if tuple(tensor.dims) in shapes
-        ]
-        random += [
-            name
-            for name, weight in untrained.items()
-            if name in names
-            or (
-                weight.ndim > 1
-                and any(np.array_equal(m, w) for m in matrices for w in (weight, weight.T))
-            )
-        ]
-    if random := sorted(set(random)):
+    if random := sorted(set(weights_in_graphs(untrained, graphs))):
         raise ExportError(
             f"{source} has no weights for {task}: {', '.join(random[:4])}"
             f"{', …' if len(random) > 4 else ''} would be random numbers.",
             do="Name the task that the model was trained for: --task, or --task auto.",
             option="task",
         )
+
+
+def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
+    """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
+
+    BERT's pooler is left from pretraining: no embedding is read from it.
+    """
+    random = getattr(model, "untrained_weights", ())
+    left_out = [name for name in used.left_out(model, graphs) if name not in random]
+    lost = [name for name in left_out if "pooler" not in name.split(".")]
+    if lost:
+        raise ExportError(
+            f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
+            f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",
+            do="Optimum exports fewer outputs than the class has: try --exporter dynamo.",
+        )
+    notes = list(used.notes)
+    if left_out:
+        notes.append(f"left out, because no output depends on it: {', '.join(left_out)}")
+    return notes
 
 
 def _pad_token_id(source: Path) -> int:
@@ -413,28 +440,53 @@ def choose_task(requested: str, settings: ModelConfig) -> str:
     Raises:
         ExportError: the task cannot be inferred.
     """
-    tasks = sorted(TasksManager.get_all_tasks())
     if requested != "auto":
         return requested
     if settings.architecture:  # timm's config.json
         return "image-classification"
-    names = settings.architectures
-    model_class = getattr(transformers, names[0], None) if names else None
-    if model_class is None:
-        raise ExportError(
-            f"the task cannot be inferred: config.json names the class "
-            f"{names[0] if names else '(none)'}, which transformers does not have.",
-            do=f"Set --task to one of: {', '.join(tasks)}.",
+    if (task := inferred_task(settings)) != "auto":
+        return task
+    name = settings.architectures[0] if settings.architectures else ""
+    supported = _tasks_of_type(settings.model_type)
+    fitting = [task for task in _tasks_of_class(name) if not supported or task in supported]
+    if fitting:
+        return fitting[0]
+    if not name:
+        problem = "config.json names no class"
+    elif not hasattr(transformers, name):
+        problem = f"config.json names the class {name}, which transformers does not have"
+    elif tasks := _tasks_of_class(name):
+        problem = f"the class {name} is for {tasks[0]}, for which Optimum does not export it"
+    else:
+        problem = f"transformers lists no task for the class {name}"
+    choices = f"--task to one of: {', '.join(supported)}" if supported else "--task"
+    raise ExportError(f"the task cannot be inferred: {problem}.", do=f"Set {choices}.")
+
+
+def _tasks_of_class(name: str) -> list[str]:
+    """Return the tasks that transformers lists for a class, those of text before others.
+
+    BART's class for conditional generation fills masks as well, but it is there to generate.
+    """
+    mappings = TasksManager._TRANSFORMERS_TASKS_TO_MODEL_MAPPINGS  # noqa: SLF001  no accessor
+    tasks = []
+    for task, classes in mappings.items():
+        # A value is a class's name, or several of them.
+        values = [value if isinstance(value, tuple) else (value,) for value in classes.values()]
+        if any(name in value for value in values):
+            tasks.append(task)
+    return sorted(tasks, key=lambda task: task != "text2text-generation")
+
+
+def _tasks_of_type(model_type: str) -> list[str]:
+    """Return the tasks for which Optimum exports a model type; nothing if it lacks the type."""
+    if model_type not in TasksManager._SUPPORTED_MODEL_TYPE:  # noqa: SLF001  no accessor
+        return []
+    return list(
+        TasksManager.get_supported_tasks_for_model_type(
+            model_type, "onnx", library_name="transformers"
         )
-    try:
-        # The public method accepts only Hub ids, but these files are local.
-        task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
-    except ValueError as error:
-        raise ExportError(
-            f"the task cannot be inferred from the class {names[0]}.",
-            do=f"Set --task to one of: {', '.join(tasks)}.",
-        ) from error
-    return str(task)
+    )
 
 
 def _supported_task(model_type: str, task: str, *, requested: str) -> str:
@@ -443,16 +495,14 @@ def _supported_task(model_type: str, task: str, *, requested: str) -> str:
     Raises:
         ExportError: the registry lacks the model type or the task.
     """
-    known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public accessor
-    if model_type not in known:
+    tasks = _tasks_of_type(model_type)
+    if not tasks:
         raise ExportError(
             f"Optimum's registry has no model type '{model_type}'.",
             do="Try --exporter dynamo, torch's own exporter.",
         )
-    tasks = TasksManager.get_supported_tasks_for_model_type(
-        model_type, "onnx", library_name="transformers"
-    )
-    if requested == "auto" and f"{task}-with-past" in tasks:
+    # The features of a text need no cache: its tokens are known.
+    if requested == "auto" and task != "feature-extraction" and f"{task}-with-past" in tasks:
         return f"{task}-with-past"
     if task not in tasks:
         raise ExportError(

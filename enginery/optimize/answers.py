@@ -16,7 +16,7 @@ from enginery.passes.ir.answers import append_pooling, append_scores
 from enginery.passes.ir.graph_file import check_graph
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import SCORES, Classify, choose_activation
-from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS, Embed
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS, Embed, vector_output
 from enginery.runtime.text.pooling import read_pooling
 
 
@@ -38,7 +38,7 @@ def append_answer(
     task = manifest_task(artifact.manifest, record)
     proto = load_graph(graph)  # without its external data
     model = ir.from_proto(proto)
-    if task is Embed and SENTENCE_OUTPUT not in names:
+    if task is Embed and not vector_output(record, ModelConfig.read(artifact.path)):
         tokens = next((names[name] for name in TOKEN_OUTPUTS if name in names), None)
         if tokens is None:
             return None, ""

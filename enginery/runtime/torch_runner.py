@@ -47,6 +47,7 @@ from enginery.core.model.screening import screen_model
 from enginery.core.model.source import ModelSource
 from enginery.core.shapes import dynamic_dims
 from enginery.runtime.decoder_graphs import is_cross_attention, is_decoder
+from enginery.runtime.torch_classes import feature_class
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_decoder import TorchDecoder
 from enginery.runtime.torch_random import RandomNumbers
@@ -188,6 +189,8 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         model_class_name=named,
         library="transformers",
     )
+    if task == "feature-extraction" and not options["trust_remote_code"]:
+        model_class = feature_class(path, config) or model_class
     score = read_logit_score(path) if task == "text-classification" else None
     with torch.device(device):
         loader = AutoModelForCausalLM if score else model_class

@@ -15,7 +15,7 @@ from pydantic import Field
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.model.files import SentenceTransformersConfig
+from enginery.core.model.files import ModelConfig, SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
     Arrays,
     ModelInputs,
@@ -30,6 +30,8 @@ from enginery.runtime.text.tokenizer import check_texts
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
+"""A text's vector as sentence-transformers' modules make it of the token vectors."""
+_PROJECTED, _POOLED = "text_embeds", "pooler_output"
 
 _UNIT = 1e-6
 """Tolerance for a squared norm of 1: a model that normalizes in float32 leaves an error of 1e-7."""
@@ -78,9 +80,10 @@ class Embed(TextTask):
     ) -> tuple[list[str], dict[str, Any]]:
         outputs = [spec.name for spec in record.outputs]
         pooling: Pooling | None = None
-        if SENTENCE_OUTPUT in outputs:
-            note = "the graph pools by itself (output sentence_embedding)"
-            if any(name in outputs for name in TOKEN_OUTPUTS):
+        vector = vector_output(record, ModelConfig.read(artifact.path))
+        if vector:
+            note = f"the graph pools by itself (output {vector})"
+            if vector == SENTENCE_OUTPUT and any(name in outputs for name in TOKEN_OUTPUTS):
                 with suppress(ArtifactError):  # a module that the graph alone computes
                     pooling = read_pooling(artifact.path)
         elif any(name in outputs for name in TOKEN_OUTPUTS):
@@ -89,7 +92,8 @@ class Embed(TextTask):
         else:
             raise ArtifactError(
                 f"{artifact.path}: the graph has the outputs {', '.join(outputs)}, "
-                f"expected one of {', '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))} to embed texts."
+                f"expected one of {', '.join((SENTENCE_OUTPUT, _PROJECTED, *TOKEN_OUTPUTS))} to "
+                "embed texts."
             )
         sentence = SentenceTransformersConfig.read(artifact.path)
         return [note], {
@@ -107,15 +111,20 @@ class Embed(TextTask):
         return last * modes if isinstance(last, int) else 0
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
-        """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
+        """Return the vectors if the graph pools, else the token vectors; see `RowTask`."""
         if self._graph_pools and not raw:
-            return (SENTENCE_OUTPUT,)
+            return (self._vector,)
         names = [spec.name for spec in self.record.outputs]
         return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
 
     @cached_property
+    def _vector(self) -> str:
+        """The graph's output of one vector for each text; empty if it has none."""
+        return vector_output(self.record, self.config)
+
+    @property
     def _graph_pools(self) -> bool:
-        return any(spec.name == SENTENCE_OUTPUT for spec in self.record.outputs)
+        return bool(self._vector)
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
@@ -152,11 +161,11 @@ class Embed(TextTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> Vectors:
         """Return pooled vectors, normalized only by the graph: float32 (len(rows), dim)."""
-        for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
+        for name in (self._vector, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
-        if self.pooling is None or (SENTENCE_OUTPUT in outputs and not rows[0].reads_raw):
-            return outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False)
+        if self.pooling is None or (self._vector in outputs and not rows[0].reads_raw):
+            return outputs[self._vector].astype(np.float32, copy=False)
         tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
         if tokens is None:
             raise InputError(
@@ -194,6 +203,21 @@ class Embed(TextTask):
         # The tokenizer ends the prompt with a special token; within a text the prompt has none.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
         return prompt, len(encoding.ids) - ends_special
+
+
+def vector_output(record: GraphRecord, config: ModelConfig) -> str:
+    """Return the graph's output of one vector for each text; empty if token vectors are pooled.
+
+    `sentence_embedding` comes first, then the projection of CLIP's and others' encoders. The pooler
+    of BERT and most others is left from pretraining, and its output is no embedding; DPR's encoders
+    have no other output, and the towers of CLIP and SigLIP read it at the end of a text.
+    """
+    names = [spec.name for spec in record.outputs]
+    for name in (SENTENCE_OUTPUT, _PROJECTED):
+        if name in names:
+            return name
+    pools = config.model_type.endswith("_text_model") or not any(n in names for n in TOKEN_OUTPUTS)
+    return _POOLED if _POOLED in names and pools else ""
 
 
 def finish_vectors(

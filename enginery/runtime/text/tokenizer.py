@@ -57,6 +57,7 @@ up to the limit."""
 _MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
 """Maximum number of added tokens, and of their characters in total, that Python searches for."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_PADDED_TO_LIMIT = ("siglip", "siglip2", "siglip_text_model", "siglip2_text_model")
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,9 @@ class TextTokenizer:
     """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
     clean_up: bool
     """Remove spaces before punctuation from decoded text."""
+    pads_to_limit: bool = False
+    """Pad every text to `limit` tokens: SigLIP, which has no mask, was trained so, and reads a
+    text's vector at the last position of the row."""
     pair_template: PairTemplate | None = None
     """Turns a pair of texts into the prompt of a language model; None if the tokenizer joins it."""
     load_languages: Callable[[], Languages] = Languages
@@ -271,6 +275,7 @@ class TextTokenizer:
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
             clean_up=settings.clean_up_tokenization_spaces,
+            pads_to_limit=config.model_type in _PADDED_TO_LIMIT,
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
@@ -597,6 +602,7 @@ class TextTokenizer:
             )
         lengths = list(map(len, encodings))
         longest = max(lengths)
+        width = max(width, self.limit if self.pads_to_limit else 1)
         # A graph of fixed length takes nothing else, so `width` is ignored.
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
@@ -621,7 +627,8 @@ class TextTokenizer:
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
         """Return True if texts of different lengths can share a batch of the graph."""
-        return self.pad_id is not None and any(spec.name == "attention_mask" for spec in inputs)
+        has_mask = self.pads_to_limit or any(spec.name == "attention_mask" for spec in inputs)
+        return self.pad_id is not None and has_mask
 
     def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:
         """Strip the padding from one output row: (sequence, …) to (tokens, …)."""
