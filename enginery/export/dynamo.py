@@ -22,6 +22,7 @@ from enginery.core.subprocess import report_phase
 from enginery.export.config import ExportConfig
 from enginery.export.graphs import ExportedModel
 from enginery.export.optimum import choose_task, with_image_size
+from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files
 from enginery.export.tokenizer import write_tokenizer
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -75,7 +76,10 @@ def export_with_dynamo(
     _trace(model, inputs, feeds, config, out / "model.onnx")
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
-    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
+    notes = [
+        *write_module_weights(source, out),
+        *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+    ]
     return ExportedModel(
         files=["model.onnx"],
         task=task,

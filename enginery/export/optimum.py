@@ -38,6 +38,7 @@ from enginery.export.config import ExportConfig
 from enginery.export.encoder_configs import encoder_config, needs_encoder_config
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
+from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files
 from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
@@ -104,6 +105,7 @@ def export_with_optimum(
     copy_side_files(source, out, code=config.trust_remote_code)
     notes = [
         *use_notes,
+        *write_module_weights(source, out),
         *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
     ]
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"

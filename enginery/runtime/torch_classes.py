@@ -35,12 +35,13 @@ def feature_class(path: Path, config: Any) -> Any | None:
         names = (_T5_ENCODERS[config.model_type],)
     if not ModelConfig(architectures=names).names_encoder:
         return None
-    named = getattr(transformers, names[0], None)
+    named: Any = getattr(transformers, names[0], None)
     # A model's own code is not one of transformers' classes.
     is_class = isinstance(named, type) and issubclass(named, PreTrainedModel)
-    if not is_class or not isinstance(config, named.config_class):
+    settings: Any = getattr(named, "config_class", None)
+    if not is_class or not isinstance(config, settings) or named is default_class(config):
         return None
-    return None if named is default_class(config) else named
+    return named
 
 
 def default_class(config: Any) -> Any | None:

@@ -531,6 +531,34 @@ class PoolingConfig(_File):
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
 
 
+class DenseConfig(_File):
+    """config.json of a Dense module."""
+
+    FILE = "config.json"
+
+    in_features: Count
+    out_features: Count
+    bias: Flag = True
+    activation_function: String = "torch.nn.modules.activation.Tanh"
+    """Name of the activation's class, in full."""
+    module_input_name: String = "sentence_embedding"
+    module_output_name: String = "sentence_embedding"
+    use_residual: Flag = False
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation's class, such as `Tanh`."""
+        return self.activation_function.rpartition(".")[2]
+
+
+class LayerNormConfig(_File):
+    """config.json of a LayerNorm module."""
+
+    FILE = "config.json"
+
+    dimension: Count
+
+
 class LogitScoreConfig(_File):
     """config.json of a LogitScore module: a reranker whose score is the logit of a token."""
 

@@ -150,6 +150,9 @@ def _check(model: ir.Model, pooling: Pooling, mask: ir.Value | None) -> None:
         problem = (
             f"it pools by {' and '.join(pooling.modes)}, supported: one of {', '.join(_MODES)}"
         )
+    elif pooling.layers:
+        kinds = " and ".join(layer.kind for layer in pooling.layers)
+        problem = f"it has {kinds} behind the pooling, whose weights are in a file of their own"
     elif not pooling.include_prompt:
         problem = "it leaves a prompt's tokens out, and a graph does not know their number"
     elif mask is None:

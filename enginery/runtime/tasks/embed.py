@@ -107,8 +107,9 @@ class Embed(TextTask):
         """The size of a vector as the graph declares it; 0 if it does not."""
         (name,) = self.outputs_read()
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
-        modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
-        return last * modes if isinstance(last, int) else 0
+        if not isinstance(last, int):
+            return 0
+        return self.pooling.size(last) if self.pooling and not self._graph_pools else last
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the vectors if the graph pools, else the token vectors; see `RowTask`."""
