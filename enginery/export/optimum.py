@@ -43,6 +43,7 @@ from enginery.export.side_files import copy_side_files
 from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
 from enginery.export.used_weights import UsedWeights, weights_in_graphs
+from enginery.export.vocabulary import check_vocabulary, embedding_rows
 from enginery.runtime.torch_classes import default_class, feature_class
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
@@ -92,7 +93,7 @@ def export_with_optimum(
             ),
         )
         _export(model, source, config, out, task=task, vocoder=vocoder)
-        untrained = _untrained_weights(model)
+        untrained, rows = _untrained_weights(model), embedding_rows(model)
         use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
         config_notes = getattr(model, "config_notes", ())
         # What follows may load the graphs, whose weights would be in memory twice.
@@ -107,6 +108,7 @@ def export_with_optimum(
         *use_notes,
         *write_module_weights(source, out),
         *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+        *check_vocabulary(out, rows),
     ]
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
     if generates and config.layout == "enginery":

@@ -91,6 +91,9 @@ class ServeConfig:
     truncate: bool = True
     """Truncate texts that are longer than the model takes, unless the request sets its own
     option."""
+    token_ids: bool = True
+    """Embed lists of token ids as well as texts. Ids of another tokenizer give wrong vectors
+    without an error if they are in the model's vocabulary; without this option all are rejected."""
     api_key: str = ""
     """API key that clients must send. Prefer `api_key_file` or ENGINERY_API_KEY, because other
     users of the machine can read command lines."""

@@ -124,13 +124,20 @@ def test_dense_of_an_embedder_is_applied_and_validated(tiny_model, tmp_path):
         assert model.embed(TEXTS, normalize=False) == pytest.approx(raw, abs=1e-5)
         assert model.embed([]).shape == (0, 16)
         assert model.notes[-1] == "pooling from 1_Pooling/config.json: cls, Dense"
-    assert validate_model(artifact.path, effort="quick").passed
     # Another weight of the module is another model.
     weights = source / "2_Dense" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     assert export_model(str(source)).manifest.source.sha256 != artifact.manifest.source.sha256
+
+
+@pytest.mark.more
+def test_embedder_with_a_dense_module_is_validated(tiny_model, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model("bert", "feature-extraction"), source)
+    add_modules(source, "Dense:activation.Tanh", "Normalize")
+    assert validate_model(export_model(str(source), out=tmp_path / "a").path, effort="quick").passed
 
 
 @pytest.mark.more

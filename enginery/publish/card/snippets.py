@@ -67,9 +67,8 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     graph, task = manifest.graphs[0], manifest_task(manifest)
     images = input_modality(spec.name for spec in graph.inputs) == "image"
     texts = [_quoted(text) for text in example_texts(artifact)]
-    optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
-    if images and manifest.task == "feature-extraction":
-        optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
+    # With a cache, Optimum's classes are shown by its own documentation.
+    optimum_class = optimum_loader(artifact) if "-with-past" not in manifest.task else ""
     inputs = _input_expressions(artifact)
     takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
     template = environment.get_template("snippets.jinja")
@@ -106,6 +105,29 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     }
     ways = [way for way, file in needed.items() if file in files]
     return {way: template.render(way=way, **facts).strip() for way in (*ways, "onnxruntime")}
+
+
+def optimum_loader(artifact: Artifact) -> str:
+    """Return Optimum's class that opens the artifact; empty if none does.
+
+    >>> optimum_loader(artifact)
+    'ORTModelForFeatureExtraction'
+    """
+    manifest = artifact.manifest
+    graph = manifest.graphs[0]
+    outputs = {spec.name for spec in graph.outputs}
+    task = manifest.task.removesuffix("-with-past")
+    loader = _OPTIMUM_CLASSES.get(task, "")
+    if manifest.task == "feature-extraction":
+        if input_modality(spec.name for spec in graph.inputs) == "image":
+            return "ORTModelForCustomTasks"  # the other class feeds token ids
+        # It reads this output alone, and not one of CLIP's or DPR's vectors.
+        return loader if len(manifest.graphs) == 1 and "last_hidden_state" in outputs else ""
+    if task == "text2text-generation":
+        # The encoder of the layout `enginery` makes the keys of the cross-attention as well.
+        names = {PurePosixPath(record.file).name for record in manifest.graphs}
+        return loader if "decoder_model.onnx" in names else ""
+    return loader
 
 
 def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:

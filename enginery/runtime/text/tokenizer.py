@@ -56,6 +56,11 @@ _MARGIN = 64
 up to the limit."""
 _MAX_ADDED_TOKENS, _MAX_ADDED_CHARACTERS = 1000, 2**14
 """Maximum number of added tokens, and of their characters in total, that Python searches for."""
+OTHER_TOKENIZER = (
+    "Clients made for OpenAI's models may send ids of theirs: LangChain's OpenAIEmbeddings does, "
+    "unless check_embedding_ctx_length is False."
+)
+"""The usual cause of ids that are not the model's, for error messages."""
 _TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _PADDED_TO_LIMIT = ("siglip", "siglip2", "siglip_text_model", "siglip2_text_model")
 
@@ -470,7 +475,8 @@ class TextTokenizer:
             ):
                 raise InputError(
                     f"input {index} has the token id {token_id!r}, expected whole numbers from "
-                    f"0 to {size - 1}."
+                    f"0 to {size - 1}.",
+                    do=f"Send texts, or ids of this model's own tokenizer. {OTHER_TOKENIZER}",
                 )
         return TokenIds([*before, *inner, *after], ("cut",) if is_cut else ())
 
