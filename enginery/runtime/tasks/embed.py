@@ -137,6 +137,11 @@ class Embed(TextTask):
         # Texts only, or a single string, which is refused. Token ids are checked one by one below.
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
+        for index, item in enumerate(inputs):
+            if not isinstance(item, Sequence | np.ndarray):
+                raise InputError(
+                    f"text {index} is a {type(item).__name__}, expected a string or token ids."
+                )
         name = options.prompt_name or self.default_prompt
         prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
         prepared = [self.tokenizer.prepare(prompt + text) for text in texts]

@@ -298,7 +298,9 @@ class Task(RowTask):
             record: the graph to run; None for the first one.
         """
         graphs = [record] if record else manifest.graphs[:1]
-        names = (spec.name for graph in graphs for spec in graph.inputs)
+        names = [spec.name for graph in graphs for spec in graph.inputs]
+        if "input_ids" in names and "pixel_values" in names:
+            return False  # a class of its own embeds with such a graph
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
 
     @abstractmethod
