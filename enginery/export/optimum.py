@@ -94,7 +94,7 @@ def export_with_optimum(
         )
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained, rows = _untrained_weights(model), embedding_rows(model)
-        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
+        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)], task)
         config_notes = getattr(model, "config_notes", ())
         # What follows may load the graphs, whose weights would be in memory twice.
         del model
@@ -402,15 +402,17 @@ def _require_trained(
         )
 
 
-def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
-    """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
+def _require_used(model: Any, used: UsedWeights, graphs: list[Path], task: str) -> list[str]:
+    """Return notes on weights that are in no graph; raise ExportError if features lack some.
 
-    BERT's pooler is left from pretraining: no embedding is read from it.
+    Features without a projection are of another space. BERT's pooler is left from pretraining, and
+    no embedding is read from it. Other tasks have outputs of their own: the objectness of OWLv2 is
+    none of them, as in transformers' pipeline.
     """
     random = getattr(model, "untrained_weights", ())
     left_out = [name for name in used.left_out(model, graphs) if name not in random]
     lost = [name for name in left_out if "pooler" not in name.split(".")]
-    if lost:
+    if lost and task == "feature-extraction":
         raise ExportError(
             f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
             f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",

@@ -9,6 +9,8 @@ from enginery.core.errors import ExportError
 from enginery.export.optimum import _require_used
 from enginery.export.used_weights import UsedWeights
 
+FEATURES = "feature-extraction"
+
 
 class Tower(torch.nn.Module):
     """Features, their projection, and an index that no gradient passes."""
@@ -64,30 +66,34 @@ def test_projection_whose_output_the_graph_lacks_is_refused_by_name(graph):
     # The weights of the choice are in the graph, though no gradient comes to them.
     assert used.left_out(model, files) == ["projection.bias", "projection.weight"]
     with pytest.raises(ExportError, match=r"in no graph: projection\.bias, projection\.weight\."):
-        _require_used(model, used, files)
+        _require_used(model, used, files, FEATURES)
+    # A task has outputs of its own.
+    assert _require_used(model, used, files, "object-detection") == [
+        "left out, because no output depends on it: projection.bias, projection.weight"
+    ]
 
 
 def test_pooler_is_noted_unless_the_files_lack_it(graph):
     model = Tower("pooler")
     used = traced(model, "features")
     files = graph(model)
-    assert _require_used(model, used, files) == [
+    assert _require_used(model, used, files, FEATURES) == [
         "left out, because no output depends on it: pooler.bias, pooler.weight"
     ]
     model.untrained_weights = ("pooler.bias", "pooler.weight")
-    assert _require_used(model, used, files) == []
+    assert _require_used(model, used, files, FEATURES) == []
 
 
 def test_graph_with_all_outputs_leaves_nothing_out(graph):
     model = Tower()
     used = traced(model, "features", "scores", "vector")
-    assert _require_used(model, used, graph(model)) == []
+    assert _require_used(model, used, graph(model), FEATURES) == []
 
 
 def test_model_that_cannot_run_is_noted(graph):
     model = Tower()
     used = UsedWeights()
     used.add(model, {"x": torch.ones(2, 5)}, "model.onnx")
-    (note,) = _require_used(model, used, graph(model))
+    (note,) = _require_used(model, used, graph(model), FEATURES)
     assert note.startswith("model.onnx: which weights are in use is not known: mat1 and mat2")
     assert np.isfinite(model.layer.weight.detach().numpy()).all()

@@ -67,7 +67,7 @@ def _blank(artifact: Artifact, specs: Sequence[TensorSpec]) -> Arrays:
 class EmbedTextsOfBoth(Embed):
     """Embed texts with a graph that takes images as well."""
 
-    purpose = "embeds texts, and images in the same space"
+    purpose = "embeds texts here, and images in `load_model` and `predict`"
     blank_images: Arrays
 
     @classmethod
