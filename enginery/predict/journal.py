@@ -40,7 +40,7 @@ from enginery.predict.batch_predictor import PredictedBatch
 from enginery.predict.columns import OutputColumns
 from enginery.predict.config import PredictConfig
 from enginery.predict.report import Counts, PredictReport, sidecar
-from enginery.predict.writer import ASSEMBLED, Assembly, OutputFormat, PartWriter, file_sha256
+from enginery.predict.writer import ASSEMBLED, Assembly, PartWriter, file_sha256
 
 _JOURNAL = "journal.jsonl"
 _PART = "part-"
@@ -139,7 +139,7 @@ class Journal:
         """
         directory = parts_directory(output)
         _check_untracked_files(directory)
-        head = {"key": fingerprint.key, "schema": schema}
+        head = {"key": fingerprint.key, "schema": schema, "parts": "arrow"}
         try:
             resumed = _read(directory, head)
             if resumed is not None:
@@ -194,7 +194,7 @@ class Journal:
                     advance()
                     steps += 1
 
-            while self._write_part(windows, columns, config, assembly.kind, show):
+            while self._write_part(windows, columns, config, show):
                 assembly.add(self.directory / _name(len(self.parts) - 1))
                 if time.monotonic() - last_message_at > _LOG_INTERVAL_SECONDS:
                     last_message_at = time.monotonic()
@@ -220,14 +220,13 @@ class Journal:
         windows: Iterator[PredictedBatch],
         columns: OutputColumns,
         config: PredictConfig,
-        kind: OutputFormat,
         show: Callable[[float], None],
     ) -> bool:
         """Write the next part; return False if there were no rows left."""
         counts, first_bad = Counts(), ""
         until = time.monotonic() + config.part_seconds
         path = self.directory / _name(len(self.parts))
-        with PartWriter(path, kind, columns.schema) as part:
+        with PartWriter(path, columns.schema) as part:
             for window in windows:
                 if window.first_bad:
                     row, problem = window.first_bad

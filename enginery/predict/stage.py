@@ -165,7 +165,12 @@ def run(
                 if resumed:
                     progress.say(f"predict: resuming after {resumed:,} rows from an earlier run")
                 assembly = joining.enter_context(
-                    Assembly(journal.directory, kind, output_columns.schema)
+                    Assembly(
+                        journal.directory,
+                        kind,
+                        output_columns.schema,
+                        own_process=predictor.on_gpu,
+                    )
                 )
                 for part in journal.paths():
                     assembly.add(part)

@@ -276,6 +276,8 @@ def unit_vectors(vectors: Vectors) -> Vectors:
     """Scale vectors (n, dim) to length 1; return those of zeros, NaN or infinity unchanged."""
     with np.errstate(over="ignore", invalid="ignore"):
         squared = np.vecdot(vectors, vectors).astype(np.float64)
+        if (np.abs(squared - 1.0) < _UNIT).all():  # the graph has normalized them
+            return vectors
         overflowed = ~np.isfinite(squared)  # squares of numbers above 1e19 overflow float32
         if overflowed.any():
             wide = vectors[overflowed].astype(np.float64)
