@@ -75,10 +75,16 @@ def export_with_optimum(
     model_type = settings.model_type or library
     task = choose_task(config.task, settings)
     if library == "transformers" and not _is_encoder(source, config, task):
-        task = _supported_task(model_type, task, requested=config.task)
+        task = _supported_task(
+            model_type,
+            task,
+            requested=config.task,
+            trust_remote_code=config.trust_remote_code,
+        )
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
-    used = UsedWeights()
+    # Other tasks have outputs of their own: the objectness of OWLv2 is no answer of its pipeline.
+    used = UsedWeights(is_on=task == "feature-extraction")
     with _traced_inputs(used) as traced:
         model = load_pytorch(
             source,
@@ -94,7 +100,7 @@ def export_with_optimum(
         )
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained, rows = _untrained_weights(model), embedding_rows(model)
-        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)], task)
+        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
         config_notes = getattr(model, "config_notes", ())
         # What follows may load the graphs, whose weights would be in memory twice.
         del model
@@ -402,17 +408,16 @@ def _require_trained(
         )
 
 
-def _require_used(model: Any, used: UsedWeights, graphs: list[Path], task: str) -> list[str]:
-    """Return notes on weights that are in no graph; raise ExportError if features lack some.
+def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
+    """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
 
     Features without a projection are of another space. BERT's pooler is left from pretraining, and
-    no embedding is read from it. Other tasks have outputs of their own: the objectness of OWLv2 is
-    none of them, as in transformers' pipeline.
+    no embedding is read from it.
     """
     random = getattr(model, "untrained_weights", ())
     left_out = [name for name in used.left_out(model, graphs) if name not in random]
     lost = [name for name in left_out if "pooler" not in name.split(".")]
-    if lost and task == "feature-extraction":
+    if lost:
         raise ExportError(
             f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
             f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",
@@ -495,7 +500,9 @@ def _tasks_of_type(model_type: str) -> list[str]:
     )
 
 
-def _supported_task(model_type: str, task: str, *, requested: str) -> str:
+def _supported_task(
+    model_type: str, task: str, *, requested: str, trust_remote_code: bool = False
+) -> str:
     """Return the registry's task for this model type; `auto` prefers generation with a KV cache.
 
     Raises:
@@ -503,6 +510,11 @@ def _supported_task(model_type: str, task: str, *, requested: str) -> str:
     """
     tasks = _tasks_of_type(model_type)
     if not tasks:
+        if model_type not in CONFIG_MAPPING and not trust_remote_code:
+            raise ExportError(
+                f"transformers' AutoConfig has no model type '{model_type}'.",
+                do="If it is a part of a model, such as a tower, export the whole model.",
+            )
         raise ExportError(
             f"Optimum's registry has no model type '{model_type}'.",
             do="Try --exporter dynamo, torch's own exporter.",

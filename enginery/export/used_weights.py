@@ -23,7 +23,9 @@ from enginery.core.artifact.external_data import load_graph
 class UsedWeights:
     """Collect the weights on which the outputs of graphs, and those of the model itself, depend."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool = True) -> None:
+        """Start without weights; if it is not on, none are collected."""
+        self._is_on = is_on
         self._weights: dict[int, Any] = {}
         self._in_graphs: set[int] = set()
         self.notes: list[str] = []
@@ -37,6 +39,8 @@ class UsedWeights:
             inputs: what the graph is traced with.
             file: name of the graph.
         """
+        if not self._is_on:
+            return
         # Nothing is computed backwards, so no activation has to be kept.
         nothing_kept = saved_tensors_hooks(lambda _: None, lambda kept: kept)
         try:

@@ -9,8 +9,6 @@ from enginery.core.errors import ExportError
 from enginery.export.optimum import _require_used
 from enginery.export.used_weights import UsedWeights
 
-FEATURES = "feature-extraction"
-
 
 class Tower(torch.nn.Module):
     """Features, their projection, and an index that no gradient passes."""
@@ -66,34 +64,33 @@ def test_projection_whose_output_the_graph_lacks_is_refused_by_name(graph):
     # The weights of the choice are in the graph, though no gradient comes to them.
     assert used.left_out(model, files) == ["projection.bias", "projection.weight"]
     with pytest.raises(ExportError, match=r"in no graph: projection\.bias, projection\.weight\."):
-        _require_used(model, used, files, FEATURES)
-    # A task has outputs of its own.
-    assert _require_used(model, used, files, "object-detection") == [
-        "left out, because no output depends on it: projection.bias, projection.weight"
-    ]
+        _require_used(model, used, files)
+    off = UsedWeights(is_on=False)  # a task has outputs of its own
+    off.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
+    assert _require_used(model, off, files) == []
 
 
 def test_pooler_is_noted_unless_the_files_lack_it(graph):
     model = Tower("pooler")
     used = traced(model, "features")
     files = graph(model)
-    assert _require_used(model, used, files, FEATURES) == [
+    assert _require_used(model, used, files) == [
         "left out, because no output depends on it: pooler.bias, pooler.weight"
     ]
     model.untrained_weights = ("pooler.bias", "pooler.weight")
-    assert _require_used(model, used, files, FEATURES) == []
+    assert _require_used(model, used, files) == []
 
 
 def test_graph_with_all_outputs_leaves_nothing_out(graph):
     model = Tower()
     used = traced(model, "features", "scores", "vector")
-    assert _require_used(model, used, graph(model), FEATURES) == []
+    assert _require_used(model, used, graph(model)) == []
 
 
 def test_model_that_cannot_run_is_noted(graph):
     model = Tower()
     used = UsedWeights()
     used.add(model, {"x": torch.ones(2, 5)}, "model.onnx")
-    (note,) = _require_used(model, used, graph(model), FEATURES)
+    (note,) = _require_used(model, used, graph(model))
     assert note.startswith("model.onnx: which weights are in use is not known: mat1 and mat2")
     assert np.isfinite(model.layer.weight.detach().numpy()).all()
