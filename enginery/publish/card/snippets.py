@@ -17,8 +17,10 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, vector_output
 from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.task import input_modality
+from enginery.runtime.tasks.two_towers import has_two_towers
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
@@ -119,10 +121,15 @@ def optimum_loader(artifact: Artifact) -> str:
     task = manifest.task.removesuffix("-with-past")
     loader = _OPTIMUM_CLASSES.get(task, "")
     if manifest.task == "feature-extraction":
-        if input_modality(spec.name for spec in graph.inputs) == "image":
+        inputs = [spec.name for spec in graph.inputs]
+        if len(manifest.graphs) > 1 or has_two_towers(manifest):
+            return ""
+        if input_modality(inputs) == "image":
             return "ORTModelForCustomTasks"  # the other class feeds token ids
-        # It reads this output alone, and not one of CLIP's or DPR's vectors.
-        return loader if len(manifest.graphs) == 1 and "last_hidden_state" in outputs else ""
+        # It reads token vectors alone: of CLIP's and DPR's encoders they are not the embedding.
+        vector = vector_output(graph, ModelConfig.read(artifact.path))
+        reads_all = vector in ("", SENTENCE_OUTPUT) and "last_hidden_state" in outputs
+        return loader if reads_all else ""
     if task == "text2text-generation":
         # The encoder of the layout `enginery` makes the keys of the cross-attention as well.
         names = {PurePosixPath(record.file).name for record in manifest.graphs}
