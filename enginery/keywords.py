@@ -416,7 +416,8 @@ class PredictKeywords(TypedDict, total=False):
     batch_rows: int
     """Maximum number of rows per batch. 0 for 64, or 256 for texts on a GPU."""
     part_rows: int
-    """Number of rows per part of the output; a killed run repeats at most one part."""
+    """Number of rows per part of the output; a killed run repeats at most two parts. 0 for 4096 on
+    the CPU and 65,536 on a GPU."""
     part_seconds: float
     """Time after which a part with fewer rows is finished, in seconds."""
     fail_fast: bool

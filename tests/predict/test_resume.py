@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -390,3 +391,47 @@ def test_parts_of_lines_from_an_earlier_version_are_not_used(
     journal.write_bytes(journal.read_bytes().replace(b', "parts": "arrow"', b"", 1))
     assert predict(artifact, data, force=True).resumed_rows == 0
     assert len(rows()) == ROWS
+
+
+def test_part_that_cannot_be_synced_ends_the_run_and_those_after_it(
+    predict, rows, tmp_path, tiny, data, monkeypatch
+):
+    artifact = tiny("bert", "text-classification")
+    sync, synced = os.fsync, []
+
+    def fail_once(descriptor):
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        synced.append(name)
+        if name == "part-000001":
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_once)
+        with pytest.raises(InputError, match="cannot be written: No space left on device"):
+            predict(artifact, data, window=8, part_rows=16)
+    assert "part-000001" in synced
+    # Parts that were written meanwhile are not in the journal, which has no gaps.
+    lines = (tmp_path / "out.parquet.parts" / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("part") for line in lines[1:]] == [0]
+    assert predict(artifact, data, window=8, part_rows=16).resumed_rows == 16
+    assert len(rows()) == ROWS
+
+
+def test_parts_on_a_gpu_are_larger(predict, tmp_path, tiny, data, monkeypatch):
+    from enginery.predict.batch_predictor import BatchPredictor
+
+    sizes = []
+    write = Journal.write_parts
+
+    def spy(journal, windows, columns, config, assembly, **options):
+        sizes.append(config.part_rows)
+        return write(journal, windows, columns, config, assembly, **options)
+
+    monkeypatch.setattr(Journal, "write_parts", spy)
+    artifact = tiny("bert", "text-classification")
+    predict(artifact, data)
+    monkeypatch.setattr(BatchPredictor, "on_gpu", True)
+    predict(artifact, data, "gpu.jsonl")  # a process of its own writes it
+    assert sizes == [4096, 65_536]
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == ROWS
