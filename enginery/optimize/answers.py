@@ -48,9 +48,12 @@ def append_answer(
         except ArtifactError as error:
             # Readers then pool by the model's own settings.
             return None, f"{record.file}: vectors are pooled outside the graph: {error.message}"
-        spec = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
+        last = tokens.dims[-1]
+        size = pooling.size(last) if isinstance(last, int) else last
+        spec = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], size))
+        layers = "".join(f", {layer.kind}" for layer in pooling.layers)
         normalized = " and normalized" if pooling.normalize else ""
-        note = f"the output {SENTENCE_OUTPUT}, pooled by {pooling.modes[0]}{normalized}"
+        note = f"the output {SENTENCE_OUTPUT}, pooled by {pooling.modes[0]}{layers}{normalized}"
     elif task is Classify and SCORES not in names and "logits" in names:
         logits = names["logits"]
         labels = logits.dims[-1] if logits.dims else None

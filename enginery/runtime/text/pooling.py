@@ -36,7 +36,7 @@ _MODES = {
 }
 TINY_COUNT = 1e-9
 """Lower bound of the number of tokens in sentence-transformers' divisions."""
-_NORM_EPSILON = 1e-5
+NORM_EPSILON = 1e-5
 """Of torch.nn.LayerNorm, by default."""
 TINY_NORM = 1e-12
 """Lower bound of a vector's length in torch.nn.functional.normalize."""
@@ -71,7 +71,7 @@ class Layer:
         if self.kind == "LayerNorm":
             centred = vectors - vectors.mean(axis=1, keepdims=True)
             variance = np.mean(centred * centred, axis=1, keepdims=True)
-            vectors = centred / np.sqrt(variance + _NORM_EPSILON) * self.weight
+            vectors = centred / np.sqrt(variance + NORM_EPSILON) * self.weight
         else:
             vectors = vectors @ self.weight.T
         if self.bias is not None:
