@@ -545,11 +545,11 @@ def test_card_names_optimum_only_if_a_class_of_it_opens_the_folder(tmp_path):
 def test_card_says_which_readers_leave_out_modules_behind_the_graph(tmp_path):
     artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "my-model")
     facts = CardFacts(artifact, "my-model", SourceCard(), Reports.of(artifact), ())
-    assert "behind the graph" not in model_card(facts)
+    assert "behind the pooling" not in model_card(facts)
     add_modules(artifact.path, "Dense:activation.Tanh", "Normalize")
     card = model_card(facts)
-    assert "**The vectors of a text need Dense behind the graph.**" in card
-    assert "transformers.js, FastEmbed and text-embeddings-inference" in card
+    assert "**The vectors of a text need Dense behind the pooling.**" in card
+    assert "such as transformers.js and FastEmbed, return other vectors" in card
 
 
 def test_snippet_for_a_model_that_generates_runs(tmp_path, monkeypatch, capsys):

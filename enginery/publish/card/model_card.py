@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.errors import ArtifactError
 from enginery.core.model.files import ModelConfig
 from enginery.core.table import NOTHING, Row, human_bytes
 from enginery.publish.card.figures import Reports, metrics
@@ -30,7 +31,7 @@ from enginery.reports.base import named_versions
 from enginery.reports.benchmark import gpu_names
 from enginery.reports.validation import ValidationReport
 from enginery.runtime.tasks import manifest_task
-from enginery.runtime.tasks.embed import Embed, vector_output
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, Embed, vector_output
 from enginery.runtime.text.pooling import read_pooling
 
 if TYPE_CHECKING:
@@ -119,12 +120,16 @@ def model_card(facts: CardFacts) -> str:
 
 
 def _modules_behind(artifact: Artifact) -> list[str]:
-    """Return the modules of sentence-transformers that run behind the graph, such as Dense."""
+    """Return the modules of sentence-transformers behind the pooling, such as Dense."""
     if manifest_task(artifact.manifest) is not Embed:
         return []
-    if vector_output(artifact.manifest.graphs[0], ModelConfig.read(artifact.path)):
+    vector = vector_output(artifact.manifest.graphs[0], ModelConfig.read(artifact.path))
+    if vector not in ("", SENTENCE_OUTPUT):  # a projection, which nothing pools
         return []
-    return [layer.kind for layer in read_pooling(artifact.path).layers]
+    try:
+        return [layer.kind for layer in read_pooling(artifact.path).layers]
+    except ArtifactError:  # a module that the graph alone computes
+        return []
 
 
 def card_metadata(facts: CardFacts) -> ModelCardData:
