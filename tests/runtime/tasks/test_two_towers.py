@@ -102,3 +102,11 @@ def test_predict_embeds_the_texts_of_a_file_and_the_images_of_a_folder(whole, tm
     predict_file(artifact, folder, tmp_path / "images-out.jsonl")
     found = [json.loads(line) for line in (tmp_path / "images-out.jsonl").read_text().splitlines()]
     assert [row["embedding"] for row in found] == pytest.approx(images, abs=1e-4)
+
+
+def test_triton_gets_the_graph_of_both_alone(whole):
+    from enginery.deploy.triton.stage import _why_graph_only
+
+    artifact, *_ = whole("CLIPModel")
+    (graph,) = artifact.manifest.graphs
+    assert _why_graph_only(artifact, graph) == "the model takes texts and images in one graph"
