@@ -142,13 +142,15 @@ def test_ids_of_another_tokenizer_are_an_error_that_names_the_cause(running):
     assert "LangChain's OpenAIEmbeddings does" in message
 
 
-@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embed", "inputs")])
-def test_token_ids_are_rejected_if_the_server_takes_none(path, field, tiny_paths):
+@pytest.mark.parametrize(
+    ("path", "field", "status"), [("/v1/embeddings", "input", 400), ("/embed", "inputs", 422)]
+)
+def test_token_ids_are_rejected_if_the_server_takes_none(path, field, status, tiny_paths):
     config = ServeConfig(access_log="off", token_ids=False)
     server = Running(tiny_paths("vectors"), config)
     try:
         found = server("POST", path, {field: ["a", [5, 6]]})
-        assert found.status == 400
+        assert found.status == status
         words = json.dumps(found.json)
         assert "input 1 is a list of token ids, which this server does not take" in words
         assert server("POST", path, {field: ["a", "b"]}).status == 200

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,9 @@ from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
 from enginery.core.model.files import ModelConfig, SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
+    InputLimits,
     ModelInputs,
     Row,
     RowValues,
@@ -26,7 +28,7 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
-from enginery.runtime.text.tokenizer import check_texts
+from enginery.runtime.text.tokenizer import OTHER_TOKENIZER, check_texts
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
@@ -73,6 +75,15 @@ class Embed(TextTask):
     """The prompts of config_sentence_transformers.json, by name."""
     default_prompt: str
     """Name of the prompt that applies if a call names none; empty for no prompt."""
+    takes_token_ids: bool = field(default=True, kw_only=True)
+    """False to reject lists of token ids: nothing tells of which tokenizer they are."""
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
+        """Read the tokenizer, config.json and the modules; see `RowTask.open`."""
+        task = super().open(artifact, record, limits)
+        task.takes_token_ids = limits.token_ids
+        return task
 
     @classmethod
     def _read_settings(
@@ -109,11 +120,11 @@ class Embed(TextTask):
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
         if not isinstance(last, int):
             return 0
-        return self.pooling.size(last) if self.pooling and not self._graph_pools else last
+        return self.pooling.size(last) if self.pooling and not self._vector else last
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the vectors if the graph pools, else the token vectors; see `RowTask`."""
-        if self._graph_pools and not raw:
+        if self._vector and not raw:
             return (self._vector,)
         names = [spec.name for spec in self.record.outputs]
         return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
@@ -122,10 +133,6 @@ class Embed(TextTask):
     def _vector(self) -> str:
         """The graph's output of one vector for each text; empty if it has none."""
         return vector_output(self.record, self.config)
-
-    @property
-    def _graph_pools(self) -> bool:
-        return bool(self._vector)
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
@@ -142,6 +149,12 @@ class Embed(TextTask):
                 raise InputError(
                     f"text {index} is a {type(item).__name__}, expected a string or token ids."
                 )
+            if not self.takes_token_ids and not isinstance(item, str):
+                raise InputError(
+                    f"input {index} is a list of token ids, which this server does not take: "
+                    "nothing tells whether they are ids of the model's own tokenizer.",
+                    do=f"Send texts. {OTHER_TOKENIZER}",
+                )
         name = options.prompt_name or self.default_prompt
         prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
         prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
@@ -154,7 +167,7 @@ class Embed(TextTask):
         # The graph's vectors are normalized if the model's are.
         reads_raw = bool(
             options.normalize is False
-            and self._graph_pools
+            and self._vector
             and self.pooling is not None
             and self.pooling.normalize
         )
@@ -186,7 +199,7 @@ class Embed(TextTask):
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> Vectors:
         """Return float32 (texts, dim)."""
-        own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
+        own = self.pooling is not None and self.pooling.normalize and not self._vector
         return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
 
     def describe(self, result: Vectors) -> str:

@@ -160,6 +160,8 @@ class InputLimits:
     """Maximum number of tokens to generate for a text."""
     max_sequences: int = 0
     """Maximum number of beams or texts of an input."""
+    token_ids: bool = True
+    """False to reject lists of token ids in place of texts."""
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, see `TextTokenizer`."""
 

@@ -15,10 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from enginery.core.errors import EngineryError
 from enginery.runtime.tasks import TASKS
-from enginery.runtime.tasks.embed import Embed
 from enginery.runtime.tasks.task import RowTask, Task, count_characters, count_inputs
-from enginery.runtime.text.tokenizer import OTHER_TOKENIZER
-from enginery.serve.api.errors import HTTPError, fault_response, invalid_field
+from enginery.serve.api.errors import fault_response, invalid_field
 from enginery.serve.api.requests import json_object, parse
 from enginery.serve.batching.scheduler import Timings
 from enginery.serve.config import ServeConfig
@@ -220,16 +218,6 @@ async def run_inference(
     Returns:
         A result for each input; for tensors, the graph's outputs by name.
     """
-    if not config_of(request).token_ids and isinstance(task, Embed):
-        index = next((i for i, item in enumerate(inputs) if not isinstance(item, str)), None)
-        if index is not None:
-            raise HTTPError(
-                400,
-                f"input {index} is a list of token ids, which this server does not take: nothing "
-                "tells whether they are ids of the model's own tokenizer.",
-                do=f"Send texts. {OTHER_TOKENIZER}",
-                field="input",
-            )
     record, timings = request.scope["state"]["record"], Timings()
     read = task.Options.read(options, where=where)
     try:

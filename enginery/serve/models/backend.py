@@ -129,6 +129,7 @@ def open_task(
         max_seconds=options.max_seconds,
         max_new_tokens=options.max_new_tokens,
         max_sequences=options.generation_rows,
+        token_ids=options.token_ids,
         parallel_encode=parallel_encode,
     )
     return definition.open(artifact, record, limits)
