@@ -592,6 +592,9 @@ class GenerationKeywords(TypedDict, total=False):
     (false), or when none can (`never`)."""
     repetition_penalty: float
     """Divides positive logits of tokens that occurred, and multiplies negative ones."""
+    renormalize_logits: bool
+    """Take the log-softmax of the scores after all other changes, which changes the scores of beams
+    whose tokens were banned."""
     no_repeat_ngram_size: int
     """No sequence of this many tokens occurs twice; 0 for no such limit."""
     bad_words_ids: tuple[tuple[int, ...] | list[int], ...] | list[tuple[int, ...] | list[int]]

@@ -75,6 +75,8 @@ class Embed(TextTask):
     """The prompts of config_sentence_transformers.json, by name."""
     default_prompt: str
     """Name of the prompt that applies if a call names none; empty for no prompt."""
+    truncate_dim: int | None = None
+    """Number of leading dimensions that are kept if a call does not say; None for all."""
     takes_token_ids: bool = field(default=True, kw_only=True)
     """False to reject lists of token ids: nothing tells of which tokenizer they are."""
 
@@ -107,8 +109,15 @@ class Embed(TextTask):
                 "embed texts."
             )
         sentence = SentenceTransformersConfig.read(artifact.path)
-        return [note], {
+        notes = [note]
+        if sentence.truncate_dim:
+            notes.append(
+                f"vectors are cut to their first {sentence.truncate_dim} numbers: truncate_dim in "
+                f"{SentenceTransformersConfig.FILE}"
+            )
+        return notes, {
             "pooling": pooling,
+            "truncate_dim": sentence.truncate_dim,
             "prompts": {name: prompt or "" for name, prompt in sentence.prompts.items()},
             "default_prompt": sentence.default_prompt_name,
         }
@@ -121,6 +130,11 @@ class Embed(TextTask):
         if not isinstance(last, int):
             return 0
         return self.pooling.size(last) if self.pooling and not self._vector else last
+
+    def kept_dimensions(self, size: int) -> int:
+        """Return the number of leading dimensions that a call keeps if it names no other."""
+        # As sentence-transformers, which keeps vectors that are shorter as they are.
+        return min(self.truncate_dim or size, size)
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
         """Return the vectors if the graph pools, else the token vectors; see `RowTask`."""
@@ -200,6 +214,9 @@ class Embed(TextTask):
     ) -> Vectors:
         """Return float32 (texts, dim)."""
         own = self.pooling is not None and self.pooling.normalize and not self._vector
+        if self.truncate_dim and options.dimensions is None:
+            size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
+            options = options.model_copy(update={"dimensions": self.kept_dimensions(size)})
         return finish_vectors(outputs, options, dim=self.graph_dim, model_normalizes=own)
 
     def describe(self, result: Vectors) -> str:
@@ -263,7 +280,7 @@ def finish_vectors(
         TaskOptionError: the vectors have fewer than `dimensions` numbers.
     """
     if not len(vectors):
-        return np.empty((0, dim), np.float32)
+        return np.empty((0, options.dimensions or dim), np.float32)
     finished = np.asarray(vectors, np.float32)
     # The model's own normalization is part of its vectors and comes before they are cut; one that
     # is asked for comes last, so that the result has length 1.

@@ -7,7 +7,7 @@ graph gets one blank input of the other, whose vector nothing reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -68,7 +68,7 @@ class EmbedTextsOfBoth(Embed):
     """Embed texts with a graph that takes images as well."""
 
     purpose = "embeds texts here, and images in `load_model` and `predict`"
-    blank_images: Arrays
+    blank_images: Arrays = field(kw_only=True)
 
     @classmethod
     def fits(cls, manifest: Manifest, record: GraphRecord | None) -> bool:
