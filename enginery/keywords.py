@@ -101,6 +101,9 @@ class QuantizeKeywords(TypedDict, total=False):
     """Column of `data` with the texts."""
     label_column: str
     """Column with the correct labels, for `accuracy_budget`."""
+    label_values: Literal["auto", "names", "indices"]
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int
     """Number of rows to read, evenly spread over the file. A quarter of them is held out to measure
     the accuracy: at most 128 rows, or 1024 with `accuracy_budget`."""
@@ -247,6 +250,9 @@ class ValidateKeywords(TypedDict, total=False):
     label_column: str
     """Column of `data` with the correct labels of a text classifier: report the accuracy of the
     reference and of the artifact. It does not decide the verdict."""
+    label_values: Literal["auto", "names", "indices"]
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int
     """Number of rows to read from `data`, evenly spread over the file."""
     reference: str
@@ -312,6 +318,9 @@ class BenchKeywords(TypedDict, total=False):
     label_column: str
     """Column of `data` with the correct labels of a text classifier: report the accuracy of each
     artifact beside its latency."""
+    label_values: Literal["auto", "names", "indices"]
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int
     """Number of rows of `data`, or of images, to read, evenly spread."""
     threads: int

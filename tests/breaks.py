@@ -134,9 +134,9 @@ BREAKS = (
         "tests/test_cache_keys.py::test_a_vocoder_counts_by_its_content",
     ),
     Break(
-        "export/optimum.py",
-        "for m in matrices for w in (weight, weight.T))",
-        "for m in matrices for w in (weight,))",
+        "export/used_weights.py",
+        "for m in arrays for w in (weight, weight.T))",
+        "for m in arrays for w in (weight,))",
         "random weights that the tracer has transposed are exported",
         "tests/export/test_stage.py",
     ),
@@ -493,8 +493,8 @@ BREAKS = (
     ),
     Break(
         "core/datasets/labels.py",
-        "if index is not None and (not indices or index in indices.values()):",
-        "if index is not None:",
+        "if index is not None and (not indices or index in indices.values()) else None",
+        "if index is not None else None",
         "an index that is none of the model's classes is a label",
         "tests/quantize/test_rows.py tests/quantize/calibration/test_data.py",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from enginery.core.errors import OptionError, nearest
-from enginery.core.options import by_content, not_in_key
+from enginery.core.options import LabelReading, by_content, not_in_key
 
 ENGINERY = "enginery"
 """The backend that is always measured: the artifact in this package's own runner."""
@@ -69,6 +69,9 @@ class BenchConfig:
     label_column: str = ""
     """Column of `data` with the correct labels of a text classifier: report the accuracy of each
     artifact beside its latency."""
+    label_values: LabelReading = "auto"
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int = 512
     """Number of rows of `data`, or of images, to read, evenly spread."""
     threads: int = 0

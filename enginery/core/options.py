@@ -20,6 +20,8 @@ Options = TypeVar("Options")
 KeyPart = Literal["value", "content", "nothing"]
 """How an option counts in the cache key of its stage: its value does, the content of what it names,
 or neither."""
+LabelReading = Literal["auto", "names", "indices"]
+"""What the labels in a column of data are: class names, or indices. `auto` reads the column."""
 _KEY_PART = "enginery.key_part"
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
-from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError
+from enginery.export.used_weights import weights_in_graphs
 from enginery.runtime.torch_checkpoint import (
     CHANGES_ANSWERS,
     UnusedTensor,
@@ -90,34 +89,11 @@ def require_trained(
 ) -> None:
     """Raise ExportError if a graph has weights that the model's files lack.
 
-    A pooler that no output reads, for example, is in no graph. Tracing renames weights that it
-    transposes, so matrices are found by their values.
+    A pooler that no output reads, for example, is in no graph.
     """
     if not untrained:
         return  # no weight to compare, so the graphs need not be read
-    random: list[str] = []
-    for path in graphs:
-        tensors = load_graph(path).graph.initializer
-        # The dynamo exporter traces a wrapper, whose only part is the model.
-        names = {tensor.name.removeprefix("model.") for tensor in tensors}
-        names |= {tensor.name for tensor in tensors}
-        shapes = {weight.shape for weight in untrained.values() if weight.ndim > 1}
-        shapes |= {shape[::-1] for shape in shapes}
-        matrices = [
-            numpy_helper.to_array(tensor, str(path.parent)).astype(np.float32)
-            for tensor in tensors
-            if tuple(tensor.dims) in shapes
-        ]
-        random += [
-            name
-            for name, weight in untrained.items()
-            if name in names
-            or (
-                weight.ndim > 1
-                and any(np.array_equal(m, w) for m in matrices for w in (weight, weight.T))
-            )
-        ]
-    if random := sorted(set(random)):
+    if random := sorted(set(weights_in_graphs(untrained, graphs))):
         raise ExportError(
             f"{source} has no weights for {task}: {', '.join(random[:4])}"
             f"{', …' if len(random) > 4 else ''} would be random numbers."

@@ -25,8 +25,10 @@ from enginery.export.graphs import ExportedModel
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, compare_inputs
 from enginery.export.optimum import choose_task, with_image_size
 from enginery.export.positions import find_length_limit
+from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
 from enginery.export.tokenizer import write_tokenizer
+from enginery.export.vocabulary import check_vocabulary, embedding_rows
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
 _PROTOBUF_LIMIT_BYTES = 2**31 - 2**26  # protobuf's limit of 2 GiB, minus space for the nodes
@@ -83,7 +85,11 @@ def export_with_dynamo(
     model.config.save_pretrained(out)
     copy_side_files(source, out, code=config.trust_remote_code)
     require_equal_processor(out)
-    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
+    notes = [
+        *write_module_weights(source, out),
+        *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+        *check_vocabulary(out, embedding_rows(model)),
+    ]
     return ExportedModel(
         files=["model.onnx"],
         task=task,

@@ -21,24 +21,31 @@ from optimum.exporters.onnx import onnx_export_from_model
 from optimum.exporters.tasks import TasksManager
 from optimum.utils import DEFAULT_DUMMY_SHAPES
 from optimum.utils.save_utils import maybe_load_preprocessors
+from transformers import CONFIG_MAPPING
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 
 from enginery.core.artifact.external_data import load_graph
 from enginery.core.errors import ExportError, SourceError, nearest
 from enginery.core.json_file import json_bytes, read_json
 from enginery.core.model.feeds import FeedLimits
-from enginery.core.model.files import ModelConfig, PreprocessorConfig
+from enginery.core.model.files import ModelConfig, PreprocessorConfig, module_kinds
 from enginery.core.shapes import canonical_dim
 from enginery.core.subprocess import report_phase
 from enginery.core.temporary import temporary_directory
 from enginery.export.checkpoint import check_unused, require_trained, untrained_weights
 from enginery.export.config import ExportConfig
+from enginery.export.encoder_configs import encoder_config, needs_encoder_config
 from enginery.export.generation import arrange_for_generation
 from enginery.export.graphs import ExportedModel, TracedInputs, list_graphs
 from enginery.export.model_inputs import PIXEL_MASK, TYPES, InputChanges, compare_inputs
 from enginery.export.positions import find_length_limit
+from enginery.export.sentence_modules import write_module_weights
 from enginery.export.side_files import copy_side_files, require_equal_processor
+from enginery.export.tasks import inferred_task
 from enginery.export.tokenizer import write_tokenizer
+from enginery.export.used_weights import UsedWeights
+from enginery.export.vocabulary import check_vocabulary, embedding_rows
+from enginery.runtime.torch_classes import default_class, feature_class
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_runner import TorchOptions, load_pytorch
 
@@ -68,11 +75,18 @@ def export_with_optimum(
     library = "timm" if settings.architecture else "transformers"
     model_type = settings.model_type or library
     task = choose_task(config.task, settings)
-    if library == "transformers":
-        task = _supported_task(model_type, task, requested=config.task)
+    if library == "transformers" and not _is_encoder(source, config, task):
+        task = _supported_task(
+            model_type,
+            task,
+            requested=config.task,
+            trust_remote_code=config.trust_remote_code,
+        )
     _check_vocoder(model_type, vocoder)
     report_phase(f"tracing {model_type} for {task}")
-    with _traced_inputs() as traced:
+    # Other tasks have outputs of their own: the objectness of OWLv2 is no answer of its pipeline.
+    used = UsedWeights(is_on=task == "feature-extraction")
+    with _traced_inputs(used) as traced:
         model = load_pytorch(
             source,
             task,
@@ -89,6 +103,8 @@ def export_with_optimum(
         length_limit, limit_notes = find_length_limit(model, settings)
         _export(model, source, config, out, task=task, vocoder=vocoder)
         untrained = untrained_weights(model)
+        rows = embedding_rows(model)
+        use_notes = _require_used(model, used, [out / file for file in list_graphs(out)])
         unused = getattr(model, "unused_tensors", ())
         config_notes = (*getattr(model, "config_notes", ()), *unused_notes, *limit_notes)
         # What follows may load the graphs, whose weights would be in memory twice.
@@ -100,7 +116,12 @@ def export_with_optimum(
         _write_timm_processor(source, out)
     copy_side_files(source, out, code=config.trust_remote_code)
     require_equal_processor(out)
-    notes = write_tokenizer(source, out, trust_remote_code=config.trust_remote_code)
+    notes = [
+        *use_notes,
+        *write_module_weights(source, out),
+        *write_tokenizer(source, out, trust_remote_code=config.trust_remote_code),
+        *check_vocabulary(out, rows),
+    ]
     generates = task.endswith("-with-past") and task != "feature-extraction-with-past"
     if generates and config.layout == "enginery":
         report_phase("arranging the graphs for generation")
@@ -151,6 +172,8 @@ def _export(
     if task.endswith("-with-past"):  # the past is as long as the tokens after it
         longest //= 2
     shapes = {"sequence_length": min(DEFAULT_DUMMY_SHAPES["sequence_length"], longest)}
+    # An encoder's outputs are those of its class.
+    encoder = encoder_config(model, config.dtype) if task == "feature-extraction" else None
     takes_pixels = (source / PreprocessorConfig.FILE).is_file()
     inputs = _inputs_as_given(model, source, task, trust_remote_code=config.trust_remote_code)
     with (
@@ -171,8 +194,21 @@ def _export(
             preprocessors=maybe_load_preprocessors(str(source)) if takes_pixels else [],
             do_validation=False,  # the validate stage is stricter and raises
             model_kwargs={"vocoder": str(vocoder)} if vocoder else None,
+            custom_onnx_configs={"model": encoder} if encoder is not None else None,
             **shapes,
         )
+
+
+def _is_encoder(source: Path, config: ExportConfig, task: str) -> bool:
+    """Return True for an encoder that is exported without Optimum's registry."""
+    described = ModelConfig.read(source, error=SourceError)
+    is_candidate = described.names_encoder or "Transformer" in module_kinds(source)
+    is_known = described.model_type in CONFIG_MAPPING
+    if task != "feature-extraction" or config.trust_remote_code or not (is_candidate and is_known):
+        return False
+    settings = load_config(source, trust_remote_code=False).config
+    model_class = feature_class(source, settings) or default_class(settings)
+    return model_class is not None and needs_encoder_config(model_class, settings)
 
 
 def _write_timm_processor(source: Path, out: Path) -> None:
@@ -291,8 +327,8 @@ def _inputs_as_given(
 
 
 @contextmanager
-def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
-    """Yield the inputs that graphs are traced with, by file.
+def _traced_inputs(used: UsedWeights) -> Iterator[dict[str, TracedInputs]]:
+    """Yield the inputs that graphs are traced with, by file; collect the weights in use.
 
     Optimum generates inputs that the model accepts: images of its size, series of its length.
     """
@@ -314,7 +350,10 @@ def _traced_inputs() -> Iterator[dict[str, TracedInputs]]:
                 if not _takes_one_less(model, dim, args[0], dynamic_axes)
             ),
         )
-        return original(model, args, f=f, dynamic_axes=dynamic_axes, **options)
+        program = original(model, args, f=f, dynamic_axes=dynamic_axes, **options)
+        # Afterwards: LeViT keeps tensors of its first run, which in a trace must have no gradient.
+        used.add(model, args[0], Path(f).name)
+        return program
 
     torch.onnx.export = export
     try:
@@ -422,52 +461,103 @@ def _refuse_padding_at_the_end(source: Path, *, trust_remote_code: bool) -> None
         )
 
 
+def _require_used(model: Any, used: UsedWeights, graphs: list[Path]) -> list[str]:
+    """Return notes on poolers that are in no graph; raise ExportError for another lost weight.
+
+    Features without a projection are of another space. BERT's pooler is left from pretraining, and
+    no embedding is read from it.
+    """
+    random = getattr(model, "untrained_weights", ())
+    left_out = [name for name in used.left_out(model, graphs) if name not in random]
+    lost = [name for name in left_out if "pooler" not in name.split(".")]
+    if lost:
+        raise ExportError(
+            f"the outputs of {type(model).__name__} depend on weights that are in no graph: "
+            f"{', '.join(lost[:4])}{', …' if len(lost) > 4 else ''}.",
+            do="Optimum exports fewer outputs than the class has: try --exporter dynamo.",
+        )
+    notes = list(used.notes)
+    if left_out:
+        notes.append(f"left out, because no output depends on it: {', '.join(left_out)}")
+    return notes
+
+
 def choose_task(requested: str, settings: ModelConfig) -> str:
     """Return the requested task; `auto` infers it from the model's class.
 
     Raises:
         ExportError: the task cannot be inferred.
     """
-    tasks = sorted(TasksManager.get_all_tasks())
     if requested != "auto":
         return requested
     if settings.architecture:  # timm's config.json
         return "image-classification"
-    names = settings.architectures
-    model_class = getattr(transformers, names[0], None) if names else None
-    if model_class is None:
-        raise ExportError(
-            f"the task cannot be inferred: config.json names the class "
-            f"{names[0] if names else '(none)'}, which transformers does not have.",
-            do=f"Set --task to one of: {', '.join(tasks)}.",
+    if (task := inferred_task(settings)) != "auto":
+        return task
+    name = settings.architectures[0] if settings.architectures else ""
+    supported = _tasks_of_type(settings.model_type)
+    fitting = [task for task in _tasks_of_class(name) if not supported or task in supported]
+    if fitting:
+        return fitting[0]
+    if not name:
+        problem = "config.json names no class"
+    elif not hasattr(transformers, name):
+        problem = f"config.json names the class {name}, which transformers does not have"
+    elif tasks := _tasks_of_class(name):
+        problem = f"the class {name} is for {tasks[0]}, for which Optimum does not export it"
+    else:
+        problem = f"transformers lists no task for the class {name}"
+    choices = f"--task to one of: {', '.join(supported)}" if supported else "--task"
+    raise ExportError(f"the task cannot be inferred: {problem}.", do=f"Set {choices}.")
+
+
+def _tasks_of_class(name: str) -> list[str]:
+    """Return the tasks that transformers lists for a class, those of text before others.
+
+    BART's class for conditional generation fills masks as well, but it is there to generate.
+    """
+    mappings = TasksManager._TRANSFORMERS_TASKS_TO_MODEL_MAPPINGS  # noqa: SLF001  no accessor
+    tasks = []
+    for task, classes in mappings.items():
+        # A value is a class's name, or several of them.
+        values = [value if isinstance(value, tuple) else (value,) for value in classes.values()]
+        if any(name in value for value in values):
+            tasks.append(task)
+    return sorted(tasks, key=lambda task: task != "text2text-generation")
+
+
+def _tasks_of_type(model_type: str) -> list[str]:
+    """Return the tasks for which Optimum exports a model type; nothing if it lacks the type."""
+    if model_type not in TasksManager._SUPPORTED_MODEL_TYPE:  # noqa: SLF001  no accessor
+        return []
+    return list(
+        TasksManager.get_supported_tasks_for_model_type(
+            model_type, "onnx", library_name="transformers"
         )
-    try:
-        # The public method accepts only Hub ids, but these files are local.
-        task = TasksManager._infer_task_from_model_or_model_class(model_class=model_class)  # noqa: SLF001
-    except ValueError as error:
-        raise ExportError(
-            f"the task cannot be inferred from the class {names[0]}.",
-            do=f"Set --task to one of: {', '.join(tasks)}.",
-        ) from error
-    return str(task)
+    )
 
 
-def _supported_task(model_type: str, task: str, *, requested: str) -> str:
+def _supported_task(
+    model_type: str, task: str, *, requested: str, trust_remote_code: bool = False
+) -> str:
     """Return the registry's task for this model type; `auto` prefers generation with a KV cache.
 
     Raises:
         ExportError: the registry lacks the model type or the task.
     """
-    known = TasksManager._SUPPORTED_MODEL_TYPE  # noqa: SLF001  there is no public accessor
-    if model_type not in known:
+    tasks = _tasks_of_type(model_type)
+    if not tasks:
+        if model_type not in CONFIG_MAPPING and not trust_remote_code:
+            raise ExportError(
+                f"transformers' AutoConfig has no model type '{model_type}'.",
+                do="If it is a part of a model, such as a tower, export the whole model.",
+            )
         raise ExportError(
             f"Optimum's registry has no model type '{model_type}'.",
             do="Try --exporter dynamo, torch's own exporter.",
         )
-    tasks = TasksManager.get_supported_tasks_for_model_type(
-        model_type, "onnx", library_name="transformers"
-    )
-    if requested == "auto" and f"{task}-with-past" in tasks:
+    # The features of a text need no cache: its tokens are known.
+    if requested == "auto" and task != "feature-extraction" and f"{task}-with-past" in tasks:
         return f"{task}-with-past"
     if task not in tasks:
         raise ExportError(

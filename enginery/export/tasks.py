@@ -101,6 +101,7 @@ _TASK_OF_CLASS = {
     "Model": "feature-extraction",
 }
 """End of a class's name -> the task that Optimum infers."""
+_PARTS = ("TextModel", "VisionModel")
 _TASK_OF_MODULE = {"Pooling": "feature-extraction", "LogitScore": "text-classification"}
 
 
@@ -133,6 +134,10 @@ def inferred_task(config: ModelConfig, modules: Collection[str] = ()) -> str:
     """
     if task := next((_TASK_OF_MODULE[kind] for kind in modules if kind in _TASK_OF_MODULE), ""):
         return task
+    # Decoders of images and texts have a TextModel, too, but their type does not end like it.
+    is_part = config.model_type.endswith(("_text_model", "_vision_model"))
+    if config.names_encoder and (is_part or not config.architectures[0].endswith(_PARTS)):
+        return "feature-extraction"
     name = config.architectures[0] if config.architectures else ""
     if config.model_type not in _ENCODERS or "LMHead" in name:
         return "auto"

@@ -16,7 +16,7 @@ from enginery.passes.ir.answers import append_pooling, append_scores
 from enginery.passes.ir.graph_file import check_graph
 from enginery.runtime.tasks import manifest_task
 from enginery.runtime.tasks.classify import SCORES, Classify, choose_activation
-from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS, Embed
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, TOKEN_OUTPUTS, Embed, vector_output
 from enginery.runtime.text.pooling import read_pooling
 
 
@@ -38,7 +38,7 @@ def append_answer(
     task = manifest_task(artifact.manifest, record)
     proto = load_graph(graph)  # without its external data
     model = ir.from_proto(proto)
-    if task is Embed and SENTENCE_OUTPUT not in names:
+    if task is Embed and not vector_output(record, ModelConfig.read(artifact.path)):
         tokens = next((names[name] for name in TOKEN_OUTPUTS if name in names), None)
         if tokens is None:
             return None, ""
@@ -48,9 +48,12 @@ def append_answer(
         except ArtifactError as error:
             # Readers then pool by the model's own settings.
             return None, f"{record.file}: vectors are pooled outside the graph: {error.message}"
-        spec = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
+        last = tokens.dims[-1]
+        size = pooling.size(last) if isinstance(last, int) else last
+        spec = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], size))
+        layers = "".join(f", {layer.kind}" for layer in pooling.layers)
         normalized = " and normalized" if pooling.normalize else ""
-        note = f"the output {SENTENCE_OUTPUT}, pooled by {pooling.modes[0]}{normalized}"
+        note = f"the output {SENTENCE_OUTPUT}, pooled by {pooling.modes[0]}{layers}{normalized}"
     elif task is Classify and SCORES not in names and "logits" in names:
         logits = names["logits"]
         labels = logits.dims[-1] if logits.dims else None

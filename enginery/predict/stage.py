@@ -64,6 +64,7 @@ from enginery.predict.writer import Assembly, output_format
 from enginery.runtime.machine import usable_cores
 from enginery.runtime.providers.specification import format_providers
 from enginery.runtime.tasks.task import PLURALS
+from enginery.runtime.tasks.two_towers import has_two_towers
 
 STAGE = "predict"
 STAGE_VERSION = "3"
@@ -131,7 +132,8 @@ def run(
         input_file(source, output, config) as path,
     ):
         options = input_options(config, keep="lines" if kind == "jsonl" else "columns")
-        detect_format(path, options)
+        if detect_format(path, options) == "images" and has_two_towers(artifact.manifest):
+            config = replace(config, format="images")  # of a folder the images, else texts
         if path.resolve() == output.resolve():
             raise InputError(f"output '{output}' is the input, which is never overwritten.")
         key = fingerprint(artifact, path, kind, config)

@@ -15,7 +15,7 @@ from enginery.core.errors import ArtifactError, OptionError
 from enginery.predict.config import PredictConfig
 from enginery.predict.generation import read_generation_options
 from enginery.runtime.providers.specification import ProviderSpec, parse_providers
-from enginery.runtime.tasks import manifest_task, supported_tasks
+from enginery.runtime.tasks import manifest_tasks, supported_tasks
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.tasks.task import Task, TaskOptionError, TaskOptions
 
@@ -51,13 +51,16 @@ def require_task(artifact: Artifact, config: PredictConfig) -> type[Task]:
         OptionError: an option does not fit the task.
     """
     name = artifact.manifest.task
-    task = manifest_task(artifact.manifest)
-    if task is None:
+    tasks = manifest_tasks(artifact.manifest)
+    if not tasks:
         raise ArtifactError(
             f"{artifact.path} was exported for {name}, expected one of "
             f"{', '.join(supported_tasks())}.",
             do="For the graph's own outputs, name an .npz file: --out results.npz",
         )
+    # A graph for texts and images embeds the images of a folder, and the texts of other inputs.
+    wanted = "image" if config.format == "images" else tasks[0].modality
+    task = next((task for task in tasks if task.modality == wanted), tasks[0])
     read_options(task, config)
     return task
 

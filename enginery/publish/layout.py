@@ -304,7 +304,9 @@ def _rewrite(
                 f"{', '.join(outputs)}, expected {' or '.join(TOKEN_OUTPUTS)}."
             )
         model = _with_pooling(model, pooling, tokens.name)
-        vector = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], tokens.dims[-1]))
+        last = tokens.dims[-1]
+        size = pooling.size(last) if isinstance(last, int) else last
+        vector = TensorSpec(SENTENCE_OUTPUT, "float32", (tokens.dims[0], size))
         after = after.model_copy(update={"outputs": (*before.outputs, vector)})
     here = PurePosixPath(before.file).parent
     used = {

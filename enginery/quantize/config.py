@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from enginery.core.errors import OptionError
-from enginery.core.options import by_content, not_in_key
+from enginery.core.options import LabelReading, by_content, not_in_key
 from enginery.runtime.tensorrt.options import capability_name
 
 Method = Literal["percentile", "minmax", "moving-average", "entropy", "mse"]
@@ -24,6 +24,9 @@ class QuantizeConfig:
     """Column of `data` with the texts."""
     label_column: str = ""
     """Column with the correct labels, for `accuracy_budget`."""
+    label_values: LabelReading = "auto"
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int = 512
     """Number of rows to read, evenly spread over the file. A quarter of them is held out to measure
     the accuracy: at most 128 rows, or 1024 with `accuracy_budget`."""

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, get_args
 
@@ -30,7 +31,7 @@ from enginery.runtime.providers.availability import ONNXRUNTIME, require_onnxrun
 from enginery.runtime.providers.known import CUDA
 from enginery.runtime.providers.selection import Provider
 from enginery.runtime.providers.specification import Providers, parse_providers
-from enginery.runtime.tasks import require_task
+from enginery.runtime.tasks import manifest_tasks, require_task
 from enginery.runtime.tasks.answer import MAX_ANSWER_TOKENS, ContextAnswer
 from enginery.runtime.tasks.audio import Transcription
 from enginery.runtime.tasks.batch_runner import BatchRunner
@@ -89,14 +90,26 @@ class Model(Closeable):
     that is out of range.
     """
 
-    def __init__(self, artifact: Artifact, rows: BatchRunner | TextGenerator) -> None:
-        """Take the artifact, and what runs the rows of its task, which is closed with this."""
+    def __init__(
+        self,
+        artifact: Artifact,
+        rows: BatchRunner | TextGenerator,
+        others: Sequence[BatchRunner] = (),
+    ) -> None:
+        """Take the artifact, and what runs the rows of its task, which is closed with this.
+
+        Args:
+            artifact: the artifact.
+            rows: runs the rows of the artifact's task.
+            others: run the rows of further tasks with the same session.
+        """
         self.artifact = artifact
         self.task = artifact.manifest.task
         self._rows = rows
         self._runner = runner = rows.runner
         self.definition = cast("Task", rows.task)
         """The task, which preprocesses inputs and postprocesses outputs."""
+        self._others = {cast("Task", other.task).verb: other for other in others}
         self.method = self.definition.verb
         """Name of the task's method."""
         self.truncated = 0
@@ -107,7 +120,8 @@ class Model(Closeable):
     @property
     def notes(self) -> tuple[str, ...]:
         """Choices made for this model, with their reasons."""
-        return self.definition.notes
+        others = (cast("Task", other.task).notes for other in self._others.values())
+        return tuple(dict.fromkeys((*self.definition.notes, *chain.from_iterable(others))))
 
     @property
     def providers(self) -> list[Provider]:
@@ -128,9 +142,14 @@ class Model(Closeable):
         Raises:
             InputError: an input or an option is invalid; the message has the input's index.
         """
-        task, batches = self.definition, self._rows
-        if isinstance(batches, TextGenerator):
+        if isinstance(self._rows, TextGenerator):
             return self.generate(inputs, **{"num_return_sequences": 1, **options})
+        return self._run_rows(self._rows, inputs, options)
+
+    def _run_rows(
+        self, batches: BatchRunner, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        task = cast("Task", batches.task)
         read = task.Options.read(options)
         if isinstance(task, MediaTask):  # rows are large: do not hold all of them in memory
             outputs = batches.run_stream(map(self._count, task.read_rows(inputs)))
@@ -384,6 +403,8 @@ class Model(Closeable):
 
     def _run_task(self, verb: str, inputs: Sequence[Any], **options: Any) -> Any:
         """Run the model on inputs; raise InputError if its task is another than `verb`."""
+        if verb in self._others:
+            return self._run_rows(self._others[verb], inputs, options)
         if verb != self.method:
             raise self._other_task(verb)
         return self(inputs, **options)
@@ -519,6 +540,7 @@ def load_model(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     opened.require_passed(allow_failed=allow_failed)
     definition = require_task(opened.manifest)
+    further = manifest_tasks(opened.manifest)[1:]
     packages = (ONNXRUNTIME, "onnx") if definition.runs_in_steps else (ONNXRUNTIME,)
     require_onnxruntime("Loading a model", *packages, extra="generate")
     specs = parse_providers(providers, provider_options, default="cpu")
@@ -528,7 +550,8 @@ def load_model(
         io_binding=io_binding,
         cuda_graph=cuda_graph,
         # A decoder with a fixed cache rounds its sizes up itself.
-        ladder=ladder and not definition.runs_in_steps,
+        # Rungs are of one kind of inputs.
+        ladder=ladder and not definition.runs_in_steps and not further,
         shrink_arena=shrink_arena,
     )
 
@@ -549,7 +572,9 @@ def load_model(
     rows = open_rows(task, open_graph, on_cuda=specs[0].full_name == CUDA)
     try:
         rows.runner.warm_up()
-        return Model(opened, rows)
+        graph = opened.manifest.graphs[0]
+        others = [BatchRunner(other.open(opened, graph), rows.runner) for other in further]
+        return Model(opened, rows, others)
     except BaseException:
         rows.close()
         raise

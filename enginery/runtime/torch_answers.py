@@ -288,6 +288,7 @@ class SentenceRule:
             {"type": "Transformer", "path": ""},
             {"type": "Pooling", "path": ""},
         ]
+        self._is_plain = not (path / "modules.json").is_file()
         settings = _read(path / "config_sentence_transformers.json") or {}
         self._truncate_dim = settings.get("truncate_dim")
         name = settings.get("default_prompt_name")
@@ -319,7 +320,11 @@ class SentenceRule:
             features["prompt_length"] = len(prompt) - ends_special
         parameters = inspect.signature(self._model.forward).parameters
         taken = {name: value for name, value in features.items() if name in parameters}
-        features["token_embeddings"] = self._model(**taken, return_dict=True)[0]
+        outputs = self._model(**taken, return_dict=True)
+        own = _own_vector(outputs, self._model.config) if self._is_plain else None
+        if own is not None:
+            return RawAnswer(arrays={"vector": _array(own[0])})
+        features["token_embeddings"] = outputs[0]
         for step in self._steps:
             features["sentence_embedding"] = step(features)
         vector = features["sentence_embedding"][0][: self._truncate_dim]
@@ -336,6 +341,14 @@ class SentenceRule:
                 return_tensors="pt",
             )
         )
+
+
+def _own_vector(outputs: Mapping[str, Any], config: Any) -> Any | None:
+    """Return the vectors of an encoder that makes them itself: CLIP's towers, DPR's encoders."""
+    if "text_embeds" in outputs:
+        return outputs["text_embeds"]
+    is_tower = config.model_type.endswith("_text_model")
+    return outputs.get("pooler_output") if is_tower or "last_hidden_state" not in outputs else None
 
 
 def _sentence_module(kind: str, folder: Path) -> Callable[[dict[str, Any]], Any]:

@@ -56,6 +56,7 @@ from enginery.runtime.torch_checkpoint import (
     read_checkpoint,
     require_float_weights,
 )
+from enginery.runtime.torch_classes import feature_class
 from enginery.runtime.torch_config import load_config
 from enginery.runtime.torch_decoder import TorchDecoder
 from enginery.runtime.torch_random import RandomNumbers
@@ -202,6 +203,8 @@ def _from_transformers(path: Path, task: str, options: dict[str, Any], device: s
         model_class_name=named,
         library="transformers",
     )
+    if task == "feature-extraction" and not options["trust_remote_code"]:
+        model_class = feature_class(path, config) or model_class
     score = read_logit_score(path) if task == "text-classification" else None
     with torch.device(device):
         loader = AutoModelForCausalLM if score else model_class

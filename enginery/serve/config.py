@@ -94,6 +94,9 @@ class ServeConfig:
     unproved: Literal["warn", "refuse"] = "warn"
     """A text that is longer than any that validate has compared with PyTorch: answer, and say so
     once in the log; or refuse it with status 413."""
+    token_ids: bool = True
+    """Embed lists of token ids as well as texts. Ids of another tokenizer give wrong vectors
+    without an error if they are in the model's vocabulary; without this option all are rejected."""
     api_key: str = ""
     """API key that clients must send. Prefer `api_key_file` or ENGINERY_API_KEY, because other
     users of the machine can read command lines."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from enginery.core.errors import OptionError
-from enginery.core.options import by_content, not_in_key
+from enginery.core.options import LabelReading, by_content, not_in_key
 
 Effort = Literal["quick", "normal", "thorough"]
 
@@ -35,6 +35,9 @@ class ValidateConfig:
     label_column: str = ""
     """Column of `data` with the correct labels of a text classifier: report the accuracy of the
     reference and of the artifact. It does not decide the verdict."""
+    label_values: LabelReading = "auto"
+    """What the labels are: `names` of the model's classes, or `indices`. `auto` reads the whole
+    column in one of the two ways; that both are possible is an error."""
     rows: int = 64
     """Number of rows to read from `data`, evenly spread over the file."""
     reference: str = by_content()

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from enginery.core.accuracy import AccuracyMetrics, measure_accuracy
 from enginery.core.artifact.artifact import Artifact, commit_artifact
 from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.shapes import TensorSpec
 from enginery.publish.card import source as card_source
 from enginery.publish.card.figures import Reports, metrics
 from enginery.publish.card.model_card import (
@@ -20,7 +21,7 @@ from enginery.publish.card.model_card import (
     describe_hardware_target,
     model_card,
 )
-from enginery.publish.card.snippets import loading_snippets
+from enginery.publish.card.snippets import loading_snippets, optimum_loader
 from enginery.publish.card.source import SourceCard, parse_card, read_source_card
 from enginery.publish.config import PublishConfig
 from enginery.publish.layout import arrange
@@ -41,6 +42,7 @@ from tests.bench.sample_results import make_backend_record, make_case, make_resu
 from tests.core.artifacts import make, validated, verdict
 from tests.engine.made import engine_record
 from tests.engine.products import product
+from tests.export.test_sentence_modules import add_modules
 from tests.tiny import tiny_artifact
 
 SOURCE_CARD = """---
@@ -501,6 +503,53 @@ OTHERS = [
 def test_every_snippet_of_the_card_runs(kind, task, tmp_path, monkeypatch, capsys):
     artifact = tiny_artifact(kind, task, tmp_path / "my-model")
     run_snippets(artifact, "my-model", task, tmp_path, monkeypatch, capsys)
+
+
+def test_card_names_optimum_only_if_a_class_of_it_opens_the_folder(tmp_path):
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "my-model")
+    (graph,) = artifact.manifest.graphs
+    text = TensorSpec("text_embeds", "float32", ("batch", 8))
+    image = TensorSpec("image_embeds", "float32", ("batch", 8))
+    pooled = TensorSpec("pooler_output", "float32", ("batch", 8))
+    pixels = TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8))
+
+    def altered(task="feature-extraction", files=("model.onnx",), **update):
+        graphs = tuple(graph.model_copy(update={**update, "file": file}) for file in files)
+        manifest = artifact.manifest.model_copy(update={"task": task, "graphs": graphs})
+        return Artifact(artifact.path, manifest)
+
+    seq2seq = "text2text-generation-with-past"
+    parts = ("encoder_model.onnx", "decoder_with_past_model.onnx")
+    loaders = {
+        "ORTModelForFeatureExtraction": [
+            artifact,
+            altered(outputs=(*graph.outputs, pooled)),  # BERT's pooler is no embedding
+        ],
+        "ORTModelForSeq2SeqLM": [altered(seq2seq, (*parts, "decoder_model.onnx"))],
+        "ORTModelForCustomTasks": [altered(inputs=(pixels,), outputs=(image,))],
+        "": [
+            altered(outputs=(text, *graph.outputs)),
+            altered(outputs=(pooled,)),
+            altered(inputs=(*graph.inputs, pixels), outputs=(text, image)),
+            altered(seq2seq, parts),
+        ],
+    }
+    for loader, artifacts in loaders.items():
+        assert [optimum_loader(made) for made in artifacts] == [loader] * len(artifacts)
+        for made in artifacts:
+            card = model_card(CardFacts(made, "my-model", SourceCard(), Reports.of(made), ()))
+            assert ("also an Optimum model directory" in card) == bool(loader)
+            assert ("- optimum\n" in card) == bool(loader)
+
+
+def test_card_says_which_readers_leave_out_modules_behind_the_graph(tmp_path):
+    artifact = tiny_artifact("bert", "feature-extraction", tmp_path / "my-model")
+    facts = CardFacts(artifact, "my-model", SourceCard(), Reports.of(artifact), ())
+    assert "behind the pooling" not in model_card(facts)
+    add_modules(artifact.path, "Dense:activation.Tanh", "Normalize")
+    card = model_card(facts)
+    assert "**The vectors of a text need Dense behind the pooling.**" in card
+    assert "such as transformers.js and FastEmbed, return other vectors" in card
 
 
 def test_snippet_for_a_model_that_generates_runs(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """OpenAI's own client against the server."""
 
 import base64
+import json
 from datetime import datetime
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from enginery import load_model
 from enginery.serve.batching.queue import OverloadedError
+from enginery.serve.config import ServeConfig
+from tests.serve.conftest import Running
 from tests.serve.doubles import StandInModel, application, ask
 from tests.tolerances import OUTPUTS, SCORES
 
@@ -128,6 +131,31 @@ def test_model_is_found_by_name_and_by_source(name):
     body = {"input": "a", **({"model": name} if name else {})}
     found = ask(application(), "POST", "/v1/embeddings", body)
     assert (found.status, found.json["model"]) == (200, "minilm")
+
+
+def test_ids_of_another_tokenizer_are_an_error_that_names_the_cause(running):
+    body = {"model": "vectors", "input": [[5, 6], [100_256]]}
+    found = running("POST", "/v1/embeddings", body)
+    assert found.status == 400
+    message = found.json["error"]["message"]
+    assert message.startswith("input 1 has the token id 100256, expected whole numbers from 0 to ")
+    assert "LangChain's OpenAIEmbeddings does" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "status"), [("/v1/embeddings", "input", 400), ("/embed", "inputs", 422)]
+)
+def test_token_ids_are_rejected_if_the_server_takes_none(path, field, status, tiny_paths):
+    config = ServeConfig(access_log="off", token_ids=False)
+    server = Running(tiny_paths("vectors"), config)
+    try:
+        found = server("POST", path, {field: ["a", [5, 6]]})
+        assert found.status == status
+        words = json.dumps(found.json)
+        assert "input 1 is a list of token ids, which this server does not take" in words
+        assert server("POST", path, {field: ["a", "b"]}).status == 200
+    finally:
+        server.close()
 
 
 def test_unknown_model_is_not_replaced_by_the_only_one():

@@ -52,6 +52,7 @@ class LabelledTexts:
                 config.column,
                 config.label_column,
                 rows=config.rows,
+                reading=config.label_values,
             )
         return cls(texts, labels, targets)
 

@@ -30,6 +30,8 @@ ARRAY_SUFFIXES = (".npz", ".npy")
 _ARRAY_BYTES = 2 << 30
 """Largest size in bytes of the arrays in an .npz file, and in a folder. An .npy file is
 memory-mapped."""
+_MAX_LABEL_VALUES = 10_000
+"""Different labels of a column that are kept; more are a column of something else."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Sample:
     """Number of rows without a text or image, among the rows that were read."""
     label_names: tuple[str, ...] = ()
     """Names of numeric labels, if the source has them."""
+    label_values: tuple[Any, ...] = ()
+    """Different labels of the whole column, also of rows that are not in the sample."""
 
 
 class DatasetImages(Sequence[Any]):
@@ -80,9 +84,12 @@ def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = ""
     """
     reader, source = _open_texts(path, column, label_column)
     count, left_out, rejected = 0, 0, None
-    for text, *_ in _values(reader, path):
+    values: dict[str, Any] = {}
+    for text, *beside in _values(reader, path):
         if is_text(text):
             count += 1
+            if len(values) < _MAX_LABEL_VALUES:
+                values.update({str(label): label for label in beside})
         else:
             left_out += 1
             rejected = text if rejected is None else rejected
@@ -92,7 +99,8 @@ def read_text_rows(path: Path, column: str, *, rows: int, label_column: str = ""
     with_text = (row for row in _values(reader, path) if is_text(row[0]))
     chosen = list(_take_at(with_text, take_evenly(range(count), rows)))
     labels = [label for _, *beside in chosen for label in beside]
-    return Sample([text for text, *_ in chosen], labels, left_out)
+    texts = [text for text, *_ in chosen]
+    return Sample(texts, labels, left_out, label_values=tuple(values.values()))
 
 
 def require_texts(path: Path, column: str, *, label_column: str = "") -> None:

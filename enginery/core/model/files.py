@@ -11,6 +11,7 @@ images at sizes that fit into memory, whatever a file says.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -289,6 +290,10 @@ _NestedPart = Annotated[
 ]
 """A model's own part under a key that other models use for something else."""
 
+_ENCODER_CLASS = re.compile(r"(WithProjection|EncoderModel|TextModel|VisionModel|DPR\w+Encoder)$")
+"""Names of transformers' classes for a part of a model: a tower of CLIP and its like, with or
+without its projection, DPR's encoders, T5 without its decoder."""
+
 # Position ids of these model types start after the padding index; the first embeddings are unused.
 # Source: create_position_ids_from_input_ids in the modules of transformers.
 _OFFSET_POSITIONS = (
@@ -348,6 +353,15 @@ class ModelConfig(ModelPart, _File):
     backbone_config: ModelPart | None = None
     encoder: _NestedPart = None
     decoder: _NestedPart = None
+
+    @property
+    def names_encoder(self) -> bool:
+        """True if the class is an encoder whose outputs are features, not one with a task's head.
+
+        >>> ModelConfig(architectures=("CLIPTextModelWithProjection",)).names_encoder
+        True
+        """
+        return bool(self.architectures and _ENCODER_CLASS.search(self.architectures[0]))
 
     def merged(self) -> ModelConfig:
         """Return the config with keys of its parts that it lacks itself.
@@ -563,6 +577,34 @@ class PoolingConfig(_File):
         """Return the `pooling_mode_…` keys that are set but unknown."""
         extras = self.model_extra or {}
         return [key for key, on in extras.items() if key.startswith("pooling_mode_") and on]
+
+
+class DenseConfig(_File):
+    """config.json of a Dense module."""
+
+    FILE = "config.json"
+
+    in_features: Count
+    out_features: Count
+    bias: Flag = True
+    activation_function: String = "torch.nn.modules.activation.Tanh"
+    """Name of the activation's class, in full."""
+    module_input_name: String = "sentence_embedding"
+    module_output_name: String = "sentence_embedding"
+    use_residual: Flag = False
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation's class, such as `Tanh`."""
+        return self.activation_function.rpartition(".")[2]
+
+
+class LayerNormConfig(_File):
+    """config.json of a LayerNorm module."""
+
+    FILE = "config.json"
+
+    dimension: Count
 
 
 class LogitScoreConfig(_File):

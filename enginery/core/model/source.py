@@ -23,7 +23,7 @@ from enginery.core.errors import SourceError
 from enginery.core.json_file import read_json
 from enginery.core.model.hub import HubUnreachableError, hub_requests
 from enginery.core.model.onnx_structure import read_structure
-from enginery.core.model.weights import find_local_weights, find_weights
+from enginery.core.model.weights import find_local_weights, find_module_weights, find_weights
 from enginery.core.paths import is_relative_path, list_tree
 
 _SIDE_FILES = (".json", ".txt", ".model", ".spm", ".jinja", ".py")
@@ -163,7 +163,9 @@ def _from_directory(kind: Any, model: str, path: Path, allow_pickle: bool) -> Mo
         for p in list_tree(path)
         if p.is_file() and p.suffix in _SIDE_FILES and ".git" not in p.relative_to(path).parts
     ]
-    files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files})}
+    inside = [p.relative_to(path).as_posix() for p in list_tree(path) if p.is_file()]
+    modules = find_module_weights(model, inside, allow_pickle=allow_pickle)
+    files = {name: sha256_of(path / name) for name in sorted({*names, *weights.files, *modules})}
     record = SourceRecord(
         kind=kind, id=model, revision="", sha256=combined_sha256(files), files=files
     )
@@ -201,10 +203,11 @@ def _from_hub(hub_id: str, revision: str, allow_pickle: bool, cache_dir: str) ->
                 read_json_file,
                 allow_pickle=allow_pickle,
             )
+            modules = find_module_weights(hub_id, names, allow_pickle=allow_pickle)
             path = snapshot_download(
                 hub_id,
                 revision=info.sha,
-                allow_patterns=[*patterns, *weights.files],
+                allow_patterns=[*patterns, *weights.files, *modules],
                 cache_dir=cache_dir or None,
             )
             _write_ref(Path(path), revision)

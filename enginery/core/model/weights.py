@@ -6,6 +6,7 @@ weights.files      # ('model.safetensors',)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ _WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 _INDEX = ".index.json"
+MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Weight files of a module of sentence-transformers, in the order in which it looks for them."""
+_MODULE = re.compile(rf"[0-9]+_(Dense|LayerNorm)/({'|'.join(map(re.escape, MODULE_WEIGHTS))})$")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,32 @@ def find_weights(
             do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
         )
     return Weights(files, pickled)
+
+
+def find_module_weights(
+    model: str, names: Collection[str], *, allow_pickle: bool
+) -> tuple[str, ...]:
+    """Return the weight files of sentence-transformers' modules, such as `2_Dense`.
+
+    Args:
+        model: name of the model for messages.
+        names: names of all files of the model, relative to its directory.
+        allow_pickle: accept pickled weights.
+
+    Raises:
+        SourceError: a module has only pickled weights.
+    """
+    files = []
+    for folder in sorted({name.partition("/")[0] for name in names if _MODULE.match(name)}):
+        safe, pickle = (f"{folder}/{name}" for name in MODULE_WEIGHTS)
+        if safe not in names and not allow_pickle:
+            raise SourceError(
+                f"model '{model}' has only pickled weights for the module {folder} ({pickle}). "
+                "Unpickling can run code from the file, so they are refused by default.",
+                do="Convert them to safetensors, or pass --allow-pickle if you trust their author.",
+            )
+        files.append(safe if safe in names else pickle)
+    return tuple(files)
 
 
 def _shards(

@@ -41,6 +41,7 @@ from enginery.deploy.triton.tensors import check_types
 from enginery.runtime.tasks import TASKS, manifest_task
 from enginery.runtime.tasks.task import PLURALS
 from enginery.runtime.tasks.text import TextTask
+from enginery.runtime.tasks.two_towers import has_two_towers
 
 _MODEL_PY = Path(__file__).with_name("python_model.py")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -160,6 +161,8 @@ def _why_graph_only(artifact: Artifact, record: GraphRecord) -> str:
     """Return why only the graph can be exported; empty if the task's models can be, too."""
     manifest = artifact.manifest
     task = manifest_task(manifest, record)
+    if has_two_towers(manifest, record):
+        return "the model takes texts and images in one graph"
     if task is not None and task.modality != "text":
         return f"the model takes {PLURALS[task.modality]}"
     if task is None or not issubclass(task, TextTask):

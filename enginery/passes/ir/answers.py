@@ -23,10 +23,19 @@ from enginery.core.errors import ArtifactError
 from enginery.passes.ir.nodes import NameAllocator
 from enginery.runtime.tasks.classify import SCORES, Activation
 from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
-from enginery.runtime.text.pooling import TINY_COUNT, TINY_NORM, Pooling
+from enginery.runtime.text.pooling import (
+    NORM_EPSILON,
+    TINY_COUNT,
+    TINY_NORM,
+    Layer,
+    Pooling,
+    Vectors,
+)
 
 _MASK = "attention_mask"
 _MODES = ("mean", "cls", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
+_ACTIVATIONS = {"Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid", "GELU": "Gelu"}
+"""Name of PyTorch's class -> operator."""
 # Since this opset, ReduceSum and Unsqueeze take their axes as an input.
 _MIN_OPSET = 13
 # Since this one, ReduceL2 does, too.
@@ -48,25 +57,8 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
     vectors = next(value for value in graph.outputs if value.name == tokens)
     mask = next((value for value in graph.inputs if value.name == _MASK), None)
     _check(model, pooling, mask)
-    names = NameAllocator(model)
-    tape = Tape(graph)
-
-    def op(op_type: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
-        name = names(f"pooling/{op_type}")
-        value = tape.op(op_type, inputs, attributes, name=name)
-        value.name = names(f"{name}_output")
-        return value
-
-    def constant(value: float | list[int]) -> ir.Value:
-        array = np.array(value, np.float32 if isinstance(value, float) else np.int64)
-        return tape.initializer(ir.tensor(array), name=names("pooling/constant"))
-
-    def norm(rows: ir.Value) -> ir.Value:
-        if model.opset_imports[""] >= _AXES_INPUT_OPSET:
-            return op("ReduceL2", rows, constant([1]), keepdims=1)
-        value = tape.op("ReduceL2", [rows], {"axes": [1], "keepdims": 1}, name=names("pooling/L2"))
-        value.name = names("pooling/L2_output")
-        return value
+    nodes = _Nodes(model)
+    op, constant = nodes.op, nodes.constant
 
     def positions() -> ir.Value:
         # Made from the mask, because shapes are computed on the CPU.
@@ -104,13 +96,65 @@ def append_pooling(model: ir.Model, pooling: Pooling, *, tokens: str) -> None:
         count = op("ReduceSum", weights, constant([1]), keepdims=1)
         count = op("Max", count, constant(TINY_COUNT))
         pooled = op("Div", pooled, op("Sqrt", count) if mode == "mean_sqrt_len_tokens" else count)
+    for layer in pooling.layers:
+        pooled = nodes.apply(layer, pooled)
     if pooling.normalize:
-        pooled = op("Div", pooled, op("Max", norm(pooled), constant(TINY_NORM)))
+        pooled = nodes.unit(pooled)
     pooled.name = SENTENCE_OUTPUT
     pooled.type = ir.TensorType(ir.DataType.FLOAT)
     shape = next(value for value in graph.outputs if value.name == tokens).shape
-    pooled.shape = None if shape is None else ir.Shape([shape[0], shape[2]])
+    if shape is not None:
+        dim = shape[2]
+        pooled.shape = ir.Shape([shape[0], pooling.size(dim) if isinstance(dim, int) else dim])
     graph.outputs.append(pooled)
+
+
+class _Nodes:
+    """Append nodes to a graph, named `pooling/…`."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._names = NameAllocator(model)
+        self._tape = Tape(model.graph)
+        self._opset = model.opset_imports[""]
+
+    def op(
+        self, op_type: str, *inputs: ir.Value | None, **attributes: int | float | list[int]
+    ) -> ir.Value:
+        """Append a node with one output."""
+        name = self._names(f"pooling/{op_type}")
+        value = self._tape.op(op_type, inputs, attributes, name=name)
+        value.name = self._names(f"{name}_output")
+        return value
+
+    def constant(self, value: float | list[int] | Vectors) -> ir.Value:
+        """Add an initializer: int64 for integers, else float32."""
+        array = np.array(value, np.int64 if isinstance(value, int | list) else np.float32)
+        return self._tape.initializer(ir.tensor(array), name=self._names("pooling/constant"))
+
+    def unit(self, rows: ir.Value) -> ir.Value:
+        """Append nodes that scale rows to length 1."""
+        if self._opset >= _AXES_INPUT_OPSET:
+            lengths = self.op("ReduceL2", rows, self.constant([1]), keepdims=1)
+        else:
+            lengths = self.op("ReduceL2", rows, axes=[1], keepdims=1)
+        return self.op("Div", rows, self.op("Max", lengths, self.constant(TINY_NORM)))
+
+    def apply(self, layer: Layer, rows: ir.Value) -> ir.Value:
+        """Append a module behind the pooling."""
+        if layer.weight is None:
+            return self.unit(rows)
+        bias = None if layer.bias is None else self.constant(layer.bias)
+        if layer.kind == "LayerNorm":
+            weight = self.constant(layer.weight)
+            return self.op("LayerNormalization", rows, weight, bias, epsilon=NORM_EPSILON)
+        rows = self.op("MatMul", rows, self.constant(np.ascontiguousarray(layer.weight.T)))
+        if bias is not None:
+            rows = self.op("Add", rows, bias)
+        if layer.activation == "SiLU":
+            return self.op("Mul", rows, self.op("Sigmoid", rows))
+        if layer.activation == "Identity":
+            return rows
+        return self.op(_ACTIVATIONS[layer.activation], rows)
 
 
 def append_scores(model: ir.Model, activation: Activation, *, logits: str) -> None:
@@ -144,6 +188,13 @@ def append_scores(model: ir.Model, activation: Activation, *, logits: str) -> No
     graph.outputs.append(scores)
 
 
+def _opset_of_layers(pooling: Pooling) -> int:
+    """Return the first opset that has the operators of the layers."""
+    opsets = [17 for layer in pooling.layers if layer.kind == "LayerNorm"]
+    opsets += [20 for layer in pooling.layers if layer.activation == "GELU"]
+    return max(opsets, default=_MIN_OPSET)
+
+
 def _check(model: ir.Model, pooling: Pooling, mask: ir.Value | None) -> None:
     """Raise ArtifactError unless the pooling can be computed in the graph."""
     opset = model.opset_imports.get("", 1)
@@ -157,6 +208,9 @@ def _check(model: ir.Model, pooling: Pooling, mask: ir.Value | None) -> None:
         problem = f"the graph has no input {_MASK}"
     elif opset < _MIN_OPSET:
         problem = f"the graph has opset {opset}, expected {_MIN_OPSET} or later"
+    elif opset < (needed := _opset_of_layers(pooling)):
+        kinds = " and ".join(layer.kind for layer in pooling.layers)
+        problem = f"the graph has opset {opset}, and {kinds} need {needed} or later"
     else:
         return
     raise ArtifactError(

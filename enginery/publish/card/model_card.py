@@ -20,14 +20,19 @@ from typing import TYPE_CHECKING, Any
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.engine_record import EngineRecord
 from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.errors import ArtifactError
+from enginery.core.model.files import ModelConfig
 from enginery.core.table import NOTHING, Row, human_bytes
 from enginery.publish.card.figures import Reports, metrics
-from enginery.publish.card.snippets import CPU, loading_snippets
+from enginery.publish.card.snippets import CPU, loading_snippets, optimum_loader
 from enginery.publish.card.source import SourceCard
 from enginery.publish.layout import variant_name
 from enginery.reports.base import named_versions
 from enginery.reports.benchmark import gpu_names
 from enginery.reports.validation import ValidationReport
+from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, Embed, vector_output
+from enginery.runtime.text.pooling import read_pooling
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -106,10 +111,25 @@ def model_card(facts: CardFacts) -> str:
         quantization=reports.quantization,
         benchmark=reports.benchmark,
         engines=facts.engines,
+        optimum=optimum_loader(facts.artifact),
+        behind=_modules_behind(facts.artifact),
         snippets=[(_LOADER_TITLES[way], code) for way, code in snippets.items()],
         rights=facts.rights,
     )
     return f"---\n{card_metadata(facts).to_yaml()}\n---\n\n{body}"
+
+
+def _modules_behind(artifact: Artifact) -> list[str]:
+    """Return the modules of sentence-transformers behind the pooling, such as Dense."""
+    if manifest_task(artifact.manifest) is not Embed:
+        return []
+    vector = vector_output(artifact.manifest.graphs[0], ModelConfig.read(artifact.path))
+    if vector not in ("", SENTENCE_OUTPUT):  # a projection, which nothing pools
+        return []
+    try:
+        return [layer.kind for layer in read_pooling(artifact.path).layers]
+    except ArtifactError:  # a module that the graph alone computes
+        return []
 
 
 def card_metadata(facts: CardFacts) -> ModelCardData:
@@ -118,7 +138,8 @@ def card_metadata(facts: CardFacts) -> ModelCardData:
 
     manifest, rights = facts.artifact.manifest, facts.rights
     quantization = facts.reports.quantization
-    tags = ["onnx", "onnxruntime", "optimum", "enginery", manifest.precision]
+    optimum = ["optimum"] if optimum_loader(facts.artifact) else []
+    tags = ["onnx", "onnxruntime", *optimum, "enginery", manifest.precision]
     if quantization:
         tags.append(quantization.scheme)
     if facts.engines or manifest.target == "tensorrt":

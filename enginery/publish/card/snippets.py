@@ -17,8 +17,10 @@ from enginery.core.model.files import ModelConfig
 from enginery.core.shapes import TensorSpec
 from enginery.runtime.providers.known import short_name
 from enginery.runtime.tasks import manifest_task
+from enginery.runtime.tasks.embed import SENTENCE_OUTPUT, vector_output
 from enginery.runtime.tasks.examples import example_texts
 from enginery.runtime.tasks.task import input_modality
+from enginery.runtime.tasks.two_towers import has_two_towers
 from enginery.runtime.text.pooling import Vectors
 
 CPU = "CPUExecutionProvider"
@@ -67,9 +69,8 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     graph, task = manifest.graphs[0], manifest_task(manifest)
     images = input_modality(spec.name for spec in graph.inputs) == "image"
     texts = [_quoted(text) for text in example_texts(artifact)]
-    optimum_class = _OPTIMUM_CLASSES.get(manifest.task, "")
-    if images and manifest.task == "feature-extraction":
-        optimum_class = "ORTModelForCustomTasks"  # the other class feeds token ids
+    # With a cache, Optimum's classes are shown by its own documentation.
+    optimum_class = optimum_loader(artifact) if "-with-past" not in manifest.task else ""
     inputs = _input_expressions(artifact)
     takes_tokens = {spec.name for spec in graph.inputs} <= _TOKENS.keys()
     template = environment.get_template("snippets.jinja")
@@ -106,6 +107,34 @@ def loading_snippets(artifact: Artifact, name: str, *, provider: str = CPU) -> d
     }
     ways = [way for way, file in needed.items() if file in files]
     return {way: template.render(way=way, **facts).strip() for way in (*ways, "onnxruntime")}
+
+
+def optimum_loader(artifact: Artifact) -> str:
+    """Return Optimum's class that opens the artifact; empty if none does.
+
+    >>> optimum_loader(artifact)
+    'ORTModelForFeatureExtraction'
+    """
+    manifest = artifact.manifest
+    graph = manifest.graphs[0]
+    outputs = {spec.name for spec in graph.outputs}
+    task = manifest.task.removesuffix("-with-past")
+    loader = _OPTIMUM_CLASSES.get(task, "")
+    if manifest.task == "feature-extraction":
+        inputs = [spec.name for spec in graph.inputs]
+        if len(manifest.graphs) > 1 or has_two_towers(manifest):
+            return ""
+        if input_modality(inputs) == "image":
+            return "ORTModelForCustomTasks"  # the other class feeds token ids
+        # It reads token vectors alone: of CLIP's and DPR's encoders they are not the embedding.
+        vector = vector_output(graph, ModelConfig.read(artifact.path))
+        reads_all = vector in ("", SENTENCE_OUTPUT) and "last_hidden_state" in outputs
+        return loader if reads_all else ""
+    if task == "text2text-generation":
+        # The encoder of the layout `enginery` makes the keys of the cross-attention as well.
+        names = {PurePosixPath(record.file).name for record in manifest.graphs}
+        return loader if "decoder_model.onnx" in names else ""
+    return loader
 
 
 def _input_expressions(artifact: Artifact) -> list[tuple[TensorSpec, str]]:

@@ -152,6 +152,7 @@ def _from_rows(
         _label2id(artifact),
         where=f"calibration column '{config.label_column}'",
         names=sample.label_names,
+        reading=config.label_values,
     )
     # An image is checked when it is decoded.
     if not images:
@@ -256,7 +257,13 @@ def _from_file(artifact: Artifact, config: QuantizeConfig) -> CalibrationData:
     text_rows = read_text_rows(
         path, config.column, rows=config.rows, label_column=config.label_column
     )
-    labels = index_labels(text_rows.labels, _label2id(artifact), where=f"data '{path}'")
+    labels = index_labels(
+        text_rows.labels,
+        _label2id(artifact),
+        where=f"data '{path}': column '{config.label_column}'",
+        reading=config.label_values,
+        column=text_rows.label_values,
+    )
     described = _described(
         path.name, len(text_rows.items), config.column, text_rows.left_out, "text"
     )

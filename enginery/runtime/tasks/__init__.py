@@ -17,6 +17,7 @@ from enginery.runtime.tasks.generate import Generate, GenerateFromAudio, Generat
 from enginery.runtime.tasks.images import ClassifyImages, EmbedImages
 from enginery.runtime.tasks.tag import Tag
 from enginery.runtime.tasks.task import Modality, Task
+from enginery.runtime.tasks.two_towers import EmbedImagesOfBoth, EmbedTextsOfBoth
 
 TASKS: dict[str, type[Task]] = {
     task.verb: task
@@ -35,7 +36,12 @@ TASKS: dict[str, type[Task]] = {
 }
 """Task classes by verb. Add a new task here."""
 
-_OTHER_INPUTS: tuple[type[Task], ...] = (GenerateFromImages, GenerateFromAudio)
+_OTHER_INPUTS: tuple[type[Task], ...] = (
+    GenerateFromImages,
+    GenerateFromAudio,
+    EmbedTextsOfBoth,
+    EmbedImagesOfBoth,
+)
 """Classes with the verb of another one, for other inputs."""
 
 
@@ -65,6 +71,16 @@ def find_task(name: str, *, modality: Modality = "text") -> type[Task] | None:
     return next((task for task in fitting if task.modality == modality), None)
 
 
+def manifest_tasks(manifest: Manifest, record: GraphRecord | None = None) -> list[type[Task]]:
+    """Return the task classes for an artifact: two if its graph embeds texts and images.
+
+    Args:
+        manifest: the artifact's manifest.
+        record: the graph to run; None for the first one.
+    """
+    return [task for task in task_classes() if task.fits(manifest, record)]
+
+
 def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task] | None:
     """Return the task class for an artifact, or None if its task is not supported.
 
@@ -72,7 +88,7 @@ def manifest_task(manifest: Manifest, record: GraphRecord | None = None) -> type
         manifest: the artifact's manifest.
         record: the graph to run; None for the first one.
     """
-    return next((task for task in task_classes() if task.fits(manifest, record)), None)
+    return next(iter(manifest_tasks(manifest, record)), None)
 
 
 def require_task(manifest: Manifest, record: GraphRecord | None = None) -> type[Task]:

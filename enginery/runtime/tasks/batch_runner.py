@@ -37,8 +37,9 @@ class BatchRunner:
 
     def __init__(self, task: RowTask, runner: OrtRunner) -> None:
         self.task, self.runner = task, runner
-        self._spec = runner.record.inputs[0]
-        dims = (spec.dims[0] for spec in runner.record.inputs if spec.dims)
+        # Of a graph for texts and images, the task's record has the inputs of one kind.
+        self._spec = task.record.inputs[0]
+        dims = (spec.dims[0] for spec in task.record.inputs if spec.dims)
         self.fixed_rows = next((dim for dim in dims if isinstance(dim, int)), 0)
         """The graph's fixed batch size; 0 if it is dynamic."""
         dynamic = any(isinstance(dim, str) for dim in self._spec.dims[1:])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,11 @@ from pydantic import Field
 from enginery.core.artifact.artifact import Artifact
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import ArtifactError, InputError, nearest
-from enginery.core.model.files import SentenceTransformersConfig
+from enginery.core.model.files import ModelConfig, SentenceTransformersConfig
 from enginery.runtime.tasks.task import (
+    NO_LIMITS,
     Arrays,
+    InputLimits,
     ModelInputs,
     Row,
     RowValues,
@@ -26,10 +28,12 @@ from enginery.runtime.tasks.task import (
 )
 from enginery.runtime.tasks.text import TextOptions, TextTask, output_rows
 from enginery.runtime.text.pooling import Pooling, Vectors, read_pooling
-from enginery.runtime.text.tokenizer import check_texts
+from enginery.runtime.text.tokenizer import OTHER_TOKENIZER, check_texts
 
 TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 SENTENCE_OUTPUT = "sentence_embedding"
+"""A text's vector as sentence-transformers' modules make it of the token vectors."""
+_PROJECTED, _POOLED = "text_embeds", "pooler_output"
 
 _UNIT = 1e-6
 """Tolerance for a squared norm of 1: a model that normalizes in float32 leaves an error of 1e-7."""
@@ -73,6 +77,15 @@ class Embed(TextTask):
     """Name of the prompt that applies if a call names none; empty for no prompt."""
     truncate_dim: int | None = None
     """Number of leading dimensions that are kept if a call does not say; None for all."""
+    takes_token_ids: bool = field(default=True, kw_only=True)
+    """False to reject lists of token ids: nothing tells of which tokenizer they are."""
+
+    @classmethod
+    def open(cls, artifact: Artifact, record: GraphRecord, limits: InputLimits = NO_LIMITS) -> Self:
+        """Read the tokenizer, config.json and the modules; see `RowTask.open`."""
+        task = super().open(artifact, record, limits)
+        task.takes_token_ids = limits.token_ids
+        return task
 
     @classmethod
     def _read_settings(
@@ -80,9 +93,10 @@ class Embed(TextTask):
     ) -> tuple[list[str], dict[str, Any]]:
         outputs = [spec.name for spec in record.outputs]
         pooling: Pooling | None = None
-        if SENTENCE_OUTPUT in outputs:
-            note = "the graph pools by itself (output sentence_embedding)"
-            if any(name in outputs for name in TOKEN_OUTPUTS):
+        vector = vector_output(record, ModelConfig.read(artifact.path))
+        if vector:
+            note = f"the graph pools by itself (output {vector})"
+            if vector == SENTENCE_OUTPUT and any(name in outputs for name in TOKEN_OUTPUTS):
                 with suppress(ArtifactError):  # a module that the graph alone computes
                     pooling = read_pooling(artifact.path)
         elif any(name in outputs for name in TOKEN_OUTPUTS):
@@ -91,7 +105,8 @@ class Embed(TextTask):
         else:
             raise ArtifactError(
                 f"{artifact.path}: the graph has the outputs {', '.join(outputs)}, "
-                f"expected one of {', '.join((SENTENCE_OUTPUT, *TOKEN_OUTPUTS))} to embed texts."
+                f"expected one of {', '.join((SENTENCE_OUTPUT, _PROJECTED, *TOKEN_OUTPUTS))} to "
+                "embed texts."
             )
         sentence = SentenceTransformersConfig.read(artifact.path)
         notes = [note]
@@ -112,8 +127,9 @@ class Embed(TextTask):
         """The size of a vector as the graph declares it; 0 if it does not."""
         (name,) = self.outputs_read()
         last = next(spec.dims[-1] for spec in self.record.outputs if spec.name == name)
-        modes = len(self.pooling.modes) if self.pooling and not self._graph_pools else 1
-        return last * modes if isinstance(last, int) else 0
+        if not isinstance(last, int):
+            return 0
+        return self.pooling.size(last) if self.pooling and not self._vector else last
 
     def kept_dimensions(self, size: int) -> int:
         """Return the number of leading dimensions that a call keeps if it names no other."""
@@ -121,15 +137,16 @@ class Embed(TextTask):
         return min(self.truncate_dim or size, size)
 
     def outputs_read(self, *, raw: bool = False) -> tuple[str, ...]:
-        """Return `sentence_embedding` if the graph pools, else the token vectors; see `RowTask`."""
-        if self._graph_pools and not raw:
-            return (SENTENCE_OUTPUT,)
+        """Return the vectors if the graph pools, else the token vectors; see `RowTask`."""
+        if self._vector and not raw:
+            return (self._vector,)
         names = [spec.name for spec in self.record.outputs]
         return tuple(name for name in TOKEN_OUTPUTS if name in names)[:1]
 
     @cached_property
-    def _graph_pools(self) -> bool:
-        return any(spec.name == SENTENCE_OUTPUT for spec in self.record.outputs)
+    def _vector(self) -> str:
+        """The graph's output of one vector for each text; empty if it has none."""
+        return vector_output(self.record, self.config)
 
     def preprocess(
         self, inputs: Sequence[str | Sequence[int]], options: EmbedOptions
@@ -141,6 +158,17 @@ class Embed(TextTask):
         # Texts only, or a single string, which is refused. Token ids are checked one by one below.
         if len(texts) == len(inputs) or isinstance(inputs, str | bytes):
             check_texts(inputs)
+        for index, item in enumerate(inputs):
+            if not isinstance(item, Sequence | np.ndarray):
+                raise InputError(
+                    f"text {index} is a {type(item).__name__}, expected a string or token ids."
+                )
+            if not self.takes_token_ids and not isinstance(item, str):
+                raise InputError(
+                    f"input {index} is a list of token ids, which this server does not take: "
+                    "nothing tells whether they are ids of the model's own tokenizer.",
+                    do=f"Send texts. {OTHER_TOKENIZER}",
+                )
         name = options.prompt_name or self.default_prompt
         prompt, prompt_tokens = self._prompt(name) if name else ("", 0)
         prepared = [self.tokenizer.prepare(prompt + text) for text in texts]
@@ -153,7 +181,7 @@ class Embed(TextTask):
         # The graph's vectors are normalized if the model's are.
         reads_raw = bool(
             options.normalize is False
-            and self._graph_pools
+            and self._vector
             and self.pooling is not None
             and self.pooling.normalize
         )
@@ -166,11 +194,11 @@ class Embed(TextTask):
         self, rows: Sequence[Row], feeds: Mapping[str, NDArray[Any]], outputs: Arrays
     ) -> Vectors:
         """Return pooled vectors, normalized only by the graph: float32 (len(rows), dim)."""
-        for name in (SENTENCE_OUTPUT, *TOKEN_OUTPUTS):
+        for name in (self._vector, *TOKEN_OUTPUTS):
             if name in outputs:
                 output_rows(outputs, name, rows, tokens=name in TOKEN_OUTPUTS)
-        if self.pooling is None or (SENTENCE_OUTPUT in outputs and not rows[0].reads_raw):
-            return outputs[SENTENCE_OUTPUT].astype(np.float32, copy=False)
+        if self.pooling is None or (self._vector in outputs and not rows[0].reads_raw):
+            return outputs[self._vector].astype(np.float32, copy=False)
         tokens = next((outputs[name] for name in TOKEN_OUTPUTS if name in outputs), None)
         if tokens is None:
             raise InputError(
@@ -185,7 +213,7 @@ class Embed(TextTask):
         self, work: ModelInputs, outputs: Sequence[Any], options: EmbedOptions
     ) -> Vectors:
         """Return float32 (texts, dim)."""
-        own = self.pooling is not None and self.pooling.normalize and not self._graph_pools
+        own = self.pooling is not None and self.pooling.normalize and not self._vector
         if self.truncate_dim and options.dimensions is None:
             size = len(outputs[0]) if len(outputs) else self.graph_dim or self.truncate_dim
             options = options.model_copy(update={"dimensions": self.kept_dimensions(size)})
@@ -211,6 +239,21 @@ class Embed(TextTask):
         # The tokenizer ends the prompt with a special token; within a text the prompt has none.
         ends_special = bool(encoding.special_tokens_mask and encoding.special_tokens_mask[-1])
         return prompt, len(encoding.ids) - ends_special
+
+
+def vector_output(record: GraphRecord, config: ModelConfig) -> str:
+    """Return the graph's output of one vector for each text; empty if token vectors are pooled.
+
+    `sentence_embedding` comes first, then the projection of CLIP's and others' encoders. The pooler
+    of BERT and most others is left from pretraining, and its output is no embedding; DPR's encoders
+    have no other output, and the towers of CLIP and SigLIP read it at the end of a text.
+    """
+    names = [spec.name for spec in record.outputs]
+    for name in (SENTENCE_OUTPUT, _PROJECTED):
+        if name in names:
+            return name
+    pools = config.model_type.endswith("_text_model") or not any(n in names for n in TOKEN_OUTPUTS)
+    return _POOLED if _POOLED in names and pools else ""
 
 
 def finish_vectors(

@@ -165,6 +165,8 @@ class InputLimits:
     """Maximum number of beams or texts of an input."""
     unproved: Unproved = "warn"
     """What to do with a text that is longer than any that was compared with PyTorch."""
+    token_ids: bool = True
+    """False to reject lists of token ids in place of texts."""
     parallel_encode: Callable[[Encode, list[Any]], list[Any]] | None = None
     """Runs the encoding of a list of texts, see `TextTokenizer`."""
 
@@ -305,7 +307,9 @@ class Task(RowTask):
             record: the graph to run; None for the first one.
         """
         graphs = [record] if record else manifest.graphs[:1]
-        names = (spec.name for graph in graphs for spec in graph.inputs)
+        names = [spec.name for graph in graphs for spec in graph.inputs]
+        if "input_ids" in names and "pixel_values" in names:
+            return False  # a class of its own embeds with such a graph
         return manifest.task in cls.tasks and input_modality(names) == cls.modality
 
     @abstractmethod

@@ -3,21 +3,25 @@
     pooling = read_pooling(artifact.path)           # reads modules.json and the folders it lists
     vectors = pooling(tokens, attention_mask)       # float32 (batch, dim)
 
-The formulas are those of sentence-transformers (`models/Pooling.py`, `models/Normalize.py`).
+The formulas are those of sentence-transformers (`models/Pooling.py`, `models/Dense.py`,
+`models/LayerNorm.py`, `models/Normalize.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from enginery.core.errors import ArtifactError
-from enginery.core.model.files import PoolingConfig, read_modules
+from enginery.core.errors import ArtifactError, EngineryError
+from enginery.core.model.files import DenseConfig, LayerNormConfig, PoolingConfig, read_modules
+from enginery.core.model.tensor_file import read_tensors
+from enginery.core.model.weights import MODULE_WEIGHTS
 
 Vectors = NDArray[np.float32]
 
@@ -32,13 +36,52 @@ _MODES = {
 }
 TINY_COUNT = 1e-9
 """Lower bound of the number of tokens in sentence-transformers' divisions."""
+NORM_EPSILON = 1e-5
+"""Of torch.nn.LayerNorm, by default."""
 TINY_NORM = 1e-12
 """Lower bound of a vector's length in torch.nn.functional.normalize."""
 
 
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, np.float32(0)),
+    "Sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x)), np.float32),
+    "SiLU": lambda x: np.asarray(x / (1 + np.exp(-x)), np.float32),
+    "GELU": lambda x: np.asarray(x / 2 * (1 + _erf(x / math.sqrt(2))), np.float32),
+}
+"""Activations of Dense modules, by the name of PyTorch's class."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A module of sentence-transformers after the pooling: Dense, LayerNorm or Normalize."""
+
+    kind: str
+    weight: Vectors | None = None
+    """Of Dense (out, in), of LayerNorm (dim,)."""
+    bias: Vectors | None = None
+    activation: str = "Identity"
+
+    def __call__(self, vectors: Vectors) -> Vectors:
+        """Apply the module to float32 (batch, dim)."""
+        if self.weight is None:
+            return _unit(vectors)
+        if self.kind == "LayerNorm":
+            centred = vectors - vectors.mean(axis=1, keepdims=True)
+            variance = np.mean(centred * centred, axis=1, keepdims=True)
+            vectors = centred / np.sqrt(variance + NORM_EPSILON) * self.weight
+        else:
+            vectors = vectors @ self.weight.T
+        if self.bias is not None:
+            vectors = vectors + self.bias
+        return np.asarray(_ACTIVATIONS[self.activation](vectors), np.float32)
+
+
 @dataclass(frozen=True)
 class Pooling:
-    """The pooling of one model."""
+    """The pooling of one model, with the modules behind it."""
 
     modes: tuple[str, ...]
     """Pooling modes, whose vectors are concatenated."""
@@ -48,6 +91,8 @@ class Pooling:
     """Include the tokens of a prompt."""
     note: str
     """The file that the pooling comes from, for users."""
+    layers: tuple[Layer, ...] = ()
+    """The modules between the pooling and the last Normalize."""
 
     def __call__(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
@@ -61,21 +106,20 @@ class Pooling:
                 one per text.
 
         Returns:
-            float32 (batch, dim * len(modes)).
+            float32 (batch, size), see `size`.
         """
         vectors = self.pool(tokens, mask, prompt=prompt)
-        if not self.normalize:
-            return vectors
-        # In float64, because squares of numbers above 1e19 overflow float32.
-        wide = vectors.astype(np.float64)
-        norms = np.linalg.norm(wide, axis=1, keepdims=True)
-        with np.errstate(invalid="ignore"):  # infinity becomes NaN
-            return np.asarray(wide / np.maximum(norms, TINY_NORM), dtype=np.float32)
+        return _unit(vectors) if self.normalize else vectors
+
+    def size(self, dim: int) -> int:
+        """Return the size of a vector that is made of token vectors of size `dim`."""
+        sizes = [len(layer.weight) for layer in self.layers if layer.weight is not None]
+        return sizes[-1] if sizes else dim * len(self.modes)
 
     def pool(
         self, tokens: NDArray[Any], mask: NDArray[Any], *, prompt: int | Sequence[int] = 0
     ) -> Vectors:
-        """Pool one batch without normalizing; see `__call__`."""
+        """Pool one batch and apply the layers, without normalizing; see `__call__`."""
         tokens = tokens.astype(np.float32, copy=False)
         # Count real tokens only: with padding on the left, a text does not start at position 0.
         positions = np.cumsum(mask != 0, axis=1)
@@ -83,7 +127,10 @@ class Pooling:
             first = np.asarray(prompt or 0).reshape(-1, 1)
             mask = mask * (positions > first)
         pooled = [_pool(mode, tokens, mask, positions) for mode in self.modes]
-        return pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
+        vectors = pooled[0] if len(pooled) == 1 else np.concatenate(pooled, axis=1)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return vectors
 
 
 def read_pooling(directory: Path) -> Pooling:
@@ -102,24 +149,80 @@ def read_pooling(directory: Path) -> Pooling:
             "sentence-transformers does for a plain transformer",
         )
     pooling: Pooling | None = None
-    normalize = False
+    layers: list[Layer] = []
     for module in read_modules(directory):
-        kind = module.kind
-        if kind == "Pooling":
-            pooling = _read_pooling_config(directory / module.path)
-        elif kind == "Normalize":
-            normalize = True
-        elif kind not in ("Transformer", "Dropout"):  # dropout does nothing outside training
+        kind, folder = module.kind, directory / module.path
+        if kind == "Pooling" and pooling is None:
+            pooling = _read_pooling_config(folder)
+        elif kind in ("Dense", "LayerNorm", "Normalize") and pooling is not None:
+            layers.append(_read_layer(kind, folder))
+        # Dropout does nothing outside training.
+        elif kind not in ("Transformer", "Dropout") or (kind == "Transformer" and pooling):
+            behind = " behind its Pooling" if kind == "Pooling" else " without a Pooling before it"
+            supported = "Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout"
             raise ArtifactError(
-                f"{directory / 'modules.json'} has the module {kind or '(no type)'}, which is not "
-                "supported; supported: Transformer, Pooling, Normalize and Dropout.",
+                f"{directory / 'modules.json'} has the module {kind or '(no type)'}"
+                f"{behind if kind in supported else ''}, which is not supported; supported, in "
+                f"this order: {supported}.",
                 do="Run the graph with OrtRunner, and apply the module to its outputs.",
             )
     if pooling is None:
         raise ArtifactError(
             f"{directory / 'modules.json'} has no Pooling module, which is needed to embed texts."
         )
-    return Pooling(pooling.modes, normalize, pooling.include_prompt, pooling.note)
+    normalize = bool(layers) and layers[-1].kind == "Normalize"
+    between = tuple(layers[:-1] if normalize else layers)
+    note = pooling.note + "".join(f", {layer.kind}" for layer in between)
+    return replace(pooling, normalize=normalize, note=note, layers=between)
+
+
+def _read_layer(kind: str, directory: Path) -> Layer:
+    """Read a module behind the pooling.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or a setting is not supported.
+    """
+    if kind == "Normalize":
+        return Layer(kind)
+    file = directory / MODULE_WEIGHTS[0]
+    tensors = read_tensors(file)
+    prefix = "linear" if kind == "Dense" else "norm"
+    weight, bias = tensors.get(f"{prefix}.weight"), tensors.get(f"{prefix}.bias")
+    activation = "Identity"
+    if kind == "Dense":
+        dense = DenseConfig.read(directory)
+        activation = dense.activation
+        require_dense(directory / DenseConfig.FILE, dense)
+        shape: tuple[int, ...] = (dense.out_features, dense.in_features)
+        has_bias = dense.bias
+    else:
+        shape, has_bias = (LayerNormConfig.read(directory).dimension,), True
+    if weight is None or weight.shape != shape or (bias is not None) != has_bias:
+        found = ", ".join(f"{name} {tensor.shape}" for name, tensor in tensors.items())
+        raise ArtifactError(
+            f"{file} has {found or 'no tensors'}; expected {prefix}.weight {shape}"
+            f"{f' and {prefix}.bias' if has_bias else ' alone'}, as config.json beside it says.",
+            do="Export the model again.",
+        )
+    return Layer(kind, weight, bias, activation)
+
+
+def require_dense(
+    file: Path, config: DenseConfig, *, error: type[EngineryError] = ArtifactError
+) -> None:
+    """Raise `error` for a setting of a Dense module that is not supported."""
+    problem = ""
+    if config.activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        problem = f"activation_function {config.activation_function!r}, expected one of {known}"
+    elif config.module_input_name != "sentence_embedding":
+        problem = f"module_input_name {config.module_input_name!r}, expected 'sentence_embedding'"
+    elif config.module_output_name != "sentence_embedding":
+        problem = f"module_output_name {config.module_output_name!r}, expected 'sentence_embedding'"
+    elif config.use_residual:
+        problem = "use_residual, which is not supported"
+    if problem:
+        raise error(f"{file} has {problem}.")
 
 
 def _read_pooling_config(directory: Path) -> Pooling:
@@ -148,6 +251,15 @@ def _read_pooling_config(directory: Path) -> Pooling:
         include_prompt=config.include_prompt,
         note=f"pooling from {directory.name}/config.json: {', '.join(modes)}",
     )
+
+
+def _unit(vectors: Vectors) -> Vectors:
+    """Return vectors of length 1, as torch.nn.functional.normalize makes them."""
+    # In float64, because squares of numbers above 1e19 overflow float32.
+    wide = vectors.astype(np.float64)
+    norms = np.linalg.norm(wide, axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # infinity becomes NaN
+        return np.asarray(wide / np.maximum(norms, TINY_NORM), dtype=np.float32)
 
 
 def _pool(mode: str, tokens: Vectors, mask: NDArray[Any], positions: NDArray[Any]) -> Vectors:

@@ -57,6 +57,12 @@ EQUAL_LENGTHS = "only texts of one length share a batch: the model's outputs dep
 """A note on a graph whose texts cannot be padded."""
 _TYPES = "token_type_ids"
 _TEXT_INPUTS = ("input_ids", "attention_mask", _TYPES, "position_ids")
+OTHER_TOKENIZER = (
+    "Clients made for OpenAI's models may send ids of theirs: LangChain's OpenAIEmbeddings does, "
+    "unless check_embedding_ctx_length is False."
+)
+"""The usual cause of ids that are not the model's, for error messages."""
+_PADDED_TO_LIMIT = ("siglip", "siglip2", "siglip_text_model", "siglip2_text_model")
 
 
 @dataclass(frozen=True)
@@ -228,6 +234,9 @@ class TextTokenizer:
     """Lowercase texts before tokenizing, as sentence_bert_config.json specifies."""
     clean_up: bool
     """Remove spaces before punctuation from decoded text."""
+    pads_to_limit: bool = False
+    """Pad every text to `limit` tokens: SigLIP, which has no mask, was trained so, and reads a
+    text's vector at the last position of the row."""
     pair_template: PairTemplate | None = None
     """Turns a pair of texts into the prompt of a language model; None if the tokenizer joins it."""
     load_languages: Callable[[], Languages] = Languages
@@ -293,6 +302,7 @@ class TextTokenizer:
             mask_token=special.mask_token or "",
             lower_case=sentence.do_lower_case,
             clean_up=settings.clean_up_tokenization_spaces,
+            pads_to_limit=config.model_type in _PADDED_TO_LIMIT,
             pair_template=PairTemplate.open(directory),
             load_languages=cache(lambda: Languages.read(backend, settings, config, special)),
         )
@@ -506,7 +516,8 @@ class TextTokenizer:
             ):
                 raise InputError(
                     f"input {index} has the token id {token_id!r}, expected whole numbers from "
-                    f"0 to {size - 1}."
+                    f"0 to {size - 1}.",
+                    do=f"Send texts, or ids of this model's own tokenizer. {OTHER_TOKENIZER}",
                 )
         # XLNet's and Funnel's classification token has a type of its own.
         first, own, last = types
@@ -666,6 +677,7 @@ class TextTokenizer:
             )
         lengths = list(map(len, encodings))
         longest = max(lengths)
+        width = max(width, self.limit if self.pads_to_limit else 1)
         # A graph of fixed length takes nothing else, so `width` is ignored.
         width = fixed_sequence(specs.values()) or max(longest, width)
         if longest > width:
@@ -692,7 +704,7 @@ class TextTokenizer:
 
     def can_pad(self, inputs: Iterable[TensorSpec]) -> bool:
         """Return True if texts of different lengths can share a batch of the graph."""
-        has_mask = any(spec.name == "attention_mask" for spec in inputs)
+        has_mask = self.pads_to_limit or any(spec.name == "attention_mask" for spec in inputs)
         return self.pads and self.pad_id is not None and has_mask
 
     def strip_padding(self, row: NDArray[Any], encoding: Any) -> NDArray[Any]:

@@ -19,8 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from enginery.core.artifact.manifest import SourceRecord
+from enginery.core.model.files import ModelConfig
 from enginery.core.version import __version__
-from enginery.runtime.tasks.embed import SENTENCE_OUTPUT
+from enginery.runtime.tasks.embed import vector_output
 from enginery.runtime.tasks.examples import example_input
 from enginery.runtime.tasks.generate import Generate
 from enginery.runtime.text.pooling import read_pooling
@@ -310,6 +311,6 @@ def _pooling(model: ServedModel) -> str:
     """Return the pooling (`cls`, `mean`, …); `model` if it is in the graph or not of texts."""
     record = model.backend.record
     takes_texts = model.task is None or model.task.modality == "text"
-    if not takes_texts or any(spec.name == SENTENCE_OUTPUT for spec in record.outputs):
+    if not takes_texts or vector_output(record, ModelConfig.read(model.artifact.path)):
         return "model"
     return "+".join(read_pooling(model.artifact.path).modes)

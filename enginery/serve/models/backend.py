@@ -132,6 +132,7 @@ def open_task(
         max_new_tokens=options.max_new_tokens,
         max_sequences=options.generation_rows,
         unproved=options.unproved,
+        token_ids=options.token_ids,
         parallel_encode=parallel_encode,
     )
     return definition.open(artifact, record, limits)

@@ -100,7 +100,12 @@ def _text_cases(
     labels: Sequence[int] = ()
     if config.label_column:
         texts, labels = read_labelled_texts(
-            artifact, path, column, config.label_column, rows=config.rows
+            artifact,
+            path,
+            column,
+            config.label_column,
+            rows=config.rows,
+            reading=config.label_values,
         )
     else:
         texts = read_texts(path, column, rows=config.rows)

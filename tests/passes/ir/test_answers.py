@@ -7,7 +7,7 @@ import pytest
 
 from enginery.core.errors import ArtifactError
 from enginery.passes.ir.answers import append_pooling, append_scores
-from enginery.runtime.text.pooling import Pooling
+from enginery.runtime.text.pooling import Layer, Pooling
 
 MASKS = {
     "padding on the right": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]],
@@ -27,6 +27,18 @@ def identity(dtype="float", opset=20, mask="attention_mask"):
 
 def pooling(*modes, normalize=False, include_prompt=True):
     return Pooling(modes, normalize, include_prompt, note="")
+
+
+DENSE = np.float32([[1, -2, 3, 0.5], [0.1, 2, -1, 1]])
+LAYERS = {
+    "Normalize": Layer("Normalize"),
+    "LayerNorm": Layer("LayerNorm", np.float32([1, 2, 0.5, -1]), np.float32([0, 1, 2, 3])),
+    **{
+        name: Layer("Dense", DENSE, np.float32([1, -1]), name)
+        for name in ("Tanh", "ReLU", "Sigmoid", "SiLU", "GELU", "Identity")
+    },
+    "Dense without a bias": Layer("Dense", DENSE),
+}
 
 
 def run(model, tokens, mask):
@@ -119,3 +131,24 @@ def test_scores_are_those_of_the_activation(activation, dtype):
     }[activation]
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_behind_the_pooling_are_in_the_graph(layer, normalize):
+    tokens = np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
+    mask = np.array(MASKS["padding on the right"], np.int64)
+    layers = (LAYERS["Normalize"], LAYERS[layer])
+    whole = Pooling(("mean",), normalize, include_prompt=True, note="", layers=layers)
+    model = identity()
+    append_pooling(model, whole, tokens="last_hidden_state")
+    expected = whole(tokens, mask)
+    assert str(model.graph.outputs[-1].shape) == f"[b,{expected.shape[1]}]"
+    np.testing.assert_allclose(run(model, tokens, mask)[1], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_the_opset_lacks_are_refused():
+    for layer, opset in (("LayerNorm", 16), ("GELU", 19)):
+        whole = Pooling(("mean",), False, include_prompt=True, note="", layers=(LAYERS[layer],))
+        with pytest.raises(ArtifactError, match=f"the graph has opset {opset}, and .* need"):
+            append_pooling(identity(opset=opset), whole, tokens="last_hidden_state")

@@ -186,14 +186,55 @@ def test_a_graph_of_sounds_says_what_it_takes(tiny, tmp_path):
 LABELS = {"calm": 0, "angry": 1, "glad": 2}
 
 
+STARS = {"1": 0, "2": 1, "3": 2, "4": 3, "5": 4}
+
+
 def test_labels_are_names_or_indices():
-    found = index_labels(["glad", "1", 0, np.int64(2), 1.0, True], LABELS, where="here")
-    assert found == [2, 1, 0, 2, 1, 1]
+    assert index_labels(["glad", "calm"], LABELS, where="here") == [2, 0]
+    found = index_labels(["1", 0, np.int64(2), 1.0, "2.0", True], LABELS, where="here")
+    assert found == [1, 0, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "indices"),
+    [
+        (["1", "5", "3"], [0, 4, 2]),  # 5 is no index
+        ([1, 5], [0, 4]),
+        ([1.0, 5.0], [0, 4]),
+        (["0", "4", "3"], [0, 4, 3]),  # 0 is no name
+        ([0.0, 4.0], [0, 4]),
+    ],
+)
+def test_names_that_are_numbers_are_told_from_indices_by_the_whole_column(column, indices):
+    assert index_labels(column, STARS, where="here") == indices
+    # A sample alone may have neither the 5 nor the 0.
+    assert index_labels(column[-1:], STARS, where="here", column=column) == indices[-1:]
+
+
+@pytest.mark.parametrize("column", [["1", "4"], [1, 4], [1.0, 4.0], ["2"]])
+def test_labels_that_can_be_names_and_indices_are_an_error_unless_said(column):
+    with pytest.raises(InputError, match="the labels can be names and indices") as raised:
+        index_labels(column, STARS, where="here")
+    assert raised.value.do == "Say which they are: --label-values names, or --label-values indices."
+    wholes = [int(label) for label in column]
+    assert index_labels(column, STARS, where="", reading="indices") == wholes
+    assert index_labels(column, STARS, where="", reading="names") == [n - 1 for n in wholes]
+
+
+def test_names_that_are_their_own_indices_need_no_choice():
+    assert index_labels(["0", "1"], {"0": 0, "1": 1}, where="") == [0, 1]
+    assert index_labels([1.0, 2.0], {"1.0": 1, "2.0": 2}, where="") == [1, 2]
+
+
+def test_column_of_both_is_an_error():
+    with pytest.raises(InputError, match="the label 1 is not one of the model's") as raised:
+        index_labels(["glad", "angry", 1], LABELS, where="here")
+    assert raised.value.do.startswith("The column is read as names.")
 
 
 @pytest.mark.parametrize("label", ["happy", 3, -1, None, 1.5, "2²"])
 def test_a_label_that_the_model_does_not_know_is_an_error(label):
-    with pytest.raises(InputError, match=r"here: the label .* Its labels: calm, angry, glad\."):
+    with pytest.raises(InputError, match=r"here: the label .* labels: calm, angry, glad\."):
         index_labels([0, label], LABELS, where="here")
 
 

@@ -189,9 +189,17 @@ def test_sentence_bert_limits_and_lower_cases(tiny, altered):
 def test_unsupported_module_is_rejected(tiny, altered):
     files = modules(pooling_mode_mean_tokens=True)
     described = json.loads(files["modules.json"])
-    described.append({"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    described.append({"idx": 2, "path": "2_LSTM", "type": "sentence_transformers.models.LSTM"})
     files["modules.json"] = json.dumps(described)
-    with pytest.raises(ArtifactError, match="has the module Dense"):
+    with pytest.raises(ArtifactError, match="has the module LSTM, which is not supported"):
+        load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
+    described[2] = {**described[1], "idx": 2}
+    files["modules.json"] = json.dumps(described)
+    with pytest.raises(ArtifactError, match="has the module Pooling behind its Pooling"):
+        load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
+    described[1] = {"idx": 1, "path": "2_Normalize", "type": "sentence_transformers.Normalize"}
+    files["modules.json"] = json.dumps(described)
+    with pytest.raises(ArtifactError, match="has the module Normalize without a Pooling before it"):
         load_model(altered(tiny.artifact("bert", "feature-extraction"), files))
 
 

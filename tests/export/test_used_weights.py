@@ -1,0 +1,96 @@
+"""Weights of a model that no output of its graphs depends on."""
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper, save
+
+from enginery.core.errors import ExportError
+from enginery.export.optimum import _require_used
+from enginery.export.used_weights import UsedWeights
+
+
+class Tower(torch.nn.Module):
+    """Features, their projection, and an index that no gradient passes."""
+
+    def __init__(self, projection="projection"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 4)
+        self.choice = torch.nn.Linear(4, 4, bias=False)
+        self.name = projection
+        self.add_module(projection, torch.nn.Linear(4, 3))
+
+    def forward(self, x):
+        features = self.layer(x)
+        chosen = self.choice(features)
+        index = chosen.argmax(-1, keepdim=True)
+        features = features + features.gather(1, index)
+        return {
+            "features": features,
+            "scores": chosen,
+            "vector": getattr(self, self.name)(features),
+        }
+
+
+def traced(model, *outputs):
+    """Return what was collected of a graph with some of the model's outputs."""
+    used = UsedWeights()
+    whole = Tower.forward
+    model.forward = lambda x: {name: whole(model, x)[name] for name in outputs}  # as Optimum does
+    with torch.no_grad():
+        used.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
+    return used
+
+
+@pytest.fixture
+def graph(tmp_path):
+    """A graph with the weights of the layer and the choice, transposed as tracing leaves them."""
+
+    def write(model):
+        weights = [numpy_helper.from_array(model.choice.weight.detach().numpy().T.copy(), "val_1")]
+        x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+        made = helper.make_graph([], "g", [x], [x], weights)
+        save(helper.make_model(made), tmp_path / "model.onnx")
+        return [tmp_path / "model.onnx"]
+
+    return write
+
+
+def test_projection_whose_output_the_graph_lacks_is_refused_by_name(graph):
+    model = Tower()
+    used = traced(model, "features")
+    files = graph(model)
+    # The weights of the choice are in the graph, though no gradient comes to them.
+    assert used.left_out(model, files) == ["projection.bias", "projection.weight"]
+    with pytest.raises(ExportError, match=r"in no graph: projection\.bias, projection\.weight\."):
+        _require_used(model, used, files)
+    off = UsedWeights(is_on=False)  # a task has outputs of its own
+    off.add(model, {"x": torch.ones(2, 4)}, "model.onnx")
+    assert _require_used(model, off, files) == []
+
+
+def test_pooler_is_noted_unless_the_files_lack_it(graph):
+    model = Tower("pooler")
+    used = traced(model, "features")
+    files = graph(model)
+    assert _require_used(model, used, files) == [
+        "left out, because no output depends on it: pooler.bias, pooler.weight"
+    ]
+    model.untrained_weights = ("pooler.bias", "pooler.weight")
+    assert _require_used(model, used, files) == []
+
+
+def test_graph_with_all_outputs_leaves_nothing_out(graph):
+    model = Tower()
+    used = traced(model, "features", "scores", "vector")
+    assert _require_used(model, used, graph(model)) == []
+
+
+def test_model_that_cannot_run_is_noted(graph):
+    model = Tower()
+    used = UsedWeights()
+    used.add(model, {"x": torch.ones(2, 5)}, "model.onnx")
+    (note,) = _require_used(model, used, graph(model))
+    assert note.startswith("model.onnx: which weights are in use is not known: mat1 and mat2")
+    assert np.isfinite(model.layer.weight.detach().numpy()).all()
