@@ -35,7 +35,9 @@ def embed(model, tmp_path):
             file = folder / name
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(content))
-        (answer,) = TorchAnswers(network, folder, lambda _: {})("embed", [{"text": text}])
+        (answer,) = TorchAnswers(network, folder, lambda _: {}, restore=bool)(
+            "embed", [{"text": text}]
+        )
         assert not answer.problem
         return answer.arrays["vector"]
 
@@ -150,7 +152,7 @@ def test_pipelines_answer_alone_and_inputs_that_fail_say_why(tmp_path):
 
     path = save_tiny("bert", "text-classification", tmp_path / "model")
     network = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    answers = TorchAnswers(network, path, lambda _: {})
+    answers = TorchAnswers(network, path, lambda _: {}, restore=bool)
     pair = {"text": TEXT, "text_pair": "Who?"}
     first, second, failed = answers("classify", [{"text": TEXT}, pair, {"text": 7}])
     classify = pipeline("text-classification", model=str(path), top_k=None)
@@ -161,4 +163,4 @@ def test_pipelines_answer_alone_and_inputs_that_fail_say_why(tmp_path):
     # A folder without a tokenizer answers nothing.
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError):
-        TorchAnswers(network, tmp_path / "empty", lambda _: {})("classify", [pair])
+        TorchAnswers(network, tmp_path / "empty", lambda _: {}, restore=bool)("classify", [pair])
