@@ -142,19 +142,22 @@ def require_low_nodes(
     """Raise ExportError if graphs were cast, and no node of them computes in the low precision."""
     if not records or any(record.low_nodes for record in records):
         return
+    remedy = "Optimize it with --precision fp32."
     kept = [(node, reason) for record in records for node, reason in record.kept.items()]
     if kept:
         node, reason = kept[0]
         why = f"all {len(kept)} nodes with floats stay FP32, such as {node}: {reason}"
     elif any(_has_float64(artifact.path / record.file) for record in artifact.manifest.graphs):
         why = "it computes in float64, and only float32 is cast"
+        remedy += (
+            " Or convert the file's weights, inputs and outputs to float32, and export that file."
+        )
     else:
         why = "it has no node with floats"
     names = ", ".join(record.file for record in artifact.manifest.graphs)
     raise ExportError(
         f"{artifact.path}: no node of {names} can compute in {config.precision}: {why}.",
-        do="Optimize it with --precision fp32. If the file computes in float64, convert its "
-        "weights, inputs and outputs to float32 and export that file for another precision.",
+        do=remedy,
     )
 
 

@@ -17,7 +17,7 @@ cache, `encoder_sequence` in a decoder that attends to an encoder.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from enginery.core.shapes import Profile, TensorSpec, dim_terms, dynamic_dims
 from enginery.core.tolerance import QuantizedTolerance
 from enginery.reports.validation import GraphCoverage, ValidationCaseResult
 from enginery.runtime.engines.padding import dim_sizes
+from enginery.validate.cases.decisions import Decisions
 from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 from enginery.validate.compare import GraphComparison
 from enginery.validate.config import Effort
@@ -150,7 +151,7 @@ class ConsistencyScan:
         limits: FeedLimits,
         *,
         engines: Sequence[Profile] = (),
-        sizes: Collection[int] = (),
+        decisions: Decisions | None = None,
         seed: int,
     ) -> None:
         """Prepare the scan of a graph.
@@ -161,12 +162,13 @@ class ConsistencyScan:
             limits: limits on its inputs.
             engines: profiles of the engines that run it. If they take no single row, a row "alone"
                 is a batch of the same row.
-            sizes: numbers in the graph that may be sizes at which it begins to do something else;
-                they run with their neighbours.
+            decisions: what the graph decides from sizes: they run, and so do the numbers that it
+                holds, with their neighbours.
             seed: random seed for the rows.
         """
         # A graph that treats some length differently holds that length.
-        self._special = {size + step for size in sizes for step in (-1, 0, 1)}
+        self._decisions = decisions or Decisions()
+        self._special = {n + step for n in self._decisions.constants for step in (-1, 0, 1)}
         self._run = run
         self._record = record
         self._limits = limits
@@ -205,9 +207,18 @@ class ConsistencyScan:
         # With one row, there would be no other to depend on.
         two = self._fixed or max(2, self._copies)
         by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
-        return list(
-            dict.fromkeys([*by_length, *(ScanShape(size, short) for size in sorted(batches))])
-        )
+        by_batch = [ScanShape(size, short) for size in sorted(batches)]
+        return list(dict.fromkeys([*by_length, *by_batch, *self._decided()]))
+
+    def _decided(self) -> list[ScanShape]:
+        """Return the shapes at which the graph begins to do something else."""
+        shapes = []
+        for sizes in self._decisions.sizes:
+            rows = [size for dim, size in sizes.items() if dim == self._batch_dim]
+            length = sizes.get(self.dim, 0)
+            if rows and length >= self._shortest and rows[0] >= max(2, self._copies):
+                shapes.append(ScanShape(rows[0], length))
+        return shapes
 
     def _batch_sizes(self, effort: Effort, profiles: Sequence[Profile]) -> set[int]:
         if self._fixed:

@@ -66,6 +66,7 @@ from enginery.runtime.providers.known import CPU, CUDA, TENSORRT, TENSORRT_RTX, 
 from enginery.runtime.providers.selection import Provider, choose_providers
 from enginery.runtime.providers.specification import ProviderSpec, format_providers, parse_providers
 from enginery.runtime.text.tokenizer import TextTokenizer
+from enginery.validate.cases.decisions import Decisions, find_decisions
 from enginery.validate.cases.engines import reachable_profiles, split_by_profiles
 from enginery.validate.cases.real_inputs import check_data_usable, real_cases
 from enginery.validate.cases.rungs import run_on_rungs
@@ -233,6 +234,7 @@ def run(
                         seed=config.seed,
                         longest_rows=2 if artifact.manifest.is_quantized else 1,
                     ),
+                    *comparison.find_decisions(record).cases(record, feed_limits, seed=config.seed),
                     *profile_cases(record, promised, feed_limits, seed=config.seed),
                     *real,
                 ],
@@ -311,6 +313,8 @@ class _Comparison:
     scratch: Path
     """Directory for the reference's outputs and for graphs without rounding."""
     progress: Progress
+    decisions: Decisions = field(default_factory=Decisions)
+    """What the graph that is compared now decides from sizes and ids."""
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
@@ -333,6 +337,13 @@ class _Comparison:
             layers=self.scratch / "layers" if self.layer_limits else None,
             progress=self.progress,
         )
+
+    def find_decisions(self, record: GraphRecord) -> Decisions:
+        """Find the sizes and ids at which the next graph changes what it does."""
+        path = self.reference.artifact.path / record.file
+        self.decisions = find_decisions(path, record, self.feed_limits)
+        self.notes += self.decisions.notes
+        return self.decisions
 
     def run(
         self,
@@ -401,7 +412,7 @@ class _Comparison:
                     run_record,
                     self.feed_limits,
                     engines=engines,
-                    sizes=_sizes(artifact.path / record.file),
+                    decisions=self.decisions,
                     seed=config.seed,
                 )
                 results += self._scan(record, scan, profiles, comparison, results)
@@ -590,7 +601,7 @@ class _Comparison:
             results = comparison.compare(run, derived, cases)
             if scanned is not None:
                 scan = ConsistencyScan(
-                    run, derived, self.feed_limits, sizes=_sizes(path), seed=self.config.seed
+                    run, derived, self.feed_limits, decisions=self.decisions, seed=self.config.seed
                 )
                 results += self._scan(record, scan, scanned, comparison, results)
             return results
@@ -719,14 +730,6 @@ def _pads_left(artifact: Artifact) -> bool:
 def _on_cpu(providers: Sequence[Provider]) -> bool:
     """Return True if only the CPU runs a graph."""
     return {provider.name for provider in providers} == {CPU}
-
-
-def _sizes(graph: Path) -> set[int]:
-    """Return numbers in a graph that may be sizes at which it begins to do something else."""
-    from enginery.passes.ir.graph_file import read_graph  # imports onnx, slowly
-    from enginery.validate.weights.stored import find_sizes
-
-    return find_sizes(read_graph(graph), shapes=False)
 
 
 def _embeddings(artifact: Artifact, notes: list[str]) -> EmbeddingComparison | None:
