@@ -9,9 +9,10 @@ A deviation is not yet a fault: some models read padded positions in PyTorch, to
 over the sequence). So the validate stage compares shapes that deviate with PyTorch, and only that
 result counts.
 
-Two dims are scanned: the batch size, with short rows, and the length, with two rows. The length is
-the dim that a padding mask covers: `sequence` in an encoder, `past_sequence` in a decoder with a KV
-cache, `encoder_sequence` in a decoder that attends to an encoder.
+Two dims are scanned: the batch size, with short rows, and the length, with two rows; then both in
+powers of two, and wherever the graph's own decisions change. The length is the dim that a padding
+mask covers: `sequence` in an encoder, `past_sequence` in a decoder with a KV cache,
+`encoder_sequence` in a decoder that attends to an encoder.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ _EVERY_LENGTH = {"quick": 8, "normal": 40, "thorough": LONGEST}
 """Effort -> length up to which every length runs. Beyond, powers of two and their neighbours do."""
 _EVERY_BATCH = {"quick": (8, 33), "normal": (33, 65), "thorough": (129, 257)}
 """Effort -> batch size up to which every size runs, and the largest one."""
+_TOGETHER = {"quick": 128, "normal": 1024, "thorough": 128 * 512}
+"""Effort -> tokens of the largest batch of the combinations of batch sizes and lengths."""
 _BATCHES_OF_IMAGES = {
     "quick": (2, 3, 9, 17),
     "normal": (2, 3, 8, 17, 32, 33),
@@ -208,7 +211,23 @@ class ConsistencyScan:
         two = self._fixed or max(2, self._copies)
         by_length = [ScanShape(two, size) for size in sorted(lengths) if size >= self._shortest]
         by_batch = [ScanShape(size, short) for size in sorted(batches)]
-        return list(dict.fromkeys([*by_length, *by_batch, *self._decided()]))
+        together = self._together(effort) if not self._fixed else []
+        return list(dict.fromkeys([*by_length, *by_batch, *together, *self._decided()]))
+
+    def _together(self, effort: Effort) -> list[ScanShape]:
+        """Return combinations of powers of two for both sizes: ragged batches, as they are served.
+
+        The graph's decisions are known for all larger ones, see `cases/decisions.py`; these runs
+        show what kernels do.
+        """
+        batches = [2**k for k in range(2, 8)]
+        lengths = [2**k for k in range(3, 10) if self._shortest <= 2**k <= self._longest]
+        return [
+            ScanShape(batch, length)
+            for batch in batches
+            for length in lengths
+            if batch * length <= _TOGETHER[effort] and batch >= self._copies
+        ]
 
     def _decided(self) -> list[ScanShape]:
         """Return the shapes at which the graph begins to do something else."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,14 @@ from enginery.validate.compare import ComparisonLimits, GraphComparison, RealAns
 from enginery.validate.config import ValidateConfig, check_options
 from enginery.validate.consistency import ConsistencyScan, scan_notes
 from enginery.validate.declared_precision import check_declared_precision
-from enginery.validate.decoding import compare_decoding, make_sequences, usable_decoders
+from enginery.validate.decoding import (
+    Run,
+    compare_decoding,
+    find_prompts,
+    make_sequences,
+    scanned_length,
+    usable_decoders,
+)
 from enginery.validate.embeddings import EmbeddingComparison
 from enginery.validate.generation import generate_reference
 from enginery.validate.labels import LabelComparison
@@ -315,6 +322,8 @@ class _Comparison:
     progress: Progress
     decisions: Decisions = field(default_factory=Decisions)
     """What the graph that is compared now decides from sizes and ids."""
+    lengths: set[int] = field(default_factory=set)
+    """Lengths at which any graph begins to do something else."""
     providers: list[ProviderRecord] = field(default_factory=list)
     """The providers that ran the last graph."""
     coverage: list[GraphCoverage] = field(default_factory=list)
@@ -343,6 +352,12 @@ class _Comparison:
         path = self.reference.artifact.path / record.file
         self.decisions = find_decisions(path, record, self.feed_limits)
         self.notes += self.decisions.notes
+        self.lengths |= {
+            size
+            for sizes in self.decisions.sizes
+            for dim, size in sizes.items()
+            if "sequence" in dim
+        }
         return self.decisions
 
     def run(
@@ -667,7 +682,8 @@ class _Comparison:
         self.notes += notes
         sequences = []
         if usable:
-            sequences += make_sequences(usable[0], self.feed_limits, seed=config.seed)
+            more = self._find_prompts(usable, open_runner)
+            sequences += make_sequences(usable[0], self.feed_limits, seed=config.seed, more=more)
         if texts:
             sequences.append(texts.sequences())
         results, notes = compare_decoding(
@@ -691,6 +707,33 @@ class _Comparison:
             else:
                 results += generated
         return results
+
+    def _find_prompts(
+        self,
+        decoders: Sequence[DecoderGraphs],
+        open_runner: Callable[[str], AbstractContextManager[Run]],
+    ) -> list[tuple[int, int]]:
+        """Return rows and lengths of prompts that a decoder runs otherwise than token by token."""
+        artifact, limits = self.reference.artifact, self.feed_limits
+        prompts: list[tuple[int, int]] = []
+        for graphs in decoders:
+            length = scanned_length(self.config.effort, limits, artifact.path / graphs.later.file)
+            with self.progress.task(f"prompts at once and token by token, {graphs.later.file}"):
+                prompts += find_prompts(
+                    graphs,
+                    limits,
+                    open_runner,
+                    special=self.lengths,
+                    longest=length,
+                    precision=artifact.manifest.precision,
+                    seed=self.config.seed,
+                )
+            if length < limits.max_positions:
+                self.notes.append(
+                    f"{graphs.later.file}: prompts were compared with single tokens up to "
+                    f"{length} of {limits.max_positions} positions"
+                )
+        return prompts
 
     def _run_reference(
         self,

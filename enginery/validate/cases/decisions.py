@@ -5,7 +5,7 @@ a comparison, a minimum, a quotient, the condition of an If. Such a node reads w
 shapes, positions, masks and ids alone, and no weight. So these nodes, the control part of the
 graph, are cut out and run without the weights, which takes microseconds:
 
-- at every length, batch and past up to 160 and, beyond, at every sixteenth size, at the numbers
+- at every length, batch and past up to about 128 and, beyond, at every 32nd size, at the numbers
   that the graph holds and their neighbours, and wherever a decision has changed between two;
 - at combinations of the sizes at which decisions change, because one may depend on two dims;
 - for every id of the vocabulary.
@@ -57,19 +57,23 @@ _SHAPES = ("Shape", "Size")
 _TYPE_ONLY = ("CastLike",)
 """Ops that read only the type of their second input."""
 
-_DENSE = 160
-"""Size up to which every size runs."""
-_STRIDE = 16
+_DENSE = 1 << 16
+"""Elements of a mask of the largest run whose neighbours all run: that of 4 rows of 128 tokens."""
+_STRIDE = 32
 """Distance of the sizes beyond that run whatever the graph holds."""
 _LARGEST_BATCH = 1024
-_ELEMENTS = 1 << 22
-"""Largest number of elements of a run of the control part: a mask of 2048 × 2048."""
-_MAX_COMBINATIONS = 512
+_ELEMENTS = 1 << 21
+"""Elements of the largest mask of a run: that of 2 rows of 1024 tokens."""
+_MOST_FOR_ROWS = 1 << 19
+"""The same where only what is decided for rows runs: 32 rows of 128 tokens."""
+_MAX_COMBINATIONS = 200
 _MAX_CASES = 24
 _STEP_CASES = 6
 """Changes of a node that changes again and again which become cases."""
 _MAX_TOKENS = 1 << 14
 """Tokens of the largest case that PyTorch runs."""
+_MAX_TOGETHER = 1 << 16
+"""Tokens of the largest batch that ONNX Runtime runs."""
 _TABLE_ROWS = 8
 _TABLE_LENGTH = 128
 """Rows and length of the cases that run through a table of embeddings."""
@@ -141,6 +145,12 @@ def _tokens(sizes: Mapping[str, int]) -> int:
     """Return the number of positions that a run of such sizes computes."""
     rows = math.prod(size for dim, size in sizes.items() if is_batch(dim))
     return rows * max(1, sum(size for dim, size in sizes.items() if "sequence" in dim))
+
+
+def _mask_elements(sizes: Mapping[str, int]) -> int:
+    """Return the elements of a mask over all pairs of positions."""
+    rows = math.prod(size for dim, size in sizes.items() if is_batch(dim))
+    return rows * sum(size for dim, size in sizes.items() if "sequence" in dim) ** 2
 
 
 def _idle_dims(sizes: Mapping[str, int]) -> int:
@@ -559,7 +569,7 @@ def _open(
         for name in leaves
     ]
     slices = [
-        onnx.numpy_helper.from_array(np.int64([number]), f"{_NUMBER}{number}")
+        onnx.numpy_helper.from_array(np.asarray([number], np.int64), f"{_NUMBER}{number}")
         for number in sorted(
             {int(name[len(_NUMBER) :]) for name in used if name.startswith(_NUMBER)}
         )
@@ -618,6 +628,7 @@ class _Search:
         # One id, so that only sizes change what is decided.
         self._usual = [limits.vocab_size // 2]
         self._states: dict[tuple[int, ...], list[State] | None] = {}
+        self._most_elements = _ELEMENTS
         self._steps = [node.op_type in _STEPS for node in control.decisions]
 
     def sizes(self) -> list[dict[str, int]]:
@@ -633,8 +644,16 @@ class _Search:
             values[dim] = sorted({*self._lowest(dim), *changes, base[dim]})
             cells += [{**base, dim: size} for size in steps]
             cells += [{**base, dim: size} for size in changes]
+        # There are many of them.
+        self._most_elements = _DENSE
         combined = self._combinations(values, base)
-        return [dict(cell) for cell in self._covering([*cells, *combined])]
+        covering = self._covering([*cells, *combined])
+        # Two thresholds that are too large to be tried together run together in any case.
+        beyond = {dim: max(sizes) for dim, sizes in values.items()}
+        large = {**base, **{dim: size for dim, size in beyond.items() if size > base[dim]}}
+        if self._state(large) is None and _tokens(large) <= _MAX_TOGETHER:
+            covering.append(large)
+        return covering
 
     def _lowest(self, dim: str) -> list[int]:
         return [0, 1] if dim.startswith("past_") else [1, 2]
@@ -657,7 +676,10 @@ class _Search:
         """Return the sizes of a dim around each change, and some of those of steps."""
         largest = self._largest[dim]
         special = {size + step for size in self._constants for step in (-1, 0, 1, 2)}
-        wanted = {*range(*(0, _DENSE + 1)), *range(_DENSE, largest, _STRIDE), largest - 1, largest}
+        dense = largest
+        while dense > _STRIDE and _mask_elements({**base, dim: dense}) > _DENSE:
+            dense -= _STRIDE
+        wanted = {*range(dense + 1), *range(dense, largest, _STRIDE), largest - 1, largest}
         lowest = self._lowest(dim)[0]
         sizes = sorted(size for size in wanted | special if lowest <= size <= largest)
         states = [(size, self._state({**base, dim: size})) for size in sizes]
@@ -729,7 +751,18 @@ class _Search:
                 second.append(cell)
             seen |= named
             combinations.add(whole)
-        return [*first, *second][:_MAX_CASES]
+        return [self._deeper(cell) for cell in [*first, *second][:_MAX_CASES]]
+
+    def _deeper(self, cell: dict[str, int]) -> dict[str, int]:
+        """Return lengths that are a little larger, if all is decided as before.
+
+        Just above a threshold for rows, only those without padding reach it.
+        """
+        deeper = {
+            dim: min(size + 2, self._largest[dim]) if "sequence" in dim and size > 2 else size
+            for dim, size in cell.items()
+        }
+        return deeper if self._state(deeper) == self._state(cell) else cell
 
     def _state(self, sizes: Mapping[str, int]) -> list[State] | None:
         """Return how each node decides at some sizes; None if the control part fails there."""
@@ -739,37 +772,31 @@ class _Search:
         return self._states[key]
 
     def _measure(self, sizes: Mapping[str, int]) -> list[State] | None:
-        lengths = [size for dim, size in sizes.items() if "sequence" in dim]
-        rows = math.prod(size for dim, size in sizes.items() if is_batch(dim))
-        if rows * sum(lengths) ** 2 <= _ELEMENTS:
+        if _mask_elements(sizes) <= self._most_elements:
             return self._run(self._control, sizes)
-        # Masks of such a size would take too long; what is decided once for all rows does not.
-        states = None if self._of_all_rows is None else self._run(self._of_all_rows, sizes)
-        if states is None or self._of_all_rows is None:
+        # Masks of such a size would take too long; what is decided for rows takes less.
+        part = self._without_pairs if _mask_elements(sizes) <= _MOST_FOR_ROWS else None
+        states = None if part is None else self._run(part, sizes)
+        if part is None or states is None:
             return None
-        known = {id(n): s for n, s in zip(self._of_all_rows.decisions, states, strict=True)}
+        known = {id(n): s for n, s in zip(part.decisions, states, strict=True)}
         return [known.get(id(node), _UNKNOWN) for node in self._control.decisions]
 
     @cached_property
-    def _of_all_rows(self) -> _Control | None:
-        """The control part of the decisions that no mask and no id takes part in."""
-        shapes = []
-        for rows, length in ((2, 3), (5, 7)):
-            sizes = {
-                dim: rows if is_batch(dim) else length if "sequence" in dim else self._base(dim)
-                for dim in self._dims
-            }
-            values = self._values(self._control, sizes)
-            if values is None:
-                return None
-            shapes.append([_size_of(node, values) for node in self._control.decisions])
-        single = [
-            node
-            for node, few, more in zip(self._control.decisions, *shapes, strict=True)
-            if few == more
-        ]
+    def _without_pairs(self) -> _Control | None:
+        """The control part of the decisions that are not made for each pair of positions."""
+        rows, length = 3, min(23, *(self._largest[d] for d in self._dims if "sequence" in d), 23)
+        sizes = {
+            dim: rows if is_batch(dim) else length if "sequence" in dim else self._base(dim)
+            for dim in self._dims
+        }
+        values = self._values(self._control, sizes)
+        if values is None:
+            return None
+        most = rows * sum(size for dim, size in sizes.items() if "sequence" in dim)
+        few = [n for n in self._control.decisions if _size_of(n, values) <= most]
         try:
-            return self._control.of(single)
+            return self._control.of(few)
         except EngineryError:
             return None
 

@@ -339,20 +339,6 @@ IDS: dict[str, Edit] = {
             x,
         )
     ),
-    "ids through floats": ids_replaced(
-        lambda g, x: g.op(
-            "Cast",
-            g.op(
-                "Floor",
-                g.op(
-                    "Mul",
-                    g.op("Div", g.op("Cast", x, to=TensorProto.FLOAT), g.constant(np.float32(3))),
-                    g.constant(np.float32(3)),
-                ),
-            ),
-            to=TensorProto.INT64,
-        )
-    ),
     "an id in long texts": ids_replaced(
         lambda g, x: g.op(
             "Where",
@@ -370,3 +356,78 @@ IDS: dict[str, Edit] = {
         )
     ),
 }
+
+DECODER: dict[str, Edit] = {
+    **{
+        f"positions moved: {name}": positions_moved(condition)
+        for name, condition in {
+            "prompt of more than 64 tokens": above("length", 64),
+            "prompt of 100 to 120 tokens": between("length", 100, 121),
+            "prompt of 77 tokens": equal("length", 77),
+            "past over 100": above("past", 100),
+            "past from 50 to 60": between("past", 50, 61),
+            "one token, past over 45": both(equal("length", 1), above("past", 45)),
+            "past of 33": equal("past", 33),
+            "batch over 8, prompt over 8": both(above("batch", 8), above("length", 8)),
+            "remainder of the past by 50": remainder("past", 50, 37),
+            "root of the past": in_floats("past", 120),
+        }.items()
+    },
+    **{
+        f"mask ignored: {name}": mask_ignored(condition)
+        for name, condition in {
+            "prompts in batches over 8": both(above("batch", 8), above("length", 1)),
+            "past over 60": above("past", 60),
+            "batch over 40": above("batch", 40),
+            "several tokens after a past": both(above("length", 1), above("past", 3)),
+        }.items()
+    },
+    **{
+        f"oldest key forgotten: {name}": oldest_key_forgotten(
+            both(condition, above("past", 0)), "past_key_values.0.key"
+        )
+        for name, condition in {
+            "past over 90": above("past", 90),
+            "past from 40 to 44": between("past", 40, 45),
+            "batch over 12": above("batch", 12),
+        }.items()
+    },
+    **{
+        f"logits scaled: {name}": scaled(condition)
+        for name, condition in {
+            "prompt over 150": above("length", 150),
+            "past over 200": above("past", 200),
+            "batch over 50": above("batch", 50),
+        }.items()
+    },
+}
+
+CROSS_ATTENTION: dict[str, Edit] = {
+    **{
+        f"encoder mask ignored: {name}": mask_ignored(condition)
+        for name, condition in {
+            "batch over 16": above("batch", 16),
+            "batch over 40": above("batch", 40),
+            "encoder's length over 70": above("encoded", 70),
+            "past over 45": above("past", 45),
+            "prompt over 20": above("length", 20),
+        }.items()
+    },
+    **{
+        f"oldest key forgotten: {name}": oldest_key_forgotten(
+            both(condition, above("past", 0)), "past_key_values.0.decoder.key"
+        )
+        for name, condition in {
+            "past over 45": above("past", 45),
+            "batch over 20": above("batch", 20),
+        }.items()
+    },
+    **{
+        f"rows exchanged: {name}": rows_exchanged(condition)
+        for name, condition in {
+            "batch over 40": above("batch", 40),
+            "encoder's length of 99": both(above("batch", 1), equal("encoded", 99)),
+        }.items()
+    },
+}
+"""Of the decoder of an encoder-decoder."""
