@@ -865,7 +865,9 @@ class _Search:
         if values is None or usual is None:
             return set()
         found: set[int] = set()
-        for node in self._control.decisions:
+        for node, steps in zip(self._control.decisions, self._steps, strict=True):
+            if steps:  # what the quotient is used for tells
+                continue
             ways, others = _ways(node, values), _ways(node, usual)
             if ways is None or others is None or ways.shape != others.shape:
                 continue
@@ -911,7 +913,7 @@ def _ways(node: Any, values: Mapping[str, Array]) -> Array | None:
         return np.asarray(first, np.int64)
     if op in ("Min", "Max"):
         others = [array for array in read[1:] if array is not None]
-        return np.sign(first - others[0]) if others else None
+        return np.asarray(first > others[0], np.int64) if others else None
     if op == "Clip":
         low, high = ([*read[1:], None, None])[:2]
         below = 0 if low is None else -(first < low).astype(np.int64)
