@@ -969,7 +969,8 @@ def _ragged_feeds(
         mixed_in: ids of every second token.
     """
     specs = [spec for spec in record.inputs if not names or spec.name in names]
-    feeds = make_feeds(specs, sizes, limits, seed=seed)
+    # Copies, since some are views of one row.
+    feeds = {n: np.array(a) for n, a in make_feeds(specs, sizes, limits, seed=seed).items()}
     for spec in specs:
         if spec.name.endswith("input_ids") and feeds[spec.name].ndim == 2:
             array = feeds[spec.name]
