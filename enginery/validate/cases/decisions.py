@@ -34,10 +34,10 @@ from enginery.core.artifact.external_data import load_graph
 from enginery.core.artifact.manifest import GraphRecord
 from enginery.core.errors import EngineryError
 from enginery.core.model.feeds import FeedLimits, Feeds, is_padding_mask, make_feeds
-from enginery.core.shapes import canonical_dim, dim_terms, dynamic_dims, is_batch
+from enginery.core.shapes import PAST, canonical_dim, dim_terms, dynamic_dims, is_batch
 from enginery.runtime.onnxruntime.tracing import GraphTracer, open_in_memory
 from enginery.runtime.providers.selection import choose_providers
-from enginery.validate.cases.sweep import LONGEST, ValidationCase
+from enginery.validate.cases.sweep import LONGEST, ValidationCase, sweep_sizes
 
 Array = NDArray[Any]
 State = tuple[float, float]
@@ -128,7 +128,11 @@ def find_decisions(path: Path, record: GraphRecord, limits: FeedLimits) -> Decis
     ids: set[int] = set()
     notes: list[str] = []
     for nodes in _variants(load_graph(path)):
-        control = _Control.cut_out(path, record, limits, nodes)
+        try:
+            control = _Control.cut_out(path, record, limits, nodes)
+        except EngineryError as error:
+            notes.append(f"{record.file}: what it decides from sizes is not known: {error.message}")
+            continue
         if control is None:
             continue
         search = _Search(control, record, limits, constants)
@@ -307,7 +311,11 @@ class _Control:
     def cut_out(
         cls, path: Path, record: GraphRecord, limits: FeedLimits, graph: _Graph
     ) -> _Control | None:
-        """Cut out the control part; None if the graph decides nothing."""
+        """Cut out the control part; None if the graph decides nothing.
+
+        Raises:
+            ProviderError: ONNX Runtime does not run it.
+        """
         data = _data_values(graph, record)
         producers = {name: node for node in graph.nodes for name in node.output if name}
         decisions = [
@@ -344,10 +352,7 @@ class _Control:
             fetched = [name for name in dict.fromkeys(wanted) if name not in graph.initializers]
             return _open(path, graph, needed, leaves, fetched)
 
-        try:
-            session = cut(decisions, [index for _, index in tables])
-        except EngineryError:
-            return None
+        session = cut(decisions, [index for _, index in tables])
         inputs = {value.name for value in session.get_inputs()}
         return cls(
             session,
@@ -624,6 +629,9 @@ class _Search:
         self._control, self._record, self._limits = control, record, limits
         self._constants = constants
         self._dims = dynamic_dims(record.inputs)
+        # Rows of four lengths, and masked positions between real ones of others.
+        shared = any(dim.startswith(PAST) for dim in self._dims)
+        self._base = sweep_sizes(self._dims, limits, batch=4, sequence=18 if shared else 9)
         self._largest = {dim: self._largest_size(dim) for dim in self._dims}
         # One id, so that only sizes change what is decided.
         self._usual = [limits.vocab_size // 2]
@@ -634,23 +642,26 @@ class _Search:
     def sizes(self) -> list[dict[str, int]]:
         """Return sizes on both sides of each change, and for each combination of decisions."""
         varied = [dim for dim in self._dims if self._largest[dim] > 1]
+        rows = [dim for dim in varied if self._limits.rows(dim, 1) is not None]
+        varied = [dim for dim in varied if dim not in rows[1:]]
         if not varied or not self._control.decisions:
             return []
-        base = {dim: self._base(dim) for dim in self._dims}
+        base = self._base
         values: dict[str, list[int]] = {}
         cells: list[dict[str, int]] = []
         for dim in varied:
             changes, steps = self._sweep(dim, base)
             values[dim] = sorted({*self._lowest(dim), *changes, base[dim]})
-            cells += [{**base, dim: size} for size in steps]
-            cells += [{**base, dim: size} for size in changes]
+            cells += [self._resized(base, dim, size) for size in (*steps, *changes)]
         # There are many of them.
         self._most_elements = _DENSE
         combined = self._combinations(values, base)
         covering = self._covering([*cells, *combined])
         # Two thresholds that are too large to be tried together run together in any case.
         beyond = {dim: max(sizes) for dim, sizes in values.items()}
-        large = {**base, **{dim: size for dim, size in beyond.items() if size > base[dim]}}
+        large = base
+        for dim, size in beyond.items():
+            large = self._resized(large, dim, max(size, base[dim]))
         if self._state(large) is None and _tokens(large) <= _MAX_TOGETHER:
             covering.append(large)
         return covering
@@ -658,10 +669,12 @@ class _Search:
     def _lowest(self, dim: str) -> list[int]:
         return [0, 1] if dim.startswith("past_") else [1, 2]
 
-    def _base(self, dim: str) -> int:
-        fixed = _fixed_size(dim, self._limits)
-        # Rows of four lengths, and masked positions between real ones of others.
-        return fixed or min(4 if is_batch(dim) else 9, max(1, self._largest[dim]))
+    def _resized(self, base: Mapping[str, int], dim: str, size: int) -> dict[str, int]:
+        """Return sizes with another one of a dim; all dims that count rows change together."""
+        if self._limits.rows(dim, 1) is None:
+            return {**base, dim: size}
+        rows = {name: self._limits.rows(name, size) for name in base}
+        return {**base, **{name: count for name, count in rows.items() if count is not None}}
 
     def _largest_size(self, dim: str) -> int:
         if _fixed_size(dim, self._limits) is not None:
@@ -677,12 +690,12 @@ class _Search:
         largest = self._largest[dim]
         special = {size + step for size in self._constants for step in (-1, 0, 1, 2)}
         dense = largest
-        while dense > _STRIDE and _mask_elements({**base, dim: dense}) > _DENSE:
+        while dense > _STRIDE and _mask_elements(self._resized(base, dim, dense)) > _DENSE:
             dense -= _STRIDE
         wanted = {*range(dense + 1), *range(dense, largest, _STRIDE), largest - 1, largest}
         lowest = self._lowest(dim)[0]
         sizes = sorted(size for size in wanted | special if lowest <= size <= largest)
-        states = [(size, self._state({**base, dim: size})) for size in sizes]
+        states = [(size, self._state(self._resized(base, dim, size))) for size in sizes]
         known = [(size, state) for size, state in states if state is not None]
         changes: set[int] = set()
         steps: set[int] = set()
@@ -699,10 +712,10 @@ class _Search:
         self, dim: str, base: Mapping[str, int], low: int, high: int, index: int
     ) -> tuple[int, int]:
         """Return two neighbouring sizes between which a decision changes."""
-        first = self._state({**base, dim: low})
+        first = self._state(self._resized(base, dim, low))
         while high - low > 1 and first is not None:
             middle = (low + high) // 2
-            state = self._state({**base, dim: middle})
+            state = self._state(self._resized(base, dim, middle))
             if state is None or state[index] != first[index]:
                 high = middle
             else:
@@ -721,10 +734,13 @@ class _Search:
             every = sorted({*sizes, *grid, self._largest[dim]})
             places = np.linspace(0, len(every) - 1, min(each, len(every))).round().astype(int)
             listed.append([every[place] for place in places])
-        return [
-            {**base, **dict(zip(values, sizes, strict=True))}
-            for sizes in itertools.product(*listed)
-        ]
+        cells = []
+        for combination in itertools.product(*listed):
+            cell = dict(base)
+            for dim, size in zip(values, combination, strict=True):
+                cell = self._resized(cell, dim, size)
+            cells.append(cell)
+        return cells
 
     def _covering(self, cells: Sequence[dict[str, int]]) -> list[dict[str, int]]:
         """Return cells of which each shows a state of a decision, or a combination, that is new."""
@@ -772,6 +788,9 @@ class _Search:
         return self._states[key]
 
     def _measure(self, sizes: Mapping[str, int]) -> list[State] | None:
+        own = [n for dim, n in sizes.items() if "sequence" in dim and not dim.startswith("encoder")]
+        if self._limits.min_sequence == 1 and sum(own) > self._limits.max_positions:
+            return None
         if _mask_elements(sizes) <= self._most_elements:
             return self._run(self._control, sizes)
         # Masks of such a size would take too long; what is decided for rows takes less.
@@ -787,7 +806,7 @@ class _Search:
         """The control part of the decisions that are not made for each pair of positions."""
         rows, length = 3, min(23, *(self._largest[d] for d in self._dims if "sequence" in d), 23)
         sizes = {
-            dim: rows if is_batch(dim) else length if "sequence" in dim else self._base(dim)
+            dim: rows if is_batch(dim) else length if "sequence" in dim else self._base[dim]
             for dim in self._dims
         }
         values = self._values(self._control, sizes)
@@ -841,7 +860,7 @@ class _Search:
     def _run_ids(self, name: str, ids: Array) -> dict[str, Array] | None:
         """Run the control part with a row of two tokens for each id, the second always the same."""
         sizes = {
-            dim: len(ids) if is_batch(dim) else 2 if "sequence" in dim else self._base(dim)
+            dim: len(ids) if is_batch(dim) else 2 if "sequence" in dim else self._base[dim]
             for dim in self._dims
         }
         sizes |= {dim: 0 for dim in self._dims if dim.startswith("past_")}
