@@ -23,7 +23,14 @@ from enginery.core.model.feeds import FeedLimits, make_feeds
 from enginery.core.shapes import dynamic_dims, is_batch
 from enginery.runtime.onnxruntime.runner import OrtRunner
 from tests.validate.faults.graph_editor import GraphEditor
-from tests.validate.faults.sizes import CROSS_ATTENTION, DECODER, ENCODER, IDS
+from tests.validate.faults.sizes import (
+    CROSS_ATTENTION,
+    DECODER,
+    ENCODER,
+    IDS,
+    SOUND,
+    SOUND_DECODER,
+)
 
 _LENGTH, _VOCABULARY = 512, 1000
 _POSITIONS = 256
@@ -175,6 +182,19 @@ def test_faults_with_an_effect_fail(sound, tmp_path, kind, precision):
 def test_sound_artifacts_pass(sound, kind, precision):
     report = validate_model(sound(kind, precision))
     assert report.passed, report.summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rewritings"), [("bert", SOUND), ("gpt2", SOUND_DECODER)])
+def test_sound_rewritings_pass(sound, tmp_path, kind, rewritings):
+    failed = []
+    for index, (name, edit) in enumerate(rewritings.items()):
+        other = plant(sound(kind, "fp32"), edit, "model.onnx", tmp_path / str(index))
+        report = validate_model(other)
+        if not report.passed:
+            failed.append(f"{name}: {report.summary}")
+        shutil.rmtree(tmp_path / str(index))
+    assert not failed, "sound, but failed:\n" + "\n".join(failed)
 
 
 @pytest.mark.more

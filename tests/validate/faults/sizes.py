@@ -276,53 +276,53 @@ def oldest_key_forgotten(condition: Condition, past: str) -> Edit:
     return edit
 
 
+_CONDITIONS: dict[Callable[[Condition], Edit], dict[str, Condition]] = {
+    mask_ignored: {
+        "batch > 16, length > 8": both(above("batch", 16), above("length", 8)),
+        "batch > 20, length > 64": both(above("batch", 20), above("length", 64)),
+        "batch > 70": above("batch", 70),
+        "length from 150 to 199": between("length", 150, 200),
+        "length = 175": equal("length", 175),
+        "more than 4096 tokens": tokens_above(4096),
+        "more than 1000 tokens": tokens_above(1000),
+        "remainder of the length by 50": remainder("length", 50, 43),
+        "length / 64 = 3": quotient("length", 64, 3),
+        "root of the length": in_floats("length", 210),
+        "a hundred tokens, in floats": rounded("length", 100, 2),
+        "minimum with 300": clipped("length", 300),
+        "a product of constants": computed("length", 13, 17),
+        "through an If": through_if(above("length", 180)),
+        "rows of more than 100 tokens in batches over 8": both(row_longer(100), above("batch", 8)),
+        "rows shorter than a third": row_short_of(3),
+        "rows shorter than a hundredth": row_short_of(100),
+        "rows from the 66th on": rows_from(65),
+        "one row 100 longer": spread_above(100),
+        "batch a multiple of 47": remainder("batch", 47, 0),
+    },
+    scaled: {
+        "rows of 77 tokens": row_of(77),
+        "rows of more than 230 tokens": row_longer(230),
+        "length from 150 to 199": between("length", 150, 200),
+        "length > 400": above("length", 400),
+        "length = 301": equal("length", 301),
+        "batch > 100": above("batch", 100),
+        "batch from 41 to 47": between("batch", 41, 48),
+        "more than 8192 tokens": tokens_above(8192),
+        "no padding": without_padding,
+        "batch = 200": equal("batch", 200),
+        "root of the batch": in_floats("batch", 90),
+    },
+    rows_exchanged: {
+        "batch > 70": above("batch", 70),
+        "batch = 129": equal("batch", 129),
+        "batch > 40, length > 20": both(above("batch", 40), above("length", 20)),
+        "batch = 24, length = 24": both(equal("batch", 24), equal("length", 24)),
+    },
+}
+
 ENCODER: dict[str, Edit] = {
     f"{effect.__name__}: {name}": effect(condition)
-    for effect, conditions in {
-        mask_ignored: {
-            "batch > 16, length > 8": both(above("batch", 16), above("length", 8)),
-            "batch > 20, length > 64": both(above("batch", 20), above("length", 64)),
-            "batch > 70": above("batch", 70),
-            "length from 150 to 199": between("length", 150, 200),
-            "length = 175": equal("length", 175),
-            "more than 4096 tokens": tokens_above(4096),
-            "more than 1000 tokens": tokens_above(1000),
-            "remainder of the length by 50": remainder("length", 50, 43),
-            "length / 64 = 3": quotient("length", 64, 3),
-            "root of the length": in_floats("length", 210),
-            "a hundred tokens, in floats": rounded("length", 100, 2),
-            "minimum with 300": clipped("length", 300),
-            "a product of constants": computed("length", 13, 17),
-            "through an If": through_if(above("length", 180)),
-            "rows of more than 100 tokens in batches over 8": both(
-                row_longer(100), above("batch", 8)
-            ),
-            "rows shorter than a third": row_short_of(3),
-            "rows shorter than a hundredth": row_short_of(100),
-            "rows from the 66th on": rows_from(65),
-            "one row 100 longer": spread_above(100),
-            "batch a multiple of 47": remainder("batch", 47, 0),
-        },
-        scaled: {
-            "rows of 77 tokens": row_of(77),
-            "rows of more than 230 tokens": row_longer(230),
-            "length from 150 to 199": between("length", 150, 200),
-            "length > 400": above("length", 400),
-            "length = 301": equal("length", 301),
-            "batch > 100": above("batch", 100),
-            "batch from 41 to 47": between("batch", 41, 48),
-            "more than 8192 tokens": tokens_above(8192),
-            "no padding": without_padding,
-            "batch = 200": equal("batch", 200),
-            "root of the batch": in_floats("batch", 90),
-        },
-        rows_exchanged: {
-            "batch > 70": above("batch", 70),
-            "batch = 129": equal("batch", 129),
-            "batch > 40, length > 20": both(above("batch", 40), above("length", 20)),
-            "batch = 24, length = 24": both(equal("batch", 24), equal("length", 24)),
-        },
-    }.items()
+    for effect, conditions in _CONDITIONS.items()
     for name, condition in conditions.items()
 }
 
@@ -431,3 +431,63 @@ CROSS_ATTENTION: dict[str, Edit] = {
     },
 }
 """Of the decoder of an encoder-decoder."""
+
+SOUND: dict[str, Edit] = {
+    # Nodes that decide, and do the same either way.
+    **{
+        f"the same: {effect.__name__}, {name}": scaled(condition, 1.0)
+        for effect, conditions in _CONDITIONS.items()
+        for name, condition in conditions.items()
+    },
+    "ids up to the last": ids_replaced(lambda g, x: g.op("Min", x, _int(999))),
+    "ids from the first": ids_replaced(lambda g, x: g.op("Max", x, _int(0))),
+    "ids with the remainder by their number": ids_replaced(lambda g, x: g.op("Mod", x, _int(1000))),
+    "ids in 32 bits": ids_replaced(
+        lambda g, x: g.op("Cast", g.op("Cast", x, to=TensorProto.INT32), to=TensorProto.INT64)
+    ),
+    "ids in floats": ids_replaced(
+        lambda g, x: g.op("Cast", g.op("Cast", x, to=TensorProto.FLOAT), to=TensorProto.INT64)
+    ),
+    "ids reshaped": ids_replaced(
+        lambda g, x: g.op("Reshape", g.op("Reshape", x, np.int64([-1])), g.op("Shape", x))
+    ),
+    "negative ids replaced": ids_replaced(
+        lambda g, x: g.op("Where", g.op("Less", x, _int(0)), g.constant(_int(0)), x)
+    ),
+    "mask up to one": lambda g: g.replace("attention_mask", lambda x: g.op("Min", x, _int(1))),
+    "mask above zero": lambda g: g.replace(
+        "attention_mask",
+        lambda x: g.op("Cast", g.op("Greater", x, _int(0)), to=TensorProto.INT64),
+    ),
+    "mask in floats": lambda g: g.replace(
+        "attention_mask",
+        lambda x: g.op("Cast", g.op("Cast", x, to=TensorProto.FLOAT), to=TensorProto.INT64),
+    ),
+    "mask of ones where there is no padding": mask_ignored(without_padding),
+    "types up to one": lambda g: g.replace("token_type_ids", lambda x: g.op("Min", x, _int(1))),
+}
+"""Rewritings of an encoder of 1000 ids that change nothing."""
+
+SOUND_DECODER: dict[str, Edit] = {
+    **{
+        f"the same: {name}": scaled(condition, 1.0)
+        for name, condition in {
+            "past over 100": above("past", 100),
+            "prompt over 64": above("length", 64),
+            "past from 50 to 60": between("past", 50, 61),
+            "batch over 8, prompt over 8": both(above("batch", 8), above("length", 8)),
+            "root of the past": in_floats("past", 120),
+            "remainder of the past by 50": remainder("past", 50, 37),
+            "through an If": through_if(above("past", 30)),
+        }.items()
+    },
+    "positions from the first": lambda g: g.replace(
+        "position_ids", lambda x: g.op("Max", x, _int(0))
+    ),
+    "positions up to the last": lambda g: g.replace(
+        "position_ids", lambda x: g.op("Min", x, _int(255))
+    ),
+    "mask up to one": lambda g: g.replace("attention_mask", lambda x: g.op("Min", x, _int(1))),
+    "ids from the first": ids_replaced(lambda g, x: g.op("Max", x, _int(0))),
+}
+"""The same of a decoder of 256 positions."""
