@@ -72,7 +72,7 @@ _EVERY_LENGTH = {"quick": 8, "normal": 40, "thorough": LONGEST}
 """Effort -> length up to which every length runs. Beyond, powers of two and their neighbours do."""
 _EVERY_BATCH = {"quick": (8, 33), "normal": (33, 65), "thorough": (129, 257)}
 """Effort -> batch size up to which every size runs, and the largest one."""
-_TOGETHER = {"quick": 128, "normal": 1024, "thorough": 128 * 512}
+_TOGETHER = {"quick": 128, "normal": 512, "thorough": 128 * 512}
 """Effort -> tokens of the largest batch of the combinations of batch sizes and lengths."""
 _BATCHES_OF_IMAGES = {
     "quick": (2, 3, 9, 17),

@@ -72,6 +72,8 @@ _STEP_CASES = 6
 """Changes of a node that changes again and again which become cases."""
 _MAX_TOKENS = 1 << 14
 """Tokens of the largest case that PyTorch runs."""
+_STEP_TOKENS = 1 << 11
+"""Tokens of the largest case for such a change."""
 _MAX_TOGETHER = 1 << 16
 """Tokens of the largest batch that ONNX Runtime runs."""
 _TABLE_ROWS = 8
@@ -244,8 +246,9 @@ def _is_decision(node: Any, graph: _Graph, producers: Mapping[str, Any]) -> bool
     """Return True for a node that decides; a quotient of floats does not."""
     if node.domain not in ("", "ai.onnx"):
         return False
-    if node.op_type == "Cast":
-        return _dtype(node.output[0], graph, producers) not in _float_types()
+    if node.op_type == "Cast":  # of floats, which it rounds
+        rounds = _dtype(node.input[0], graph, producers) in _float_types()
+        return rounds and _dtype(node.output[0], graph, producers) not in _float_types()
     if node.op_type == "Div":
         return _dtype(node.input[0], graph, producers) not in _float_types()
     return node.op_type in _LOGIC | _CHOICES | _STEPS
@@ -649,10 +652,12 @@ class _Search:
         base = self._base
         values: dict[str, list[int]] = {}
         cells: list[dict[str, int]] = []
+        stepped: list[dict[str, int]] = []
         for dim in varied:
             changes, steps = self._sweep(dim, base)
             values[dim] = sorted({*self._lowest(dim), *changes, base[dim]})
-            cells += [self._resized(base, dim, size) for size in (*steps, *changes)]
+            cells += [self._resized(base, dim, size) for size in changes]
+            stepped += [self._resized(base, dim, size) for size in steps]
         # There are many of them.
         self._most_elements = _DENSE
         combined = self._combinations(values, base)
@@ -664,7 +669,7 @@ class _Search:
             large = self._resized(large, dim, max(size, base[dim]))
         if self._state(large) is None and _tokens(large) <= _MAX_TOGETHER:
             covering.append(large)
-        return covering
+        return [*covering, *(cell for cell in stepped if _tokens(cell) <= _STEP_TOKENS)]
 
     def _lowest(self, dim: str) -> list[int]:
         return [0, 1] if dim.startswith("past_") else [1, 2]
@@ -699,9 +704,14 @@ class _Search:
         known = [(size, state) for size, state in states if state is not None]
         changes: set[int] = set()
         steps: set[int] = set()
-        for (low, before), (high, after) in itertools.pairwise(known):
+        pairs = list(itertools.pairwise(known))
+        # A quotient that changes with every size is only another name of the size.
+        counts = [sum(a[i] != b[i] for (_, a), (_, b) in pairs) for i in range(len(self._steps))]
+        for (low, before), (high, after) in pairs:
             for index, is_step in enumerate(self._steps):
-                if before[index] != after[index]:
+                if before[index] != after[index] and not (
+                    is_step and counts[index] > len(pairs) / 2
+                ):
                     below, above = self._bisect(dim, base, low, high, index)
                     (steps if is_step else changes).update((below, above))
         ordered = sorted(steps)
@@ -908,12 +918,9 @@ class _Search:
             if rows is None or rows.shape != (len(vocabulary), 2):
                 continue
             own = rows[:, 0]
-            same = own == vocabulary
-            # Positions and types are looked up by other numbers.
-            if same.mean() >= 0.5:
-                found |= {int(place) for place in np.flatnonzero(~same)}
-            elif len(np.unique(own)) > len(vocabulary) // 2:
-                found |= {int(token_id) for token_id in vocabulary}
+            # Positions are looked up by others: all alike, or two if padding has its own.
+            if len(np.unique(own)) > 2:
+                found |= {int(token_id) for token_id in vocabulary[own != vocabulary]}
         return found
 
 

@@ -265,9 +265,9 @@ def oldest_key_forgotten(condition: Condition, past: str) -> Edit:
     """Read zeros for the first position of a past."""
 
     def edit(g: GraphEditor) -> None:
-        holds = condition(g)
-
+        # The condition reads the past as it comes in.
         def forget(x: str) -> str:
+            holds = condition(g)
             first, rest = part(g, x, 0, 1, 2), part(g, x, 1, END, 2)
             return g.op("Where", holds, g.op("Concat", g.op("Sub", first, first), rest, axis=2), x)
 
